@@ -1,0 +1,114 @@
+"""What the ops share: where a kernel may run, how an op is registered, how rows are seen and tiled, how input is refused."""
+
+import functools
+from collections.abc import Callable
+from typing import Any
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+LIBRARY = torch.library.Library("liger_like", "DEF")
+KERNEL_DTYPES = (torch.float32, torch.float16, torch.bfloat16)
+
+
+def use_kernel(x: Tensor) -> bool:
+    """Whether the Triton kernel takes ``x``; the plain-torch reference runs otherwise."""
+    return x.dtype in KERNEL_DTYPES and (x.is_cuda or (triton.knobs.runtime.interpret and x.device.type == "cpu"))
+
+
+def op(schema: str, fake: Callable[..., Any]) -> Callable[[Callable[..., Any]], Callable[..., Any]]:
+    """Register the decorated launcher as ``torch.ops.liger_like.<name>``; ``fake`` gives its outputs, unfilled.
+
+    The launcher runs with its first tensor's GPU current, so that models spread over several GPUs launch on the right one.
+    """
+
+    def register(launch: Callable[..., Any]) -> Callable[..., Any]:
+        @functools.wraps(launch)
+        def on_device(x: Tensor, *args: Any) -> Any:
+            if x.is_cuda and x.get_device() != torch.cuda.current_device():
+                with torch.cuda.device(x.device):
+                    return launch(x, *args)
+            return launch(x, *args)
+
+        name = schema.partition("(")[0]
+        LIBRARY.define(schema, tags=torch.Tag.pt2_compliant_tag)
+        LIBRARY.impl(name, on_device, "CompositeExplicitAutograd")
+        torch.library.register_fake(f"liger_like::{name}", fake, lib=LIBRARY)
+        return getattr(torch.ops.liger_like, name).default
+
+    return register
+
+
+def as_rows(x: Tensor) -> Tensor:
+    """``x`` [..., N] as [M, N] with a contiguous last dimension; copies only where no view has that form."""
+    x = x.reshape(-1, x.shape[-1]) if x.numel() else x.new_empty(x.shape[:-1].numel(), x.shape[-1])
+    return x if x.stride(1) == 1 else x.contiguous()
+
+
+def row_tile(n: int) -> dict[str, int]:
+    """Tile of a kernel that walks rows of ``n`` elements: several short rows, or one long row in blocks."""
+    block_n = min(triton.next_power_of_2(n), 4096)
+    block_m = max(1, 2048 // block_n)
+    return {"BLOCK_M": block_m, "BLOCK_N": block_n, "num_warps": max(1, block_m * block_n // 512)}
+
+
+@functools.cache
+def num_programs(device: torch.device) -> int:
+    """Programs of a persistent kernel: enough to fill the GPU; few in the interpreter, which runs them in turn."""
+    return 4 * torch.cuda.get_device_properties(device).multi_processor_count if device.type == "cuda" else 3
+
+
+@triton.jit
+def load_tile(ptr, stride_m, offs_m, offs_n, M, N):
+    """Rows ``offs_m`` (int64: rows times stride pass 2^31) and columns ``offs_n`` in fp32, zero outside [M, N]."""
+    mask = (offs_m < M)[:, None] & (offs_n < N)[None, :]
+    return tl.load(ptr + offs_m[:, None] * stride_m + offs_n[None, :], mask=mask, other=0.0).to(tl.float32)
+
+
+@triton.jit
+def store_tile(ptr, stride_m, offs_m, offs_n, M, N, value):
+    """Store what ``load_tile`` would load, rounded to the dtype of ``ptr``."""
+    mask = (offs_m < M)[:, None] & (offs_n < N)[None, :]
+    tl.store(ptr + offs_m[:, None] * stride_m + offs_n[None, :], value, mask=mask)
+
+
+@triton.jit
+def load_vector(ptr, offs_n, N):
+    """Elements ``offs_n`` of a vector in fp32, zero beyond N."""
+    return tl.load(ptr + offs_n, mask=offs_n < N, other=0.0).to(tl.float32)
+
+
+@triton.jit
+def round_to(x, dtype: tl.constexpr):
+    """``x`` as it would be after a round trip through ``dtype``."""
+    return x.to(dtype).to(tl.float32)
+
+
+def require(name: str, value: Tensor, *, like: Tensor | None = None, shape: tuple[int, ...] | None = None) -> None:
+    """Raise unless ``value`` is a floating-point tensor on the device of ``like`` with the given ``shape``."""
+    if not isinstance(value, Tensor):
+        raise TypeError(f"{name} must be a tensor, got {type(value).__name__}")
+    if not value.is_floating_point():
+        raise TypeError(f"{name} must be floating point, got {value.dtype}")
+    if value.dim() == 0 or value.shape[-1] == 0:
+        raise ValueError(f"{name} must have a last dimension of at least 1, got shape {list(value.shape)}")
+    if like is not None and value.device != like.device:
+        raise ValueError(f"{name} must be on {like.device}, got {value.device}")
+    if shape is not None and value.shape != shape:
+        raise ValueError(f"{name} must have shape {list(shape)}, got {list(value.shape)}")
+
+
+def require_choice(name: str, value: object, choices: tuple[object, ...]) -> None:
+    """Raise unless ``value`` is one of ``choices``."""
+    if value not in choices:
+        raise ValueError(f"{name} must be one of {', '.join(map(repr, choices))}, got {value!r}")
+
+
+def require_eps(eps: float) -> None:
+    """Raise unless ``eps`` is a non-negative number."""
+    if not isinstance(eps, int | float):
+        raise TypeError(f"eps must be a number, got {type(eps).__name__}")
+    if not eps >= 0:
+        raise ValueError(f"eps must not be negative, got {eps}")
