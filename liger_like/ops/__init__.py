@@ -1,0 +1,21 @@
+"""Kernels as plain functions: forward and backward on one device, in the shapes and dtypes that their docstrings state."""
+
+from liger_like.ops.cross_entropy import cross_entropy
+from liger_like.ops.glu import geglu, swiglu
+from liger_like.ops.layer_norm import layer_norm
+from liger_like.ops.linear_cross_entropy import LossOutput, fused_linear_cross_entropy
+from liger_like.ops.rms_norm import add_rms_norm, rms_norm
+from liger_like.ops.rope import qk_norm_rope, rope
+
+__all__ = [
+    "LossOutput",
+    "add_rms_norm",
+    "cross_entropy",
+    "fused_linear_cross_entropy",
+    "geglu",
+    "layer_norm",
+    "qk_norm_rope",
+    "rms_norm",
+    "rope",
+    "swiglu",
+]
