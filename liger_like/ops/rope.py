@@ -14,7 +14,7 @@ from torch import Tensor
 from torch.autograd.function import once_differentiable
 
 from liger_like.ops._common import op, require, require_choice, use_kernel
-from liger_like.ops.rms_norm import rms_norm
+from liger_like.ops.rms_norm import rms_norm, rms_norm_ref
 
 LAYOUTS = ("half", "interleaved", "interleaved_in_half_out")
 COS_LAYOUTS = ("full", "half", "repeat")
@@ -216,6 +216,25 @@ def rope(
     if cos.requires_grad or sin.requires_grad or not (use_kernel(q) and use_kernel(k)):
         return rope_ref(q, k, cos, sin, layout=layout, cos_layout=cos_layout, unsqueeze_dim=unsqueeze_dim)
     return _RoPE.apply(q, k, cos, sin, layout, cos_layout, unsqueeze_dim)
+
+
+def qk_norm_rope_ref(
+    q: Tensor,
+    k: Tensor,
+    q_weight: Tensor,
+    k_weight: Tensor,
+    cos: Tensor,
+    sin: Tensor,
+    eps: float = 1e-6,
+    *,
+    offset: float = 0.0,
+    casting_mode: str = "llama",
+    **layouts: Any,
+) -> tuple[Tensor, Tensor]:
+    """The definition, in plain torch."""
+    q = rms_norm_ref(q, q_weight, eps, offset=offset, casting_mode=casting_mode)
+    k = rms_norm_ref(k, k_weight, eps, offset=offset, casting_mode=casting_mode)
+    return rope_ref(q, k, cos, sin, **layouts)
 
 
 def qk_norm_rope(
