@@ -198,7 +198,7 @@ _LOSS_OPTIONS = (
     {"reduction": "sum", "z_loss": 1e-2},
     {"reduction": "none", "label_smoothing": 0.1},
     {"label_smoothing": 0.2, "z_loss": 1e-3, "softcap": 5.0, "logit_scale": 0.7},
-    {"num_items": 11, "ignore_index": 3},
+    {"num_items": 11, "reduction": "mean"},
 )
 
 

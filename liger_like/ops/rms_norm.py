@@ -36,9 +36,9 @@ def rms_norm_ref(
     x: Tensor, weight: Tensor | None = None, eps: float = 1e-6, *, offset: float = 0.0, casting_mode: str = "llama"
 ) -> Tensor:
     """The definition, in plain torch."""
-    acc = x.dtype if casting_mode == "none" else torch.promote_types(x.dtype, torch.float32)
-    h = x.to(acc)
-    h = h * torch.rsqrt(h.square().mean(-1, keepdim=True) + eps)
+    sum_dtype = torch.promote_types(x.dtype, torch.float32)  # of reductions, in every mode
+    h = x if casting_mode == "none" else x.to(sum_dtype)
+    h = h * torch.rsqrt(h.square().mean(-1, keepdim=True, dtype=sum_dtype).to(h.dtype) + eps)
     if weight is None:
         return h.to(x.dtype)
     w = weight.to(torch.promote_types(weight.dtype, torch.float32)) + offset

@@ -1,0 +1,191 @@
+"""What holds for every op of the table."""
+
+import itertools
+
+import pytest
+import torch
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from liger_like.testing import SPECS, assert_accurate, compare, run
+
+CASES = [(spec, options) for spec in SPECS for options in spec.options]
+DTYPES = [torch.float32, torch.float16, pytest.param(torch.bfloat16, marks=pytest.mark.gpu)]
+each_op = pytest.mark.parametrize("spec", SPECS, ids=lambda spec: spec.name)
+each_case = pytest.mark.parametrize(
+    ("spec", "options"), CASES, ids=[f"{spec.name}-{'-'.join(map(str, options.values()))}" for spec, options in CASES]
+)
+each_dtype = pytest.mark.parametrize("dtype", DTYPES, ids=str)
+
+
+def small(spec):
+    """A shape of several rows, with every optional tensor the op's shapes have."""
+    return max((s for s in spec.test_shapes if s.get("N", 0) < 1000), key=lambda s: (len(s), str(s)))
+
+
+@each_dtype
+@each_case
+def test_accuracy(spec, options, dtype, device, poisoned):
+    for shape in spec.test_shapes:
+        try:
+            assert_accurate(spec.fn, spec.ref, spec.inputs(dtype, device, **shape), options)
+        except AssertionError as e:
+            raise AssertionError(f"{shape}: {e}") from None
+
+
+VIEWS = {
+    "transposed": lambda t: t.transpose(0, 1).contiguous().transpose(0, 1),
+    "sliced": lambda t: torch.nn.functional.pad(t, (3, 5))[..., 3:-5],
+    "offset": lambda t: torch.cat((t.flatten()[:1], t.flatten()))[1:].view(t.shape),
+    "expanded": lambda t: t[:1].expand(t.shape),
+    "strided": lambda t: torch.stack((t, -t), -1)[..., 0],
+}
+
+
+@each_op
+@pytest.mark.parametrize("view", VIEWS)
+def test_any_strides(spec, view, device, poisoned):
+    def on_views(fn):
+        def call(**kwargs):
+            return fn(**{
+                n: VIEWS[view](t) if isinstance(t, torch.Tensor) and t.requires_grad and t.dim() > 1 else t
+                for n, t in kwargs.items()
+            })
+
+        return call
+
+    inputs = spec.inputs(torch.float32, device, **small(spec))
+    assert_accurate(on_views(spec.fn), on_views(spec.ref), inputs, spec.options[-1])
+
+
+@each_op
+def test_zero_stride_upstream(spec, device):
+    def summed(fn):
+        def call(**kwargs):
+            out = fn(**kwargs)
+            out = [t for t in (out if isinstance(out, tuple) else (out,)) if t is not None and t.requires_grad]
+            return sum(t.sum(tuple(range(t.dim()))) for t in out)
+
+        return call
+
+    inputs = spec.inputs(torch.float32, device, **small(spec))
+    for options in spec.options:
+        assert_accurate(summed(spec.fn), summed(spec.ref), inputs, options)
+
+
+def differentiable(result):
+    outputs = result if isinstance(result, tuple) else (result,)
+    return [t for t in outputs if t is not None and t.requires_grad]
+
+
+@each_case
+def test_second_backward_and_untouched_tensors(spec, options, device):
+    inputs = spec.inputs(torch.float32, device, **small(spec))
+    leaves = [t for t in inputs.values() if t.requires_grad]
+    outputs = differentiable(spec.fn(**inputs, **options))
+    upstream = [torch.randn_like(t) for t in outputs]
+    kept = [*inputs.values(), *outputs, *upstream]
+    before = [t.detach().clone() for t in kept]
+    first = torch.autograd.grad(outputs, leaves, upstream, retain_graph=True)
+    second = torch.autograd.grad(outputs, leaves, upstream)
+    for a, b in zip((*first, *kept), (*second, *before), strict=True):
+        torch.testing.assert_close(a, b, rtol=0, atol=0)
+
+
+@each_case
+def test_frozen_inputs(spec, options, device, poisoned):
+    inputs = spec.inputs(torch.float32, device, **small(spec))
+    full = run(spec.fn, inputs, options)
+    names = [n for n, t in inputs.items() if t.requires_grad]
+    for trained in itertools.chain.from_iterable(itertools.combinations(names, r) for r in range(1, len(names))):
+        got = run(spec.fn, {n: t.detach().requires_grad_(n in trained) for n, t in inputs.items()}, options)
+        assert {n for n in got if n.startswith("d")} == {f"d{n}" for n in trained}
+        for name, tensor in got.items():
+            torch.testing.assert_close(tensor, full[name], rtol=0, atol=0)
+
+
+@each_op
+def test_no_grad_gives_the_same_and_keeps_no_graph(spec, device):
+    inputs = spec.inputs(torch.float32, device, **small(spec))
+    for options in spec.options:
+        expected = run(spec.fn, inputs, options)
+        with torch.no_grad():
+            got = spec.fn(**inputs, **options)
+        got = [t for t in (got if isinstance(got, tuple) else (got,)) if t is not None]
+        assert not any(t.requires_grad for t in got)
+        for i, t in enumerate(got):
+            torch.testing.assert_close(t, expected[f"out{i}"], rtol=0, atol=0)
+
+
+@each_op
+def test_double_backward_raises(spec, device):
+    inputs = spec.inputs(torch.float32, device, **small(spec))
+    leaves = [t for t in inputs.values() if t.requires_grad]
+    outputs = differentiable(spec.fn(**inputs))
+    upstream = [torch.randn_like(t, requires_grad=True) for t in outputs]
+    grads = torch.autograd.grad(outputs, leaves, upstream, create_graph=True)
+    with pytest.raises(RuntimeError, match="differentiate twice|once_differentiable"):
+        sum(g.sum() for g in grads).backward()
+
+
+@each_op
+def test_bitwise_repeatable(spec, device):
+    inputs = spec.inputs(torch.float16, device, **small(spec))
+    for options in spec.options:
+        first, second = run(spec.fn, inputs, options), run(spec.fn, inputs, options)
+        assert all(torch.equal(t, second[name]) for name, t in first.items())
+
+
+class _Calls(TorchDispatchMode):
+    """The calls of this library's ops, with their arguments."""
+
+    def __init__(self):
+        super().__init__()
+        self.calls = {}
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        if func.namespace == "liger_like":
+            self.calls.setdefault(func, (args, kwargs or {}))
+        return func(*args, **(kwargs or {}))
+
+
+@each_case
+def test_opcheck(spec, options, device):
+    with _Calls() as recorded:
+        run(spec.fn, spec.inputs(torch.float32, device, **small(spec)), options)
+    assert recorded.calls
+    for func, (args, kwargs) in recorded.calls.items():
+        args = [a.detach() if isinstance(a, torch.Tensor) else a for a in args]
+        torch.library.opcheck(func, tuple(args), kwargs)
+
+
+@each_case
+def test_compile_fullgraph(spec, options, device):
+    torch._dynamo.reset()
+    inputs = spec.inputs(torch.float32, device, **small(spec))
+    backend = "inductor" if device == "cuda" else "aot_eager"
+    compiled = run(torch.compile(spec.fn, fullgraph=True, backend=backend), inputs, options)
+    for name, t in run(spec.fn, inputs, options).items():
+        torch.testing.assert_close(compiled[name], t, rtol=1e-6, atol=1e-6)
+
+
+@each_op
+def test_float64_runs_the_reference(spec, device):
+    inputs = spec.inputs(torch.float64, device, **small(spec))
+    for c in compare(spec.fn, spec.ref, inputs, spec.options[-1]):
+        assert c.kernel == c.torch == 0, c
+
+
+@each_op
+def test_gradcheck_of_the_reference(spec):
+    shape = {k: min(v, 8) if isinstance(v, int) and not isinstance(v, bool) else v for k, v in small(spec).items()}
+    shape |= {"lead": (3,)} if "lead" in shape else {"S": 3, "D": 6, "R": 4}
+    inputs = spec.inputs(torch.float64, "cpu", **shape)
+    names = [n for n, t in inputs.items() if t.requires_grad]
+    for options in spec.options:
+        options = {**options, "casting_mode": "gemma"} if "casting_mode" in options else options
+
+        def fn(*leaves, options=options):
+            out = spec.ref(**{**inputs, **dict(zip(names, leaves, strict=True))}, **options)
+            return tuple(differentiable(out))
+
+        assert torch.autograd.gradcheck(fn, tuple(inputs[n] for n in names))
