@@ -10,12 +10,13 @@ import triton.language as tl
 from torch import Tensor
 
 LIBRARY = torch.library.Library("liger_like", "DEF")
+INTERPRET: bool = triton.knobs.runtime.interpret  # read once, as the decorators of the kernels read it
 KERNEL_DTYPES = (torch.float32, torch.float16, torch.bfloat16)
 
 
 def use_kernel(x: Tensor) -> bool:
     """Whether the Triton kernel takes ``x``; the plain-torch reference runs otherwise."""
-    return x.dtype in KERNEL_DTYPES and (x.is_cuda or (triton.knobs.runtime.interpret and x.device.type == "cpu"))
+    return x.dtype in KERNEL_DTYPES and (x.is_cuda or (INTERPRET and x.device.type == "cpu"))
 
 
 def op(schema: str, fake: Callable[..., Any]) -> Callable[[Callable[..., Any]], Callable[..., Any]]:

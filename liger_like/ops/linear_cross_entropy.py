@@ -67,11 +67,12 @@ def fused_linear_cross_entropy_ref(
     outputs: tuple[str, ...] = (),
 ) -> Tensor | LossOutput:
     """The definition, in plain torch; ``accum_dtype`` and ``chunk_rows`` do not change it."""
+    x = x.reshape(-1, x.shape[-1])
     logits = linear(x, weight, bias)
     if lora is not None:
-        logits = logits + linear(linear(x, lora[0]) * lora[2], lora[1])
+        logits = torch.addmm(logits, linear(x, lora[0]) * lora[2], lora[1].t())
     options = Options(ignore_index, label_smoothing, z_loss, softcap, logit_scale)
-    rows = row_losses_ref(logits, target, class_weight, options)
+    rows = row_losses_ref(logits, target.reshape(-1), class_weight, options)
     return _finish(rows, reduction, target, class_weight, ignore_index, num_items, outputs)
 
 
@@ -331,12 +332,19 @@ def fused_linear_cross_entropy(
     options = Options(ignore_index, label_smoothing, z_loss, softcap, logit_scale)
     check_target(target, x, x.shape[:-1])
     check_options(options, reduction, num_items, "class_weight", class_weight, x, weight.shape[0])
-    finish = (reduction, target, class_weight, ignore_index, num_items, outputs)
     if not use_kernel(x):
-        logits = linear(x, weight, bias)
-        if lora is not None:
-            logits = logits + linear(linear(x, lora[0]) * lora[2], lora[1])
-        return _finish(row_losses_ref(logits, target, class_weight, options), *finish)
+        return fused_linear_cross_entropy_ref(
+            x,
+            weight,
+            target,
+            bias,
+            **options._asdict(),
+            reduction=reduction,
+            class_weight=class_weight,
+            num_items=num_items,
+            lora=lora,
+            outputs=outputs,
+        )
     x = x.reshape(-1, x.shape[-1])
     u, b = (None, None) if lora is None else (linear(x, lora[0]) * lora[2], lora[1])
     per_token = reduction == "none" or "logprob" in outputs or "entropy" in outputs
@@ -355,4 +363,4 @@ def fused_linear_cross_entropy(
         accum_dtype or torch.float32,
         *options,
     )
-    return _finish(RowLosses(*rows), *finish)
+    return _finish(RowLosses(*rows), reduction, target, class_weight, ignore_index, num_items, outputs)

@@ -36,9 +36,11 @@ def rms_norm_ref(
     x: Tensor, weight: Tensor | None = None, eps: float = 1e-6, *, offset: float = 0.0, casting_mode: str = "llama"
 ) -> Tensor:
     """The definition, in plain torch."""
-    sum_dtype = torch.promote_types(x.dtype, torch.float32)  # of reductions, in every mode
-    h = x if casting_mode == "none" else x.to(sum_dtype)
-    h = h * torch.rsqrt(h.square().mean(-1, keepdim=True, dtype=sum_dtype).to(h.dtype) + eps)
+    acc = torch.promote_types(x.dtype, torch.float32)
+    h = x if casting_mode == "none" else x.to(acc)
+    # "none" rounds each step to x.dtype, but a step is exact before it is rounded, as on a GPU
+    variance = h.square().mean(-1, keepdim=True, dtype=acc).to(h.dtype) + eps
+    h = h * torch.rsqrt(variance.to(acc)).to(h.dtype)
     if weight is None:
         return h.to(x.dtype)
     w = weight.to(torch.promote_types(weight.dtype, torch.float32)) + offset
