@@ -365,7 +365,7 @@ SPECS = (
         (
             *_product(_ROWS, ({"H": 32, "V": 101},)),
             {"lead": (4, 9), "H": 24, "V": 128, "bias": True, "weighted": True},
-            {"lead": (23,), "H": 24, "V": 97, "bias": True, "rank": 4},
+            {"lead": (41,), "H": 24, "V": 97, "bias": True, "rank": 4},
             {"lead": (5,), "H": 16, "V": 8193},
         ),
         tuple(

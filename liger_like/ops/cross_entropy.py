@@ -121,7 +121,7 @@ def _load(ptr, row, default):
 @triton.jit
 def _cross_entropy_kernel(
     z_ptr, dz_ptr, target_ptr, w_ptr, w_sum_ptr, loss_ptr, logprob_ptr, lse_ptr, entropy_ptr, argmax_ptr,
-    dloss_ptr, dlogprob_ptr, dentropy_ptr, bad_label_ptr, stride_zm, stride_dzm, stride_dloss, V,
+    dloss_ptr, dlogprob_ptr, dentropy_ptr, bad_label_ptr, stride_zm, stride_dzm, V,
     ignore_index, smoothing, z_loss, softcap, logit_scale,
     STATS: tl.constexpr, SMOOTHING: tl.constexpr, BLOCK_V: tl.constexpr,
 ):  # fmt: skip
@@ -187,7 +187,7 @@ def _cross_entropy_kernel(
         lse = tl.load(lse_ptr + row)
 
     if dz_ptr is not None:
-        dloss = _load(dloss_ptr, row * stride_dloss, 1.0)
+        dloss = _load(dloss_ptr, row, 1.0)
         dlogprob = _load(dlogprob_ptr, row, 0.0)
         hot = dloss * w_label - dlogprob
         spread = dloss * smoothing / V
@@ -254,7 +254,6 @@ def launch_cross_entropy(
         _bad_label(z.device.type),
         z.stride(0),
         0 if dz is None else dz.stride(0),
-        0 if upstream[0] is None else upstream[0].stride(0),
         V,
         options.ignore_index,
         options.label_smoothing,
@@ -298,7 +297,7 @@ def _cross_entropy_bwd(
 ) -> Tensor:
     dlogits = _bwd_output(dloss, logits)
     z = as_rows(logits)
-    upstream = (dloss.reshape(-1), None, None)
+    upstream = (dloss.reshape(-1).contiguous(), None, None)
     rows = (None, None, lse, None, None)
     options = Options(*scalars)
     launch_cross_entropy(z, dlogits.view(z.shape), target.reshape(-1), weight, rows, upstream, options, stats=False)

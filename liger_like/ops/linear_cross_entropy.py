@@ -165,7 +165,7 @@ def _linear_cross_entropy(
 ) -> tuple[Tensor, ...]:
     """Per-token results of logits = x weight^T + bias + u b^T, and the gradients that ``needs`` names for the given upstream."""
     raise_bad_label(x.device)
-    upstream = dloss, dlogprob, dentropy
+    upstream = [None if g is None else g.contiguous() for g in (dloss, dlogprob, dentropy)]
     T, V = x.shape[0], weight.shape[0]
     outs = _outputs(
         x, weight, target, bias, u, b, class_weight, *upstream, needs, entropy, argmax, chunk_rows, accum_dtype
@@ -225,22 +225,22 @@ class _FusedLinearCrossEntropy(torch.autograd.Function):
         target: Tensor,
         class_weight: Tensor | None,
         grads_now: bool,
+        wants_entropy: bool,
+        wants_argmax: bool,
         *options: Any,
     ) -> Any:
         inputs = x, weight, target, bias, u, b, class_weight
         needs = [grads_now and needed for needed in ctx.needs_input_grad[:5]]
-        outs = _linear_cross_entropy(*inputs, None, None, None, needs, *options)
+        outs = _linear_cross_entropy(*inputs, None, None, None, needs, wants_entropy, wants_argmax, *options)
         loss, logprob, lse, entropy, argmax = outs[:5]
+        entropy, argmax = entropy if wants_entropy else None, argmax if wants_argmax else None
         ctx.grads_now, ctx.options = grads_now, options
         ctx.dtypes = [None if t is None else t.dtype for t in (x, weight, bias, u, b)]
         ctx.set_materialize_grads(False)
-        if grads_now:
-            ctx.save_for_backward(*outs[5:])
-            ctx.mark_non_differentiable(logprob, lse, entropy, argmax)
-            return loss.sum(), logprob, lse, entropy, argmax
-        ctx.save_for_backward(*inputs)
-        ctx.mark_non_differentiable(lse, argmax)
-        return loss, logprob, lse, entropy, argmax
+        constant = (logprob, lse, entropy, argmax) if grads_now else (lse, argmax)
+        ctx.mark_non_differentiable(*(t for t in constant if t is not None))
+        ctx.save_for_backward(*(outs[5:] if grads_now else inputs))
+        return loss.sum() if grads_now else loss, logprob, lse, entropy, argmax
 
     @staticmethod
     @once_differentiable
@@ -250,7 +250,7 @@ class _FusedLinearCrossEntropy(torch.autograd.Function):
         needs = list(ctx.needs_input_grad[:5])
         given = [g for g in (dloss, dlogprob, dentropy) if g is not None]
         if not given:
-            return (None,) * (8 + len(ctx.options))
+            return (None,) * (10 + len(ctx.options))
         if ctx.grads_now:
             factor, grads = dloss, ctx.saved_tensors
         else:
@@ -259,14 +259,13 @@ class _FusedLinearCrossEntropy(torch.autograd.Function):
             factor = torch.cat([*given, floor]).abs().amax()
             dloss = floor.expand(len(given[0])) * 0 if dloss is None else dloss
             upstream = [None if g is None else g / factor for g in (dloss, dlogprob, dentropy)]
-            _, _, chunk_rows, *options = ctx.options
             wants = dentropy is not None, False
-            grads = _linear_cross_entropy(*ctx.saved_tensors, *upstream, needs, *wants, chunk_rows, *options)[5:]
+            grads = _linear_cross_entropy(*ctx.saved_tensors, *upstream, needs, *wants, *ctx.options)[5:]
         scaled = (
             _scale(grad, factor, dtype) if needed else None
             for grad, dtype, needed in zip(grads, ctx.dtypes, needs, strict=True)
         )
-        return *scaled, *(None,) * (3 + len(ctx.options))
+        return *scaled, *(None,) * (5 + len(ctx.options))
 
 
 def _check(

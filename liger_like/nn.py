@@ -1,0 +1,121 @@
+"""Drop-in modules over the ops; parameters are named, shaped and initialised as in the Hugging Face or torch module each one replaces."""
+
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from liger_like import ops
+
+
+class RMSNorm(nn.Module):
+    """``liger_like.rms_norm`` with a ``weight`` [hidden_size]; x [..., hidden_size] to the same shape.
+
+    The weight starts so that weight + ``offset`` is 1, as in the Hugging Face classes: at 1, or at 0 for Gemma's offset of 1.
+    """
+
+    def __init__(self, hidden_size: int, eps: float = 1e-6, offset: float = 0.0, casting_mode: str = "llama") -> None:
+        super().__init__()
+        self.eps, self.offset, self.casting_mode = eps, offset, casting_mode
+        self.weight = nn.Parameter(torch.full((hidden_size,), 1.0 - offset))
+
+    def forward(self, x: Tensor) -> Tensor:
+        """Normalise ``x``."""
+        return ops.rms_norm(x, self.weight, self.eps, offset=self.offset, casting_mode=self.casting_mode)
+
+    def extra_repr(self) -> str:
+        """The arguments."""
+        return f"{tuple(self.weight.shape)}, eps={self.eps}, offset={self.offset}, casting_mode={self.casting_mode!r}"
+
+
+class LayerNorm(nn.Module):
+    """``liger_like.layer_norm`` with ``weight`` and, unless ``bias=False``, ``bias`` [hidden_size]."""
+
+    def __init__(self, hidden_size: int, eps: float = 1e-5, bias: bool = True) -> None:
+        super().__init__()
+        self.eps = eps
+        self.weight = nn.Parameter(torch.ones(hidden_size))
+        self.bias = nn.Parameter(torch.zeros(hidden_size)) if bias else None
+
+    def forward(self, x: Tensor) -> Tensor:
+        """Normalise ``x``."""
+        return ops.layer_norm(x, self.weight, self.bias, self.eps)
+
+    def extra_repr(self) -> str:
+        """The arguments."""
+        return f"{tuple(self.weight.shape)}, eps={self.eps}, bias={self.bias is not None}"
+
+
+class SwiGLUMLP(nn.Module):
+    """down_proj(silu(gate_proj(x)) * up_proj(x)), x [..., hidden_size] to the same shape."""
+
+    def __init__(self, hidden_size: int, intermediate_size: int, bias: bool = False) -> None:
+        super().__init__()
+        self.gate_proj = nn.Linear(hidden_size, intermediate_size, bias=bias)
+        self.up_proj = nn.Linear(hidden_size, intermediate_size, bias=bias)
+        self.down_proj = nn.Linear(intermediate_size, hidden_size, bias=bias)
+
+    def forward(self, x: Tensor) -> Tensor:
+        """Apply the MLP to ``x``."""
+        y: Tensor = self.down_proj(ops.swiglu(self.gate_proj(x), self.up_proj(x)))
+        return y
+
+
+class GeGLUMLP(SwiGLUMLP):
+    """down_proj(gelu(gate_proj(x)) * up_proj(x)), with the tanh approximation or, for ``approximate="none"``, the exact erf."""
+
+    def __init__(
+        self, hidden_size: int, intermediate_size: int, bias: bool = False, approximate: str = "tanh"
+    ) -> None:
+        super().__init__(hidden_size, intermediate_size, bias)
+        self.approximate = approximate
+
+    def forward(self, x: Tensor) -> Tensor:
+        """Apply the MLP to ``x``."""
+        y: Tensor = self.down_proj(ops.geglu(self.gate_proj(x), self.up_proj(x), approximate=self.approximate))
+        return y
+
+
+class CrossEntropyLoss(nn.Module):
+    """``liger_like.cross_entropy`` with its options fixed; ``weight`` (class weights) is a buffer, as in torch."""
+
+    weight: Tensor | None
+
+    def __init__(self, weight: Tensor | None = None, **options: Any) -> None:
+        super().__init__()
+        self.register_buffer("weight", weight)
+        self.options = options
+
+    def forward(self, logits: Tensor, target: Tensor, num_items: int | Tensor | None = None) -> Tensor:
+        """Loss of ``logits`` [..., V] and ``target`` [...]."""
+        return ops.cross_entropy(logits, target, weight=self.weight, num_items=num_items, **self.options)
+
+    def extra_repr(self) -> str:
+        """The options."""
+        return ", ".join(f"{name}={value!r}" for name, value in self.options.items())
+
+
+class FusedLinearCrossEntropyLoss(nn.Module):
+    """``liger_like.fused_linear_cross_entropy`` with its options fixed; holds no parameters, the head's weight is an argument."""
+
+    class_weight: Tensor | None
+
+    def __init__(self, class_weight: Tensor | None = None, **options: Any) -> None:
+        super().__init__()
+        self.register_buffer("class_weight", class_weight)
+        self.options = options
+
+    def forward(
+        self,
+        weight: Tensor,
+        x: Tensor,
+        target: Tensor,
+        bias: Tensor | None = None,
+        num_items: int | Tensor | None = None,
+    ) -> Tensor | ops.LossOutput:
+        """Loss of ``x weight^T + bias`` and ``target``, for ``weight`` [V, H], ``x`` [..., H] and ``target`` [...]."""
+        return ops.fused_linear_cross_entropy(
+            x, weight, target, bias, class_weight=self.class_weight, num_items=num_items, **self.options
+        )
+
+    extra_repr = CrossEntropyLoss.extra_repr
