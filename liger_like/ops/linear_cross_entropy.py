@@ -91,10 +91,10 @@ def _finish(
         loss = reduce_loss(rows.loss.sum(), reduction, target, class_weight, ignore_index, num_items)
     if not outputs:
         return loss
-    results = {name: tensor.view(target.shape) for name, tensor in rows._asdict().items() if name in (*outputs, "argmax")}
+    results = rows._asdict()
     if "correct" in outputs:
-        results["correct"] = results["argmax"] == target
-    return LossOutput(loss, **{name: results[name] for name in outputs})
+        results["correct"] = rows.argmax == target.reshape(-1)
+    return LossOutput(loss, **{name: results[name].view(target.shape) for name in outputs})
 
 
 def _addmm(out: Tensor, a: Tensor, b: Tensor, again: bool) -> None:
