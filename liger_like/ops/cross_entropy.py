@@ -92,16 +92,22 @@ def cross_entropy_ref(
 
 
 @triton.jit
-def _scores(z_ptr, offs_v, V, softcap, logit_scale):
-    """Scores (-inf beyond V), their slopes with respect to the logits, and the scores before the softcap, in fp32."""
+def _load_scores(z_ptr, offs_v, V, logit_scale):
+    """Logits times ``logit_scale`` in fp32, -inf beyond V."""
     raw = tl.load(z_ptr + offs_v, mask=offs_v < V, other=0.0).to(tl.float32) * logit_scale
+    return tl.where(offs_v < V, raw, float("-inf"))
+
+
+@triton.jit
+def _cap_scores(raw, inside, softcap, logit_scale):
+    """The scores under the softcap, -inf where not ``inside``, and their slopes with respect to the logits."""
     z = raw
-    slope = tl.full(z.shape, logit_scale, tl.float32)
+    slope = tl.full(raw.shape, logit_scale, tl.float32)
     if softcap is not None:
-        tanh = 2.0 * tl.sigmoid(z * (2.0 / softcap)) - 1.0
-        z = tanh * softcap
+        tanh = 2.0 * tl.sigmoid(raw * (2.0 / softcap)) - 1.0
+        z = tl.where(inside, tanh * softcap, float("-inf"))
         slope *= 1.0 - tanh * tanh
-    return tl.where(offs_v < V, z, float("-inf")), slope, tl.where(offs_v < V, raw, float("-inf"))
+    return z, slope
 
 
 @triton.jit
@@ -150,7 +156,8 @@ def _cross_entropy_kernel(
         top, total, dot, smooth, best, best_raw = float("-inf"), 0.0, 0.0, 0.0, 0, float("-inf")
         for v in range(0, V, BLOCK_V):
             offs_v = v + tl.arange(0, BLOCK_V)
-            z, _, raw = _scores(z_ptr, offs_v, V, softcap, logit_scale)
+            raw = _load_scores(z_ptr, offs_v, V, logit_scale)
+            z, slope = _cap_scores(raw, offs_v < V, softcap, logit_scale)
             if argmax_ptr is not None:
                 block_raw = tl.max(raw, axis=0)
                 best = tl.where(block_raw > best_raw, v + tl.argmax(raw, axis=0), best)
@@ -170,7 +177,8 @@ def _cross_entropy_kernel(
                 smooth += tl.sum(w * tl.where(offs_v < V, z, 0.0), axis=0)
             top = new_top
         lse = top + tl.log(total)
-        z_label, _, _ = _scores(z_ptr, label + tl.arange(0, 1), V, softcap, logit_scale)
+        raw_label = _load_scores(z_ptr, label + tl.arange(0, 1), V, logit_scale)
+        z_label, slope_label = _cap_scores(raw_label, in_range, softcap, logit_scale)
         logprob = tl.sum(z_label, axis=0) - lse
         loss = z_loss * lse * lse - w_label * logprob
         if SMOOTHING:
@@ -194,7 +202,8 @@ def _cross_entropy_kernel(
         slope_p = hot + spread * w_sum + dloss * 2.0 * z_loss * lse
         for v in range(0, V, BLOCK_V):
             offs_v = v + tl.arange(0, BLOCK_V)
-            z, slope, _ = _scores(z_ptr, offs_v, V, softcap, logit_scale)
+            raw = _load_scores(z_ptr, offs_v, V, logit_scale)
+            z, slope = _cap_scores(raw, offs_v < V, softcap, logit_scale)
             p = tl.exp(z - lse)
             dz = p * slope_p
             if dentropy_ptr is not None:
