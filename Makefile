@@ -28,11 +28,11 @@ check: $(ready)
 
 # both ends of the range of Triton: the installed one, and the oldest one allowed
 compile-check: $(ready) .cache/triton-3.6.0
-	$(py) -m test.compile_check
-	PYTHONPATH=.cache/triton-3.6.0:$(PYTHONPATH) $(py) -m test.compile_check
+	$(py) test/compile_check.py
+	PYTHONPATH=.cache/triton-3.6.0:$(PYTHONPATH) $(py) test/compile_check.py
 
 mutants: $(ready)
-	$(py) -m test.mutants
+	$(py) test/mutants.py
 
 bench: $(ready)
 	$(py) -m pytest benchmark

@@ -45,7 +45,7 @@ def main() -> None:
     except ModuleNotFoundError as error:
         sys.exit(f"liger-like: {error.name} is not installed; run: pip install 'liger-like[cli]'")
 
-    app = typer.Typer(help="Triton kernels for training LLMs.", no_args_is_help=True)
+    app = typer.Typer(add_completion=False, help="Triton kernels for training LLMs.", no_args_is_help=True)
 
     @app.callback()
     def commands() -> None:
