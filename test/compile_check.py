@@ -1,10 +1,10 @@
-"""Compiles every kernel, with every tile that an op picks for it, for GPUs that are not here, and reads its cost off the code.
+"""Compiles every kernel, with every tile that an op picks for it, for GPUs that are not here; reads its cost off the code.
 
     python test/compile_check.py
 
-Nothing lists the kernels: the ops of ``testing.SPECS`` run forward and backward with their launches recorded, not made. Each
-launch is then specialised and compiled by Triton as it would be on the target. Exit code 1: a kernel does not compile, spills
-registers, or needs more shared memory than the GPU has.
+Nothing lists the kernels: the ops of ``testing.SPECS`` run forward and backward with their launches recorded, not made.
+Each launch is then specialised and compiled by Triton as it would be on the target. Exit code 1: a kernel does not compile,
+spills registers, or needs more shared memory than the GPU has.
 """
 
 import itertools
@@ -92,7 +92,7 @@ def cost(kernel: Any) -> Cost:
 
 
 def calls() -> Iterator[tuple[testing.OpSpec, torch.dtype, dict[str, Any], dict[str, Any]]]:
-    """Every op, dtype, shape and options; few rows but real widths, since a tile depends on the width and not on the rows."""
+    """Every op, dtype, shape and options; few rows but real widths, since a tile depends on the width, not the rows."""
     for spec in testing.SPECS:
         shapes = []
         for shape in (*spec.test_shapes, *spec.bench_shapes):
@@ -104,7 +104,9 @@ def calls() -> Iterator[tuple[testing.OpSpec, torch.dtype, dict[str, Any], dict[
             for width in HEAD_WIDTHS if "D" in shape else WIDTHS:
                 wide = few | {key: width for key in ("N", "V", "D") if key in shape}
                 if "R" in shape:
-                    wide["R"] = max(2, width * shape["R"] // shape["D"] // 2 * 2)  # the same share of the features turns
+                    wide["R"] = max(
+                        2, width * shape["R"] // shape["D"] // 2 * 2
+                    )  # the same share of the features turns
                 if wide not in shapes:
                     shapes.append(wide)
         for dtype, shape, options in itertools.product(DTYPES, shapes, spec.options):
@@ -149,7 +151,10 @@ def verdict(gpu: str, future: Future[Cost]) -> tuple[Cost | None, str]:
 
 
 def plan() -> list[tuple[int, str]]:
-    """Launches and GPUs to compile: every tile for every GPU, with the variants of a tile (dtypes, options) spread over the GPUs."""
+    """Launches and GPUs to compile: every tile for every GPU.
+
+    The variants of a tile (dtypes, options, alignments) are spread over the GPUs: all of them for all would take an hour.
+    """
     tiles = defaultdict(list)
     for index, launch in enumerate(LAUNCHES):
         tile = {key: value for key, value in launch.options.items() if key.startswith(("BLOCK", "num_"))}
@@ -179,10 +184,14 @@ def main() -> None:
             failures.append(f"{kernel} {LAUNCHES[index].options} on {gpu}: {fault}")
 
     console = Console(width=160)
-    table = Table("kernel", "variants", *TARGETS, title=f"Triton {triton.__version__}: most registers / KiB of shared memory")
+    table = Table(
+        "kernel", "variants", *TARGETS, title=f"Triton {triton.__version__}: most registers / KiB of shared memory"
+    )
     for kernel in dict.fromkeys(launch.kernel.__name__ for launch in LAUNCHES):
         cells = [costs[kernel, gpu] for gpu in TARGETS]
-        most = [f"{max(c.registers for c in cell)} / {max(c.shared for c in cell):.1f}" if cell else "-" for cell in cells]
+        most = [
+            f"{max(c.registers for c in cell)} / {max(c.shared for c in cell):.1f}" if cell else "-" for cell in cells
+        ]
         table.add_row(kernel, str(sum(launch.kernel.__name__ == kernel for launch in LAUNCHES)), *most)
     console.print(table)
     console.print(*failures, sep="\n", markup=False, soft_wrap=True)

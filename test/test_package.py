@@ -2,7 +2,6 @@
 
 import ast
 import json
-import os
 import shutil
 import subprocess
 import sys
@@ -12,6 +11,7 @@ from pathlib import Path
 import pytest
 
 import liger_like
+from benchmark import report
 
 ROOT = Path(__file__).parents[1]
 FOLDERS = ("liger_like", "patches", "benchmark", "examples", "test")
@@ -19,8 +19,10 @@ SOURCES = sorted(path for folder in FOLDERS for path in (ROOT / folder).rglob("*
 PATCHES = sorted(path.stem for path in (ROOT / "patches").glob("*.py") if path.stem != "__init__")
 
 
-def run(*command: str | Path, cwd: Path = ROOT, **env: str) -> str:
-    return subprocess.run(command, cwd=cwd, env=os.environ | env, check=True, capture_output=True, text=True).stdout
+def run(*command: str | Path, cwd: Path = ROOT) -> str:
+    result = subprocess.run(command, cwd=cwd, capture_output=True, text=True)
+    assert result.returncode == 0, result.stderr
+    return result.stdout
 
 
 @pytest.fixture(scope="module")
@@ -77,6 +79,11 @@ def test_names_that_are_not_there_raise() -> None:
     with pytest.raises(AttributeError, match="no_such_name"):
         liger_like.no_such_name  # noqa: B018
     assert set(liger_like.__all__) <= set(dir(liger_like))
+
+
+def test_readme_table_is_current() -> None:
+    readme = report.README.read_text()
+    assert report.with_table(readme) == readme, "run python -m benchmark.report"
 
 
 def is_kernel(function: ast.FunctionDef | ast.AsyncFunctionDef) -> bool:
