@@ -35,7 +35,8 @@ mutants: $(ready)
 	$(py) test/mutants.py
 
 bench: $(ready)
-	$(py) -m pytest benchmark
+	mkdir -p .cache
+	$(py) -m pytest benchmark --benchmark-json=.cache/bench.json
 
 .cache/triton-%: | $(ready)
 	$(py) -m pip install --no-deps --target $@ triton==$*
