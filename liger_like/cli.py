@@ -1,20 +1,20 @@
 """The command line ``liger-like``; it needs the ``cli`` extra (rich, typer)."""
 
 import importlib.metadata
-import os
 import platform
 import sys
 
 import torch
 
 import liger_like
+from liger_like.ops._common import INTERPRET
 
 
 def kernels() -> str:
     """Say how an op runs on this machine's default device: compiled, interpreted, or as its plain torch reference."""
     if torch.cuda.is_available():
         return "compiled for the GPU"
-    if os.environ.get("TRITON_INTERPRET") == "1":
+    if INTERPRET:
         return "interpreted on the CPU (TRITON_INTERPRET=1)"
     return "not used: no GPU, so every op runs its plain torch reference (TRITON_INTERPRET=1 interprets the kernels)"
 

@@ -1,10 +1,10 @@
-"""Compiles every kernel, with every tile that an op picks for it, for GPUs that are not here; reads its cost off the code.
+"""Compiles every kernel, with every tile that an op picks, for GPUs that are not here, and reads off what it costs.
 
     python test/compile_check.py
 
 Nothing lists the kernels: the ops of ``testing.SPECS`` run forward and backward with their launches recorded, not made.
-Each launch is then specialised and compiled by Triton as it would be on the target. Exit code 1: a kernel does not compile,
-spills registers, or needs more shared memory than the GPU has.
+Each launch is then specialised and compiled by Triton as it would be on the target. Exit code 1: a kernel does not
+compile, spills registers, or needs more shared memory than the GPU has.
 """
 
 import itertools
@@ -31,6 +31,7 @@ from triton.compiler import ASTSource, make_backend
 from triton.runtime.jit import JITFunction, create_function_from_signature
 
 from liger_like import testing
+from liger_like.ops import _common
 
 # GPU -> what Triton compiles for, and the KiB of shared memory (LDS) that one program can have there
 TARGETS = {
@@ -116,17 +117,20 @@ def calls() -> Iterator[tuple[testing.OpSpec, torch.dtype, dict[str, Any], dict[
 def record() -> list[Launch]:
     """Run the ops over dtypes, options and widths; return their launches, each specialisation once."""
     launches: dict[str, Launch] = {}
+    made = []
 
     def run(kernel: JITFunction[Any], *args: Any, grid: Any, warmup: bool, **options: Any) -> None:
-        launch = Launch(kernel, args, options)
-        source, compiled_with = launch.specialise(TARGETS["sm_90"][0])
-        launches.setdefault(f"{source.hash()} {compiled_with}", launch)
+        made.append(Launch(kernel, args, options))
+        source, compiled_with = made[-1].specialise(TARGETS["sm_90"][0])
+        launches.setdefault(f"{source.hash()} {compiled_with}", made[-1])
 
     # on CPU tensors the ops launch what they believe to be the interpreter
-    with patch.object(JITFunction, "run", run), triton.knobs.runtime.scope():
-        triton.knobs.runtime.interpret = True
+    with patch.object(JITFunction, "run", run), patch.object(_common, "INTERPRET", True):
         for spec, dtype, shape, options in calls():
+            made.clear()
             testing.run(spec.fn, spec.inputs(dtype, "cpu", **shape), options)
+            if not made:
+                sys.exit(f"{spec.name} launched no kernel for {dtype}, {shape}, {options}")
     return list(launches.values())
 
 
@@ -153,7 +157,7 @@ def verdict(gpu: str, future: Future[Cost]) -> tuple[Cost | None, str]:
 def plan() -> list[tuple[int, str]]:
     """Launches and GPUs to compile: every tile for every GPU.
 
-    The variants of a tile (dtypes, options, alignments) are spread over the GPUs: all of them for all would take an hour.
+    The variants of a tile (dtypes, options, alignments) are spread over the GPUs: all for all would take an hour.
     """
     tiles = defaultdict(list)
     for index, launch in enumerate(LAUNCHES):

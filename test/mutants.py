@@ -144,7 +144,7 @@ def plant(mutant: Mutant, folder: Path) -> None:
 
 
 def first_failure(tree: Path, words: list[str]) -> str:
-    """Run the tests of ``tree``, only those named by a word if there are any; return the first that fails, or nothing."""
+    """Run the tests of ``tree``, or those that a word names, and return the first that fails, or nothing."""
     command = [sys.executable, "-m", "pytest", "-x", "--tb=no", "-p", "no:cacheprovider", "test/test_ops.py"]
     env = os.environ | {"PYTHONPATH": str(tree), "OMP_NUM_THREADS": "1"}
     selected = ["-k", " or ".join(words)] if words else []
