@@ -43,8 +43,8 @@ MUTANTS = [
     Mutant(
         "_common.py",
         "(offs_n < N)[None, :]\n    tl.store",
-        "(offs_n <= N)[None, :]\n    tl.store",
-        "stores a column beyond the row",
+        "(offs_n < N - 1)[None, :]\n    tl.store",
+        "leaves the last column unwritten",
     ),
     Mutant("_common.py", "offs_n < N, other=0.0", "offs_n < N - 1, other=0.0", "the last weight is taken for zero"),
     Mutant(
@@ -79,7 +79,7 @@ MUTANTS = [
     Mutant(
         "rope.py", "offs_r < 2 * HALF + REST", "offs_r < HALF + REST", "drops part of the features that do not turn"
     ),
-    Mutant("rope.py", "        heads[1].shape[1],\n", "        H,\n", "as many key heads as query heads"),
+    Mutant("rope.py", "        heads[1].shape[1],\n", "        1,\n", "one key head only"),
     Mutant(
         "glu.py",
         "return x * sigmoid, sigmoid * (1.0 + x * (1.0 - sigmoid))\n    elif",
@@ -150,7 +150,9 @@ def first_failure(tree: Path, mutants: list[Mutant]) -> str:
         command += ["-k", " or ".join(sorted({mutant.file.removesuffix(".py") for mutant in mutants}))]
     env = os.environ | {"PYTHONPATH": str(tree), "OMP_NUM_THREADS": "1", "COLUMNS": "200"}
     run = subprocess.run(command, cwd=tree, env=env, capture_output=True, text=True)
-    if run.returncode not in (0, 1):
+    if run.returncode < 0:
+        return "the process crashed"
+    if run.returncode > 1:
         sys.exit(f"pytest could not run\n{run.stdout}{run.stderr}")
     return next(
         (line.split("::")[1].split(" - ")[0] for line in run.stdout.splitlines() if line.startswith("FAILED")), ""
