@@ -1,1 +1,53 @@
 """Triton kernels for training LLMs: plain functions, drop-in modules, and one-line patching of Hugging Face models."""
+
+from typing import TYPE_CHECKING, Any
+
+from liger_like import nn
+from liger_like.ops import (
+    LossOutput,
+    add_rms_norm,
+    cross_entropy,
+    fused_linear_cross_entropy,
+    geglu,
+    layer_norm,
+    qk_norm_rope,
+    rms_norm,
+    rope,
+    swiglu,
+)
+
+if TYPE_CHECKING:
+    from liger_like.patching import AutoModelForCausalLM, PatchReport, patch, unpatch
+
+__version__ = "0.1.0"
+
+__all__ = [
+    "AutoModelForCausalLM",
+    "LossOutput",
+    "PatchReport",
+    "add_rms_norm",
+    "cross_entropy",
+    "fused_linear_cross_entropy",
+    "geglu",
+    "layer_norm",
+    "nn",
+    "patch",
+    "qk_norm_rope",
+    "rms_norm",
+    "rope",
+    "swiglu",
+    "unpatch",
+]
+
+
+def __getattr__(name: str) -> Any:
+    # only patching needs transformers, so it is imported when first asked for
+    if name in __all__:
+        from liger_like import patching
+
+        return getattr(patching, name)
+    raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+
+
+def __dir__() -> list[str]:
+    return sorted({*globals(), *__all__})

@@ -1,0 +1,209 @@
+"""Compiles every kernel, with every tile that an op picks, for GPUs that are not here, and reads off what it costs.
+
+    python test/compile_check.py
+
+Nothing lists the kernels: the ops of ``testing.SPECS`` run forward and backward with their launches recorded, not made.
+Each launch is then specialised and compiled by Triton as it would be on the target. Exit code 1: a kernel does not
+compile, spills registers, or needs more shared memory than the GPU has.
+"""
+
+import itertools
+import multiprocessing
+import os
+import re
+import subprocess
+import sys
+import tempfile
+from collections import defaultdict
+from collections.abc import Iterator
+from concurrent.futures import Future, ProcessPoolExecutor
+from concurrent.futures.process import BrokenProcessPool
+from typing import Any, NamedTuple
+from unittest.mock import patch
+
+import torch
+import triton
+from rich.console import Console
+from rich.progress import track
+from rich.table import Table
+from triton.backends.compiler import GPUTarget
+from triton.compiler import ASTSource, make_backend
+from triton.runtime.jit import JITFunction, create_function_from_signature
+
+from liger_like import testing
+from liger_like.ops import _common
+
+# GPU -> what Triton compiles for, and the KiB of shared memory (LDS) that one program can have there
+TARGETS = {
+    "sm_80": (GPUTarget("cuda", 80, 32), 163),
+    "sm_86": (GPUTarget("cuda", 86, 32), 99),
+    "sm_89": (GPUTarget("cuda", 89, 32), 99),
+    "sm_90": (GPUTarget("cuda", 90, 32), 227),
+    "sm_100": (GPUTarget("cuda", 100, 32), 227),
+    "sm_120": (GPUTarget("cuda", 120, 32), 99),
+    "gfx90a": (GPUTarget("hip", "gfx90a", 64), 64),
+    "gfx942": (GPUTarget("hip", "gfx942", 64), 64),
+    "gfx950": (GPUTarget("hip", "gfx950", 64), 160),
+}
+DTYPES = (torch.float32, torch.float16, torch.bfloat16)
+WIDTHS = [2**k for k in range(1, 15)]  # wider rows are walked in blocks
+HEAD_WIDTHS = [2**k for k in range(1, 10)]
+
+
+class Launch(NamedTuple):
+    """A kernel and what it was called with."""
+
+    kernel: JITFunction[Any]
+    args: tuple[Any, ...]
+    options: dict[str, Any]
+
+    def specialise(self, target: GPUTarget) -> tuple[ASTSource, dict[str, Any]]:
+        """The source and options that Triton's launcher would compile on ``target``."""
+        backend = make_backend(target)
+        bind = create_function_from_signature(self.kernel.signature, self.kernel.params, backend)
+        bound, specialization, options = bind(*self.args, **self.options, debug=False)
+        options, *source = self.kernel._pack_args(backend, options, bound, specialization, options)
+        return ASTSource(self.kernel, *source), options.__dict__
+
+
+class Cost(NamedTuple):
+    """Registers per thread, bytes of registers spilled to memory, KiB of shared memory."""
+
+    registers: int
+    spilled: int
+    shared: float
+
+
+def cost(kernel: Any) -> Cost:
+    """Read the cost of a compiled kernel off its machine code."""
+    shared = kernel.metadata.shared / 1024
+    if "amdgcn" in kernel.asm:
+        vgprs, scratch = (
+            int(re.search(rf"\.{field}:\s+(\d+)", kernel.asm["amdgcn"])[1])
+            for field in ("vgpr_count", "private_segment_fixed_size")
+        )
+        return Cost(vgprs, scratch, shared)
+    with tempfile.NamedTemporaryFile(suffix=".cubin") as file:
+        file.write(kernel.asm["cubin"])
+        file.flush()
+        command = [triton.knobs.nvidia.cuobjdump.path, "--dump-resource-usage", file.name]
+        usage = subprocess.run(command, capture_output=True, text=True, check=True).stdout
+    registers, stack, local = (int(re.search(rf"{field}:(\d+)", usage)[1]) for field in ("REG", "STACK", "LOCAL"))
+    return Cost(registers, stack + local, shared)
+
+
+def calls() -> Iterator[tuple[testing.OpSpec, torch.dtype, dict[str, Any], dict[str, Any]]]:
+    """Every op, dtype, shape and options; few rows but real widths, since a tile depends on the width, not the rows."""
+    for spec in testing.SPECS:
+        shapes = []
+        for shape in (*spec.test_shapes, *spec.bench_shapes):
+            few = shape | ({"lead": (2,)} if "lead" in shape else {"B": 1, "S": 2})
+            if "V" in shape and "H" in shape:
+                few["H"] = 32  # goes into GEMMs only
+            if few not in shapes:
+                shapes.append(few)
+            for width in HEAD_WIDTHS if "D" in shape else WIDTHS:
+                wide = few | {key: width for key in ("N", "V", "D") if key in shape}
+                if "R" in shape:
+                    wide["R"] = max(
+                        2, width * shape["R"] // shape["D"] // 2 * 2
+                    )  # the same share of the features turns
+                if wide not in shapes:
+                    shapes.append(wide)
+        for dtype, shape, options in itertools.product(DTYPES, shapes, spec.options):
+            yield spec, dtype, shape, options
+
+
+def record() -> list[Launch]:
+    """Run the ops over dtypes, options and widths; return their launches, each specialisation once."""
+    launches: dict[str, Launch] = {}
+    made = []
+
+    def run(kernel: JITFunction[Any], *args: Any, grid: Any, warmup: bool, **options: Any) -> None:
+        made.append(Launch(kernel, args, options))
+        source, compiled_with = made[-1].specialise(TARGETS["sm_90"][0])
+        launches.setdefault(f"{source.hash()} {compiled_with}", made[-1])
+
+    # on CPU tensors the ops launch what they believe to be the interpreter
+    with patch.object(JITFunction, "run", run), patch.object(_common, "INTERPRET", True):
+        for spec, dtype, shape, options in calls():
+            made.clear()
+            testing.run(spec.fn, spec.inputs(dtype, "cpu", **shape), options)
+            if not made:
+                sys.exit(f"{spec.name} launched no kernel for {dtype}, {shape}, {options}")
+    return list(launches.values())
+
+
+def compile_for(index: int, gpu: str) -> Cost:
+    """Compile launch ``index`` in a worker."""
+    source, options = LAUNCHES[index].specialise(TARGETS[gpu][0])
+    return cost(triton.compile(source, target=TARGETS[gpu][0], options=options))
+
+
+def verdict(gpu: str, future: Future[Cost]) -> tuple[Cost | None, str]:
+    """The cost, and what is wrong with it."""
+    if error := future.exception():
+        if isinstance(error, BrokenProcessPool):
+            return None, "not compiled: the compiler crashed on this launch or on another one"
+        return None, f"{type(error).__name__}: {str(error).strip().splitlines()[-1]}"
+    result = future.result()
+    if result.spilled:
+        return result, f"spills {result.spilled} bytes"
+    if result.shared > TARGETS[gpu][1]:
+        return result, f"needs {result.shared:.0f} KiB of shared memory, {gpu} has {TARGETS[gpu][1]}"
+    return result, ""
+
+
+def plan() -> list[tuple[int, str]]:
+    """Launches and GPUs to compile: every tile for every GPU.
+
+    The variants of a tile (dtypes, options, alignments) are spread over the GPUs: all for all would take an hour.
+    """
+    tiles = defaultdict(list)
+    for index, launch in enumerate(LAUNCHES):
+        tile = {key: value for key, value in launch.options.items() if key.startswith(("BLOCK", "num_"))}
+        tiles[launch.kernel, str(tile)].append(index)
+    gpus = list(TARGETS)
+    return [
+        (variants[i * len(variants) // len(gpus)], gpu) for variants in tiles.values() for i, gpu in enumerate(gpus)
+    ]
+
+
+def main() -> None:
+    """Compile what ``plan`` says, print a table of the costs, and exit with 1 if a kernel fails."""
+    jobs = plan()
+    fork = multiprocessing.get_context("fork")  # the launches hold what cannot be pickled
+    with ProcessPoolExecutor(os.cpu_count(), fork) as pool:
+        futures = [pool.submit(compile_for, *job) for job in jobs]
+        for future in track(futures, "compiling"):
+            future.exception()
+
+    costs, failures = defaultdict(list), []
+    for (index, gpu), future in zip(jobs, futures, strict=True):
+        kernel = LAUNCHES[index].kernel.__name__
+        result, fault = verdict(gpu, future)
+        if result:
+            costs[kernel, gpu].append(result)
+        if fault:
+            failures.append(f"{kernel} {LAUNCHES[index].options} on {gpu}: {fault}")
+
+    console = Console(width=160)
+    table = Table(
+        "kernel", "variants", *TARGETS, title=f"Triton {triton.__version__}: most registers / KiB of shared memory"
+    )
+    for kernel in dict.fromkeys(launch.kernel.__name__ for launch in LAUNCHES):
+        cells = [costs[kernel, gpu] for gpu in TARGETS]
+        most = [
+            f"{max(c.registers for c in cell)} / {max(c.shared for c in cell):.1f}" if cell else "-" for cell in cells
+        ]
+        table.add_row(kernel, str(sum(launch.kernel.__name__ == kernel for launch in LAUNCHES)), *most)
+    console.print(table)
+    console.print(*failures, sep="\n", markup=False, soft_wrap=True)
+    console.print(f"{len(jobs)} compiled, {len(failures)} failed or spilled or too large")
+    sys.exit(bool(failures))
+
+
+if __name__ == "__main__":
+    torch.set_num_threads(1)  # the workers are forked
+    LAUNCHES = record()
+    main()

@@ -1,0 +1,193 @@
+"""Plants one bug at a time in a copy of the tree and runs the tests there: each bug must fail one of them.
+
+    python test/mutants.py [WORD ...]    # only the bugs whose file or reason holds one of the words
+
+Exit code 1: a planted bug survived. A bug that only a GPU shows (GPU_ONLY) is planted where there is one.
+"""
+
+import os
+import shutil
+import subprocess
+import sys
+import tempfile
+import time
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+from typing import NamedTuple
+
+import torch
+from rich.console import Console
+from rich.table import Table
+
+ROOT = Path(__file__).parents[1]
+OPS = "liger_like/ops"
+
+
+class Mutant(NamedTuple):
+    """A bug: ``old`` occurs once in ``file``, which is below liger_like/ops."""
+
+    file: str
+    old: str
+    new: str
+    why: str
+    gpu_only: bool = False
+
+
+MUTANTS = [
+    Mutant(
+        "_common.py",
+        "(offs_n < N)[None, :]\n    return",
+        "(offs_n <= N)[None, :]\n    return",
+        "loads a column beyond the row",
+    ),
+    Mutant(
+        "_common.py",
+        "(offs_n < N)[None, :]\n    tl.store",
+        "(offs_n < N - 1)[None, :]\n    tl.store",
+        "leaves the last column unwritten",
+    ),
+    Mutant("_common.py", "offs_n < N, other=0.0", "offs_n < N - 1, other=0.0", "the last weight is taken for zero"),
+    Mutant(
+        "_common.py", "return x.to(dtype).to(tl.float32)", "return x", "a cast that the reference makes is left out"
+    ),
+    Mutant("rms_norm.py", "rstd = tl.rsqrt(square / N + eps)", "rstd = tl.rsqrt(square / N)", "eps is missing"),
+    Mutant(
+        "rms_norm.py",
+        "rstd = tl.rsqrt(square / N + eps)",
+        "rstd = tl.rsqrt(square / BLOCK_N + eps)",
+        "mean over the block",
+    ),
+    Mutant("rms_norm.py", "(dy - xhat * mean_dot) * rstd", "(dy + xhat * mean_dot) * rstd", "swapped sign in dx"),
+    Mutant("rms_norm.py", "mean_dot = (dot / N)[:, None]", "mean_dot = dot[:, None]", "1/N is missing in dx"),
+    Mutant("rms_norm.py", "dw_one_block += dw", "dw_one_block = dw", "dw keeps the last rows only"),
+    Mutant("rms_norm.py", "& (start >= step)", "& (start > step)", "dw of wide rows starts one round late"),
+    Mutant("rms_norm.py", "dx += load_tile(ds_ptr", "dx -= load_tile(ds_ptr", "the residual's gradient is subtracted"),
+    Mutant(
+        "layer_norm.py",
+        "x - block_mean[:, None], 0.0)",
+        "x - block_mean[:, None], -block_mean[:, None])",
+        "variance of the padding",
+    ),
+    Mutant("layer_norm.py", "delta * delta * (n * share)", "delta * delta * n", "Welford's weight dropped"),
+    Mutant("layer_norm.py", "(dy - mean_dy - xhat * mean_dot)", "(dy - xhat * mean_dot)", "dx forgets the mean of dy"),
+    Mutant(
+        "layer_norm.py", "db_one_block += tl.sum(dy, axis=0)", "db_one_block += tl.sum(dy * xhat, axis=0)", "db is dw"
+    ),
+    Mutant("rope.py", "x1 * cos - x2 * sin", "x1 * cos + x2 * sin", "rotates the other way"),
+    Mutant("rope.py", "sign * sin[None, :]", "sin[None, :]", "the backward rotates forward"),
+    Mutant("rope.py", "COS_STEP=2 if cos_layout", "COS_STEP=1 if cos_layout", "repeated cosines read as halves"),
+    Mutant(
+        "rope.py", "offs_r < 2 * HALF + REST", "offs_r < HALF + REST", "drops part of the features that do not turn"
+    ),
+    Mutant("rope.py", "        heads[1].shape[1],\n", "        1,\n", "one key head only"),
+    Mutant(
+        "glu.py",
+        "return x * sigmoid, sigmoid * (1.0 + x * (1.0 - sigmoid))\n    elif",
+        "return x * sigmoid, sigmoid\n    elif",
+        "SiLU's slope lacks a term",
+    ),
+    Mutant("glu.py", "0.044715 * x * x * x", "0.044175 * x * x * x", "two digits of GELU's constant swapped"),
+    Mutant("glu.py", "dy * up * slope", "dy * up * slope * 1.01", "one percent too much gradient"),
+    Mutant("glu.py", "2 * N if packed else N", "N", "packed gradient written with the wrong stride"),
+    Mutant(
+        "cross_entropy.py",
+        "tl.where(offs_v == label, dz - hot, dz)",
+        "tl.where(offs_v == label + 1, dz - hot, dz)",
+        "label off by one",
+    ),
+    Mutant(
+        "cross_entropy.py",
+        "if (label == ignore_index) | (in_range == 0):",
+        "if in_range == 0:",
+        "the ignore mask is dropped",
+    ),
+    Mutant("cross_entropy.py", "slope *= 1.0 - tanh * tanh", "slope *= 1.0", "softcap's derivative is dropped"),
+    Mutant("cross_entropy.py", "dloss * 2.0 * z_loss * lse", "dloss * z_loss * lse", "derivative of lse^2 lacks its 2"),
+    Mutant(
+        "cross_entropy.py",
+        "total = total * rescale + tl.sum(e, axis=0)",
+        "total = total + tl.sum(e, axis=0)",
+        "online softmax not rescaled",
+    ),
+    Mutant(
+        "cross_entropy.py", "num_items.where(num_items != 0, 1)", "num_items", "a batch with nothing to count gives NaN"
+    ),
+    Mutant(
+        "cross_entropy.py", 'tl.where(offs_v < V, z, float("-inf")), slope', "z, slope", "padding counts as logits of 0"
+    ),
+    Mutant(
+        "cross_entropy.py",
+        "dloss_ptr, row * stride_dloss",
+        "dloss_ptr, row",
+        "an expanded upstream gradient is read as dense",
+    ),
+    Mutant(
+        "cross_entropy.py",
+        "row = tl.program_id(0).to(tl.int64)",
+        "row = tl.program_id(0)",
+        "int32 offsets of rows",
+        gpu_only=True,
+    ),
+]
+
+
+def plant(mutant: Mutant, folder: Path) -> None:
+    """Copy the tree to ``folder`` with the bug in it."""
+    shutil.copytree(
+        ROOT, folder, symlinks=True, ignore=shutil.ignore_patterns(".*", "build", "*.egg-info", "__pycache__")
+    )
+    path = folder / OPS / mutant.file
+    source = path.read_text()
+    if source.count(mutant.old) != 1:
+        sys.exit(f"{mutant.file}: {mutant.old!r} occurs {source.count(mutant.old)} times, not once")
+    path.write_text(source.replace(mutant.old, mutant.new))
+
+
+def first_failure(tree: Path, mutants: list[Mutant]) -> str:
+    """Run the tests of the ops that the mutants are in, and return the first that fails, or nothing."""
+    command = [sys.executable, "-m", "pytest", "-x", "--tb=no", "-p", "no:cacheprovider", "test/test_ops.py"]
+    if all(mutant.file != "_common.py" for mutant in mutants):
+        command += ["-k", " or ".join(sorted({mutant.file.removesuffix(".py") for mutant in mutants}))]
+    env = os.environ | {"PYTHONPATH": str(tree), "OMP_NUM_THREADS": "1", "COLUMNS": "200"}
+    run = subprocess.run(command, cwd=tree, env=env, capture_output=True, text=True)
+    if run.returncode < 0:
+        return "the process crashed"
+    if run.returncode > 1:
+        sys.exit(f"pytest could not run\n{run.stdout}{run.stderr}")
+    return next(
+        (line.split("::")[1].split(" - ")[0] for line in run.stdout.splitlines() if line.startswith("FAILED")), ""
+    )
+
+
+def hunt(mutant: Mutant) -> tuple[str, str, float]:
+    """Return the fate of a bug, the test that caught it and the seconds it took."""
+    if mutant.gpu_only and not torch.cuda.is_available():
+        return "needs a GPU", "", 0.0
+    start = time.monotonic()
+    with tempfile.TemporaryDirectory() as folder:
+        tree = Path(folder, "tree")
+        plant(mutant, tree)
+        test = first_failure(tree, [mutant])
+    return ("caught" if test else "SURVIVED"), test, time.monotonic() - start
+
+
+def main() -> None:
+    """Plant every bug that the command line names, print the score and exit with 1 if one survived."""
+    words = sys.argv[1:] or [""]
+    mutants = [m for m in MUTANTS if any(word in m.file or word in m.why for word in words)]
+    if test := first_failure(ROOT, mutants):
+        sys.exit(f"{test} fails without a planted bug")
+    with ThreadPoolExecutor(1 if torch.cuda.is_available() else os.cpu_count()) as pool:
+        results = list(pool.map(hunt, mutants))
+    table = Table("file", "bug", "fate", "by", "s")
+    for mutant, (fate, by, seconds) in zip(mutants, results, strict=True):
+        table.add_row(mutant.file, mutant.why, fate, by, f"{seconds:.0f}")
+    fates = [fate for fate, *_ in results]
+    console = Console(width=160)
+    console.print(table)
+    console.print(", ".join(f"{fates.count(fate)} {fate}" for fate in sorted(set(fates))))
+    sys.exit("SURVIVED" in fates)
+
+
+if __name__ == "__main__":
+    main()
