@@ -127,7 +127,7 @@ def _outputs(
 ) -> tuple[Tensor, ...]:
     T = x.shape[0]
     loss, logprob, lse = (x.new_empty(T, dtype=torch.float32) for _ in range(3))
-    rows = loss, logprob, lse, x.new_empty(T * entropy, dtype=torch.float32), x.new_empty(T * argmax, dtype=torch.int64)
+    optional = x.new_empty(T if entropy else 0, dtype=torch.float32), x.new_empty(T if argmax else 0, dtype=torch.int64)
     # dx is rounded once, after the upstream factor; dbias is a sum over tokens, as dw is
     dtypes = torch.float32, accum_dtype, torch.float32, torch.float32, accum_dtype
     inputs = x, weight, bias, u, b
@@ -135,7 +135,7 @@ def _outputs(
         t.new_empty(t.shape, dtype=dtype) if t is not None and needed else x.new_empty(0, dtype=dtype)
         for t, dtype, needed in zip(inputs, dtypes, needs, strict=True)
     )
-    return *rows, *grads
+    return loss, logprob, lse, *optional, *grads
 
 
 @op(
