@@ -1,0 +1,94 @@
+"""Random shapes and options against the references, by the comparison rule in fp32."""
+
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from conftest import DEVICE
+from liger_like.testing import SPECS, assert_accurate
+
+SPEC = {spec.name: spec for spec in SPECS}
+leads = st.lists(st.integers(0, 7), min_size=1, max_size=3).map(tuple)
+widths = st.integers(2, 300)
+flags = st.booleans()
+# the same examples in every run: a failure is a commit's, not a day's
+settings.register_profile("repeatable", derandomize=True, deadline=None, print_blob=True, max_examples=200 if DEVICE == "cuda" else 15)
+settings.load_profile("repeatable")
+
+
+def check(name, shape, options):
+    torch.manual_seed(0)
+    spec = SPEC[name]
+    assert_accurate(spec.fn, spec.ref, lambda: spec.inputs(torch.float32, DEVICE, **shape), options)
+
+
+@given(
+    lead=leads,
+    N=st.integers(8, 300),  # in narrower rows the gradient of a norm cancels to rounding
+    weight=flags,
+    residual=flags,
+    eps=st.sampled_from([0.0, 1e-6, 0.1]),
+    offset=st.floats(-2, 2),
+    casting_mode=st.sampled_from(["llama", "gemma", "none"]),
+)
+def test_rms_norm(residual, eps, offset, casting_mode, **shape):
+    name = "add_rms_norm" if residual else "rms_norm"
+    check(name, {"residual": residual, **shape}, {"eps": eps, "offset": offset, "casting_mode": casting_mode})
+
+
+@given(lead=leads, N=st.integers(8, 300), weight=flags, bias=flags, eps=st.sampled_from([1e-6, 0.1]))
+def test_layer_norm(eps, **shape):
+    check("layer_norm", shape, {"eps": eps})
+
+
+@given(
+    B=st.integers(1, 3),
+    H=st.integers(1, 9),
+    Hk=st.integers(1, 9),
+    S=st.integers(0, 5),
+    half=st.integers(1, 20),
+    rest=st.integers(0, 9),
+    batched=flags,
+    weights=flags,
+    layout=st.sampled_from(["half", "interleaved", "interleaved_in_half_out"]),
+    cos_layout=st.sampled_from(["full", "half", "repeat"]),
+)
+def test_rope(half, rest, layout, cos_layout, weights, **shape):
+    shape |= {"R": 2 * half, "D": max(8, 2 * half + rest), "layout": cos_layout, "weights": weights}
+    check("qk_norm_rope" if weights else "rope", shape, {"layout": layout, "cos_layout": cos_layout})
+
+
+@given(lead=leads, N=widths, packed=flags, op=st.sampled_from([("swiglu", {}), *(("geglu", {"approximate": a}) for a in ("tanh", "none"))]))  # fmt: skip
+def test_glu(op, **shape):
+    check(op[0], shape, op[1])
+
+
+losses = st.fixed_dictionaries(
+    {"reduction": st.sampled_from(["mean", "sum", "none"])},
+    optional={
+        "label_smoothing": st.floats(0, 1),
+        "z_loss": st.floats(0, 0.1),
+        "softcap": st.floats(1, 50),
+        "logit_scale": st.floats(0.1, 3),
+    },
+)
+
+
+@given(lead=leads, V=widths, weighted=flags, int32=flags, options=losses)
+def test_cross_entropy(options, **shape):
+    check("cross_entropy", shape, options)
+
+
+@given(
+    lead=leads,
+    H=st.integers(1, 40),
+    V=widths,
+    bias=flags,
+    weighted=flags,
+    rank=st.integers(0, 3),
+    chunk_rows=st.integers(1, 40),
+    outputs=st.sets(st.sampled_from(["logprob", "lse", "entropy", "argmax", "correct"])).map(tuple),
+    options=losses,
+)
+def test_fused_linear_cross_entropy(chunk_rows, outputs, options, **shape):
+    check("fused_linear_cross_entropy", shape, {"chunk_rows": chunk_rows, "outputs": outputs, **options})
