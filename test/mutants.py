@@ -21,6 +21,7 @@ from rich.table import Table
 
 ROOT = Path(__file__).parents[1]
 OPS = "liger_like/ops"
+FILES = ("test/test_losses.py", "test/test_ops.py", "test/test_gpu.py")  # the quickest first
 
 
 class Mutant(NamedTuple):
@@ -33,6 +34,16 @@ class Mutant(NamedTuple):
     gpu_only: bool = False
 
 
+# file -> pytest's -k for the tests that its bugs must fail
+TESTS = {
+    "_common.py": "test_ops",
+    "rms_norm.py": "rms_norm",
+    "layer_norm.py": "layer_norm",
+    "rope.py": "rope",
+    "glu.py": "glu",
+    "cross_entropy.py": "cross_entropy or test_losses",
+    "linear_cross_entropy.py": "linear_cross_entropy or test_losses",
+}
 MUTANTS = [
     Mutant(
         "_common.py",
@@ -113,13 +124,49 @@ MUTANTS = [
         "cross_entropy.py", "num_items.where(num_items != 0, 1)", "num_items", "a batch with nothing to count gives NaN"
     ),
     Mutant(
-        "cross_entropy.py", 'tl.where(offs_v < V, z, float("-inf")), slope', "z, slope", "padding counts as logits of 0"
+        "cross_entropy.py",
+        'return tl.where(offs_v < V, raw, float("-inf"))',
+        "return raw",
+        "padding counts as logits of 0",
     ),
     Mutant(
         "cross_entropy.py",
-        "dloss_ptr, row * stride_dloss",
-        "dloss_ptr, row",
+        "upstream = (dloss.reshape(-1).contiguous(), None, None)",
+        "upstream = (dloss.reshape(-1), None, None)",
         "an expanded upstream gradient is read as dense",
+    ),
+    Mutant(
+        "linear_cross_entropy.py", "again = x[chunk], start > 0", "again = x[chunk], False", "dw of the last chunk only"
+    ),
+    Mutant(
+        "linear_cross_entropy.py",
+        "again = x[chunk], start > 0",
+        "again = x[chunk], True",
+        "dw adds to memory never filled",
+    ),
+    Mutant(
+        "linear_cross_entropy.py",
+        "accum_dtype or torch.float32",
+        "accum_dtype or x.dtype",
+        "dw accumulated in half precision",
+    ),
+    Mutant(
+        "linear_cross_entropy.py",
+        "dbias += z.sum(0, dtype=torch.float32)",
+        "dbias.copy_(z.sum(0))",
+        "dbias of the last chunk only",
+    ),
+    Mutant(
+        "linear_cross_entropy.py",
+        "factor, grads = dloss, ctx",
+        "factor, grads = dloss.abs(), ctx",
+        "sign of dloss is lost",
+    ),
+    Mutant(
+        "linear_cross_entropy.py",
+        "z.addmm_(u[chunk], b.t())",
+        "z.addmm_(u[: len(z)], b.t())",
+        "the first chunk's low-rank term for every chunk",
     ),
     Mutant(
         "cross_entropy.py",
@@ -145,9 +192,8 @@ def plant(mutant: Mutant, folder: Path) -> None:
 
 def first_failure(tree: Path, mutants: list[Mutant]) -> str:
     """Run the tests of the ops that the mutants are in, and return the first that fails, or nothing."""
-    command = [sys.executable, "-m", "pytest", "-x", "--tb=no", "-p", "no:cacheprovider", "test/test_ops.py"]
-    if all(mutant.file != "_common.py" for mutant in mutants):
-        command += ["-k", " or ".join(sorted({mutant.file.removesuffix(".py") for mutant in mutants}))]
+    command = [sys.executable, "-m", "pytest", "-x", "--tb=no", "-p", "no:cacheprovider", *FILES]
+    command += ["-k", " or ".join({TESTS[mutant.file]: None for mutant in mutants})]
     env = os.environ | {"PYTHONPATH": str(tree), "OMP_NUM_THREADS": "1", "COLUMNS": "200"}
     run = subprocess.run(command, cwd=tree, env=env, capture_output=True, text=True)
     if run.returncode < 0:
