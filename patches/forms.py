@@ -1,0 +1,141 @@
+"""The normal form of a small pure function: the one expression that it returns.
+
+Assignments are substituted, calls of the class's own methods and of functions of the same module are inlined, operands of + and * are
+ordered, a few spellings are unified, and the attributes of ``self`` are numbered in order of appearance. What is left
+does not depend on names, annotations, docstrings or the cutting into statements. Two forwards of one form compute the same, given
+that their attributes do; which attribute plays which part follows from the numbering.
+"""
+
+import ast
+import copy
+import functools
+import inspect
+import re
+import textwrap
+from collections.abc import Callable
+from dataclasses import dataclass
+from types import FunctionType
+from typing import Any
+
+from liger_like.patches import Unrecognised, where
+
+
+@dataclass(frozen=True)
+class Form:
+    """``text`` is the canonical expression, ``attributes`` the names of self's attributes in the order of their numbers."""
+
+    text: str
+    attributes: tuple[str, ...]
+
+
+@functools.cache
+def form_of(function: Callable[..., Any], owner: type[Any] | None = None) -> Form:
+    """The form of a function, or of a method of class ``owner``. Raises Unrecognised where it has none."""
+    if not isinstance(function, FunctionType) or hasattr(function, "__wrapped__"):
+        raise Unrecognised(f"{where(function)} is decorated or no Python function")
+    names = list(inspect.signature(function).parameters)
+    arguments = [ast.Name(f"a{i}") for i in range(len(names))]
+    if owner is not None:
+        arguments[0] = ast.Name("self")
+    expression = _returned(function, owner, dict(zip(names, arguments, strict=True)))
+    attributes: list[str] = []
+    for node in _in_order(expression):
+        if isinstance(node, ast.Attribute) and isinstance(node.value, ast.Name) and node.value.id == "self":
+            if node.attr not in attributes:
+                attributes.append(node.attr)
+            node.attr = f"_{attributes.index(node.attr)}"
+    return Form(ast.unparse(expression), tuple(attributes))
+
+
+def match(
+    function: Callable[..., Any], owner: type[Any] | None, patterns: tuple[Callable[..., Any], ...]
+) -> tuple[str, dict[str, str]]:
+    """The name of the pattern that has the form of ``function``, and which attribute plays which part of it."""
+    form = form_of(function, owner)
+    for pattern in patterns:
+        known = form_of(pattern, owner and object)
+        if known.text == form.text:
+            return pattern.__name__, dict(zip(known.attributes, form.attributes, strict=True))
+    raise Unrecognised(f"{where(function)} computes something else")
+
+
+def _in_order(node: ast.AST) -> list[ast.AST]:
+    return [node, *(below for child in ast.iter_child_nodes(node) for below in _in_order(child))]
+
+
+def _returned(function: FunctionType, owner: type[Any] | None, names: dict[str, Any]) -> ast.expr:
+    """What ``function`` returns, in terms of the expressions that its parameters are bound to in ``names``."""
+    try:
+        source = inspect.getsource(function)
+    except OSError as error:
+        raise Unrecognised(f"{where(function)} has no source") from error
+    (definition,) = ast.parse(textwrap.dedent(source)).body
+    substitute = _Substitute(function, owner, names).visit
+    for statement in definition.body:  # type: ignore[attr-defined]
+        match statement:
+            case ast.Expr(value=ast.Constant()):
+                continue
+            case (
+                ast.Assign(targets=[ast.Name(id=name)], value=value)
+                | ast.AnnAssign(target=ast.Name(id=name), value=ast.expr() as value)
+            ):
+                names[name] = substitute(value)
+            case ast.Assign(targets=[ast.Tuple(elts=targets)], value=value) if all(
+                isinstance(t, ast.Name) for t in targets
+            ):
+                value = substitute(value)
+                parts = (
+                    value.elts
+                    if isinstance(value, ast.Tuple)
+                    else [ast.Subscript(value, ast.Constant(i)) for i in range(len(targets))]
+                )
+                names.update({target.id: part for target, part in zip(targets, parts, strict=True)})
+            case ast.Return(value=ast.expr() as value):
+                return substitute(value)  # type: ignore[no-any-return]
+            case _:
+                break
+    raise Unrecognised(f"{where(function)} is more than assignments and a return")
+
+
+class _Substitute(ast.NodeTransformer):
+    """Rewrites an expression in terms of what the local names stand for."""
+
+    def __init__(self, function: FunctionType, owner: type[Any] | None, names: dict[str, Any]) -> None:
+        self.function, self.owner, self.names = function, owner, names
+
+    def visit_Name(self, node: ast.Name) -> Any:
+        return copy.deepcopy(self.names.get(node.id, node))
+
+    def visit_BinOp(self, node: ast.BinOp) -> Any:
+        self.generic_visit(node)
+        if isinstance(node.op, ast.Add | ast.Mult):
+            # blind to attribute names, which differ from family to family; exact, as two operands commute
+            node.left, node.right = sorted(
+                (node.left, node.right), key=lambda side: re.sub(r"self\.\w+", "self._", ast.unparse(side))
+            )
+        return node
+
+    def visit_Call(self, node: ast.Call) -> Any:
+        self.generic_visit(node)
+        match node:
+            case ast.Call(func=ast.Attribute(value=x, attr="float"), args=[]):
+                return ast.Call(ast.Attribute(x, "to"), [ast.Attribute(ast.Name("torch"), "float32")], [])
+            case ast.Call(func=ast.Attribute(value=x, attr="type_as"), args=[y]):
+                return ast.Call(ast.Attribute(x, "to"), [ast.Attribute(y, "dtype")], [])
+            case ast.Call(func=ast.Attribute(value=ast.Name(id="self") as self_, attr=name)):
+                callee, arguments = inspect.getattr_static(self.owner, name, None), [self_, *node.args]
+            case ast.Call(func=ast.Name(id=name)):
+                callee, arguments = self.function.__globals__.get(name), node.args
+            case _:
+                return node
+        if not isinstance(callee, FunctionType) or callee.__module__ != self.function.__module__:
+            return node
+        parameters = list(inspect.signature(callee).parameters)
+        if node.keywords or len(arguments) != len(parameters):
+            raise Unrecognised(f"{where(self.function)} calls {name} with keywords or defaults")
+        return _returned(callee, self.owner, dict(zip(parameters, arguments, strict=True)))
+
+    def _refuse(self, node: ast.AST) -> Any:
+        raise Unrecognised(f"{where(self.function)} has names of an inner scope")
+
+    visit_Lambda = visit_ListComp = visit_SetComp = visit_DictComp = visit_GeneratorExp = visit_NamedExpr = _refuse
