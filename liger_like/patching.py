@@ -1,8 +1,8 @@
 """Patching of Hugging Face models: modules that are recognised run kernels, everything else is left alone and reported.
 
-A module is patched by giving it a subclass of its own class, of the same name, that overrides its forward; ``unpatch`` gives the
-class back. Nothing else of the model changes and nothing outside of it. What is recognised, and what runs in its
-place, is in ``liger_like.patches``.
+A module is patched by giving it a subclass of its own class, of the same name, that overrides its forward; ``unpatch``
+gives the class back. Nothing else of the model changes and nothing outside of it. What is recognised, and what runs in
+its place, is in ``liger_like.patches``.
 """
 
 import dataclasses
@@ -15,7 +15,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor, nn
 
-from liger_like.patches import Recogniser, Trial, Unrecognised, where
+from liger_like.patches import Recogniser, Trial, UnrecognisedError, where
 from liger_like.patches.glu_mlp import GLUMLP
 from liger_like.patches.lm_head import LMHead
 from liger_like.patches.rms_norm import RMSNorm
@@ -40,9 +40,9 @@ class _Origin(NamedTuple):
 class Row:
     """``count`` modules of one class that met one fate.
 
-    ``status`` is "patched", "already patched", "skipped" (looks like the pattern, left alone: ``reason`` says why) or "absent"
-    (the model has no such thing, or liger_like has nothing for it). ``error`` is the largest relative difference
-    between original and replacement that verify="numeric" found.
+    ``status`` is "patched", "already patched", "skipped" (looks like the pattern, left alone: ``reason`` says why) or
+    "absent" (the model has no such thing, or liger_like has nothing for it). ``error`` is the largest relative
+    difference between original and replacement that verify="numeric" found.
     """
 
     pattern: str
@@ -110,13 +110,13 @@ def patch(
 ) -> PatchReport:
     """Let every recognised module of ``model`` run a kernel; what the model computes and how it is used stay the same.
 
-    A module is recognised by the form of its forward, confirmed by running original and replacement on a small module of its class;
-    ``verify="numeric"`` also runs both on the module itself, forward and backward, and leaves it alone if they differ.
-    In training with labels the loss is computed without logits, and the output's ``logits`` are None.
+    A module is recognised by the form of its forward, confirmed by running original and replacement on a small module
+    of its class; ``verify="numeric"`` also runs both on the module itself, forward and backward, and leaves it alone if
+    they differ. In training with labels the loss is computed without logits, and the output's ``logits`` are None.
     Calling it again patches what was not patched before.
 
-    Raises TypeError if ``model`` is no torch.nn.Module; ValueError for an unknown ``verify``, or with ``strict=True`` if a module that
-    looks like a pattern would be left alone (then nothing is patched).
+    Raises TypeError if ``model`` is no torch.nn.Module; ValueError for an unknown ``verify``, or with ``strict=True``
+    if a module that looks like a pattern would be left alone; then nothing is patched.
     """
     if not isinstance(model, nn.Module):
         raise TypeError(f"model must be a torch.nn.Module, got {type(model).__name__}")
@@ -140,7 +140,7 @@ def patch(
         rows.append(Row("attention", "", "", 0, ABSENT, "no attention kernel yet: the model's own implementation runs"))
     report = PatchReport(model, tuple(rows))
     if strict and any(row.status == SKIPPED for row in rows):
-        raise ValueError(f"strict=True, and modules would be left alone:\n{report}")
+        raise ValueError(f"strict=True, but modules would be left alone:\n{report}")
     for module, cls in swaps:
         module.__class__ = cls
     return report
@@ -149,8 +149,8 @@ def patch(
 def unpatch(model: nn.Module) -> None:
     """Give every patched module of ``model`` its own class back; harmless where nothing is patched.
 
-    Raises TypeError if ``model`` is no torch.nn.Module; RuntimeError if a patched module's class was since extended by another
-    library (FSDP2's fully_shard does that), which has to be undone first.
+    Raises TypeError if ``model`` is no torch.nn.Module; RuntimeError if another library has since put its own class on
+    top of a patched one (FSDP2's fully_shard does).
     """
     if not isinstance(model, nn.Module):
         raise TypeError(f"model must be a torch.nn.Module, got {type(model).__name__}")
@@ -159,7 +159,10 @@ def unpatch(model: nn.Module) -> None:
         if "_liger_like" not in vars(type(module)):
             raise RuntimeError(f"{where(type(module))} was put on top of a patched class; undo that first")
     for module in patched:
-        module.__class__ = type(module)._liger_like.cls  # type: ignore[attr-defined]
+        origin = type(module)._liger_like  # type: ignore[attr-defined]
+        module.__class__ = origin.cls
+        for name in RECOGNISERS[origin.pattern].state:
+            vars(module).pop(name, None)
 
 
 class AutoModelForCausalLM:
@@ -177,7 +180,7 @@ class AutoModelForCausalLM:
         """As in transformers."""
         from transformers import AutoModelForCausalLM as Auto
 
-        return _patched(Auto.from_config(*args, **kwargs))
+        return _patched(Auto.from_config(*args, **kwargs))  # type: ignore[no-untyped-call]
 
 
 def _patched(model: nn.Module) -> nn.Module:
@@ -207,22 +210,22 @@ def _examine(
     try:
         if origin is not None:
             if any(_origin(part) is None for part, _ in recogniser.swaps(module, origin.variant)):
-                raise Unrecognised("a part of it was replaced after it was patched")
+                raise UnrecognisedError("a part of it was replaced after it was patched")
             return [(fate(ALREADY, origin.variant), None)]
         variant = recogniser.variant(module, model)
         if "forward" in vars(module):
-            raise Unrecognised(f"its forward was replaced by {where(module.forward)}")
+            raise UnrecognisedError(f"its forward was replaced by {where(module.forward)}")
         error = _verify(recogniser, module, variant, live=verify == "numeric")
-    except Unrecognised as reason:
+    except UnrecognisedError as reason:
         return [(fate(SKIPPED, reason=str(reason)), None)] if recogniser.looks_like(module) else []
     return [
-        (fate(PATCHED, variant, error=error, of=part), (part, _subclass(type(part), recogniser.pattern, variant)))
+        (fate(PATCHED, variant, error=error, of=part), _swap(part, recogniser.pattern, variant))
         for part, variant in recogniser.swaps(module, variant)
     ]
 
 
 def _verify(recogniser: Recogniser, module: nn.Module, variant: str, *, live: bool) -> float | None:
-    """Run original and replacement on a miniature, once per class, and if ``live`` on ``module``; the error of the latter."""
+    """Try the replacement on a miniature, once per class, and if ``live`` on ``module``: the error of the latter."""
     methods = recogniser.methods(type(module), variant)
     key = (type(module), recogniser.pattern, variant)
     # the trials draw from the CPU's generator alone, and leave it as it was
@@ -237,23 +240,23 @@ def _verify(recogniser: Recogniser, module: nn.Module, variant: str, *, live: bo
         if not live:
             return None
         if any(p.is_meta or not p.is_floating_point() or hasattr(p, "device_mesh") for p in module.parameters()):
-            raise Unrecognised("verify='numeric' needs whole floating-point weights")
+            raise UnrecognisedError("verify='numeric' needs whole floating-point weights")
         return _compare(recogniser.trial(module, variant, methods), "the module")
 
 
 def _compare(trial: Trial, what: str) -> float:
-    """The largest relative difference over outputs and gradients. Raises Unrecognised where rounding does not explain it."""
+    """The largest relative difference of outputs and gradients. Raises UnrecognisedError if it is no rounding."""
     bound = 4 * torch.finfo(trial.inputs[0].dtype).eps
     error = 0.0
     for expected, got in zip(_results(trial.original, trial), _results(trial.replacement, trial), strict=True):
         if (expected.dtype, expected.shape) != (got.dtype, got.shape):
-            raise Unrecognised(
+            raise UnrecognisedError(
                 f"on {what} the replacement gives {got.dtype} {[*got.shape]}, not {expected.dtype} {[*expected.shape]}"
             )
         reference = expected.double()
         error = max(error, float((got.double() - reference).norm() / reference.norm()))
     if not error <= bound:
-        raise Unrecognised(f"on {what} the replacement differs by {error:.1e} (relative), more than {bound:.1e}")
+        raise UnrecognisedError(f"on {what} the replacement differs by {error:.1e} (relative), more than {bound:.1e}")
     return error
 
 
@@ -268,10 +271,14 @@ def _results(function: Any, trial: Trial) -> list[Tensor]:
     return [*outputs, *torch.autograd.grad(outputs, leaves, upstream)]
 
 
+def _swap(module: Any, pattern: str, variant: str) -> tuple[nn.Module, type[Any]]:
+    return module, _subclass(type(module), pattern, variant)
+
+
 @functools.cache
-def _subclass(cls: type[Any], pattern: str, variant: str) -> type[Any]:
+def _subclass(cls: Any, pattern: str, variant: str) -> type[Any]:
     """A subclass of ``cls`` that passes for it and has the methods of the pattern's variant."""
-    own = {"__module__": cls.__module__, "__qualname__": cls.__qualname__, "__doc__": cls.__doc__}
+    own: dict[str, Any] = {"__module__": cls.__module__, "__qualname__": cls.__qualname__, "__doc__": cls.__doc__}
     own |= {"_liger_like": _Origin(cls, pattern, variant), "__reduce_ex__": _reduce_ex}
     return types.new_class(
         cls.__name__, (cls,), exec_body=lambda body: body.update(own | RECOGNISERS[pattern].methods(cls, variant))
@@ -284,8 +291,8 @@ def _reduce_ex(self: Any, protocol: Any) -> Any:
     return _instance, tuple(origin), *origin.cls.__reduce_ex__(self, protocol)[2:]
 
 
-def _instance(cls: type[Any], pattern: str, variant: str) -> Any:
-    patched = _subclass(cls, pattern, variant)
+def _instance(cls: Any, pattern: str, variant: str) -> Any:
+    patched: Any = _subclass(cls, pattern, variant)
     return patched.__new__(patched)
 
 

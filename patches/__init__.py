@@ -1,4 +1,4 @@
-"""Recognisers: one file per pattern says what it recognises and what runs in its place; ``liger_like.patching`` does the patching."""
+"""Recognisers: one file per pattern says what it recognises and what runs in its place."""
 
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -8,13 +8,13 @@ import torch
 from torch import Tensor, nn
 
 
-class Unrecognised(Exception):
+class UnrecognisedError(Exception):
     """A module is left alone; the message is the reason that the report gives."""
 
 
 @dataclass(frozen=True)
 class Trial:
-    """Two functions that must agree: in the outputs on ``inputs``, and in the gradients of ``inputs`` and ``parameters``."""
+    """Two functions that must agree on ``inputs``: in the outputs and in the gradients of inputs and parameters."""
 
     original: Callable[..., Any]
     replacement: Callable[..., Any]
@@ -26,13 +26,14 @@ class Recogniser:
     """A pattern of modules and the methods that replace theirs."""
 
     pattern: str
+    state: tuple[str, ...] = ()  # instance attributes that the methods leave behind; unpatching removes them
 
     def looks_like(self, module: nn.Module) -> bool:
         """Whether a user would expect ``module`` to match, so that a report must say why it does not."""
         raise NotImplementedError
 
     def variant(self, module: nn.Module, model: nn.Module) -> str:
-        """The variant of the pattern that ``module``, a part of ``model``, is. Raises Unrecognised."""
+        """The variant of the pattern that ``module``, a part of ``model``, is. Raises UnrecognisedError."""
         raise NotImplementedError
 
     def swaps(self, module: nn.Module, variant: str) -> list[tuple[nn.Module, str]]:

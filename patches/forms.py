@@ -1,9 +1,9 @@
 """The normal form of a small pure function: the one expression that it returns.
 
-Assignments are substituted, calls of the class's own methods and of functions of the same module are inlined, operands of + and * are
-ordered, a few spellings are unified, and the attributes of ``self`` are numbered in order of appearance. What is left
-does not depend on names, annotations, docstrings or the cutting into statements. Two forwards of one form compute the same, given
-that their attributes do; which attribute plays which part follows from the numbering.
+Assignments are substituted, calls of the class's own methods and of functions of the same module are inlined, operands
+of + and * are ordered, a few spellings are unified, and the attributes of ``self`` are numbered in order of appearance.
+What is left does not depend on names, annotations, docstrings or the cutting into statements. Two forwards of one form
+compute the same, given that their attributes do; which attribute plays which part follows from the numbering.
 """
 
 import ast
@@ -17,22 +17,22 @@ from dataclasses import dataclass
 from types import FunctionType
 from typing import Any
 
-from liger_like.patches import Unrecognised, where
+from liger_like.patches import UnrecognisedError, where
 
 
 @dataclass(frozen=True)
 class Form:
-    """``text`` is the canonical expression, ``attributes`` the names of self's attributes in the order of their numbers."""
+    """``text`` is the expression, ``attributes`` the names of self's attributes in the order of their numbers."""
 
     text: str
     attributes: tuple[str, ...]
 
 
 @functools.cache
-def form_of(function: Callable[..., Any], owner: type[Any] | None = None) -> Form:
-    """The form of a function, or of a method of class ``owner``. Raises Unrecognised where it has none."""
+def form_of(function: Callable[..., Any], owner: Any = None) -> Form:
+    """The form of a function, or of a method of class ``owner``. Raises UnrecognisedError where it has none."""
     if not isinstance(function, FunctionType) or hasattr(function, "__wrapped__"):
-        raise Unrecognised(f"{where(function)} is decorated or no Python function")
+        raise UnrecognisedError(f"{where(function)} is decorated or no Python function")
     names = list(inspect.signature(function).parameters)
     arguments = [ast.Name(f"a{i}") for i in range(len(names))]
     if owner is not None:
@@ -48,15 +48,15 @@ def form_of(function: Callable[..., Any], owner: type[Any] | None = None) -> For
 
 
 def match(
-    function: Callable[..., Any], owner: type[Any] | None, patterns: tuple[Callable[..., Any], ...]
+    function: Callable[..., Any], owner: Any, patterns: tuple[Callable[..., Any], ...]
 ) -> tuple[str, dict[str, str]]:
     """The name of the pattern that has the form of ``function``, and which attribute plays which part of it."""
     form = form_of(function, owner)
     for pattern in patterns:
-        known = form_of(pattern, owner and object)
+        known = form_of(pattern, None if owner is None else object)
         if known.text == form.text:
             return pattern.__name__, dict(zip(known.attributes, form.attributes, strict=True))
-    raise Unrecognised(f"{where(function)} computes something else")
+    raise UnrecognisedError(f"{where(function)} computes something else")
 
 
 def _in_order(node: ast.AST) -> list[ast.AST]:
@@ -68,33 +68,28 @@ def _returned(function: FunctionType, owner: type[Any] | None, names: dict[str, 
     try:
         source = inspect.getsource(function)
     except OSError as error:
-        raise Unrecognised(f"{where(function)} has no source") from error
+        raise UnrecognisedError(f"{where(function)} has no source") from error
     (definition,) = ast.parse(textwrap.dedent(source)).body
     substitute = _Substitute(function, owner, names).visit
     for statement in definition.body:  # type: ignore[attr-defined]
         match statement:
             case ast.Expr(value=ast.Constant()):
                 continue
-            case (
-                ast.Assign(targets=[ast.Name(id=name)], value=value)
-                | ast.AnnAssign(target=ast.Name(id=name), value=ast.expr() as value)
-            ):
+            case ast.Assign(targets=[ast.Name(id=name)], value=value):
                 names[name] = substitute(value)
-            case ast.Assign(targets=[ast.Tuple(elts=targets)], value=value) if all(
-                isinstance(t, ast.Name) for t in targets
-            ):
+            case ast.Assign(targets=[ast.Tuple(elts=targets)], value=value):
                 value = substitute(value)
-                parts = (
-                    value.elts
-                    if isinstance(value, ast.Tuple)
-                    else [ast.Subscript(value, ast.Constant(i)) for i in range(len(targets))]
-                )
-                names.update({target.id: part for target, part in zip(targets, parts, strict=True)})
+                parts = value.elts if isinstance(value, ast.Tuple) else _items(value, len(targets))
+                names.update({ast.unparse(target): part for target, part in zip(targets, parts, strict=True)})
             case ast.Return(value=ast.expr() as value):
                 return substitute(value)  # type: ignore[no-any-return]
             case _:
                 break
-    raise Unrecognised(f"{where(function)} is more than assignments and a return")
+    raise UnrecognisedError(f"{where(function)} is more than assignments and a return")
+
+
+def _items(value: ast.expr, count: int) -> list[ast.expr]:
+    return [ast.Subscript(value, ast.Constant(i)) for i in range(count)]
 
 
 class _Substitute(ast.NodeTransformer):
@@ -102,6 +97,11 @@ class _Substitute(ast.NodeTransformer):
 
     def __init__(self, function: FunctionType, owner: type[Any] | None, names: dict[str, Any]) -> None:
         self.function, self.owner, self.names = function, owner, names
+
+    def visit(self, node: ast.AST) -> Any:
+        if isinstance(node, ast.Lambda | ast.ListComp | ast.SetComp | ast.DictComp | ast.GeneratorExp | ast.NamedExpr):
+            raise UnrecognisedError(f"{where(self.function)} has names of an inner scope")
+        return super().visit(node)
 
     def visit_Name(self, node: ast.Name) -> Any:
         return copy.deepcopy(self.names.get(node.id, node))
@@ -132,10 +132,5 @@ class _Substitute(ast.NodeTransformer):
             return node
         parameters = list(inspect.signature(callee).parameters)
         if node.keywords or len(arguments) != len(parameters):
-            raise Unrecognised(f"{where(self.function)} calls {name} with keywords or defaults")
+            raise UnrecognisedError(f"{where(self.function)} calls {name} with keywords or defaults")
         return _returned(callee, self.owner, dict(zip(parameters, arguments, strict=True)))
-
-    def _refuse(self, node: ast.AST) -> Any:
-        raise Unrecognised(f"{where(self.function)} has names of an inner scope")
-
-    visit_Lambda = visit_ListComp = visit_SetComp = visit_DictComp = visit_GeneratorExp = visit_NamedExpr = _refuse

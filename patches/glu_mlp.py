@@ -13,7 +13,7 @@ import torch
 from torch import Tensor, nn
 
 from liger_like.ops.glu import geglu, swiglu
-from liger_like.patches import Recogniser, Trial, Unrecognised, bare, random_like
+from liger_like.patches import Recogniser, Trial, UnrecognisedError, bare, random_like
 from liger_like.patches.forms import match
 
 
@@ -52,7 +52,7 @@ class GLUMLP(Recogniser):
         _, part = match(type(module).forward, type(module), PATTERNS)
         activation = type(getattr(module, part["act"])).__name__
         if activation not in ACTIVATIONS:
-            raise Unrecognised(f"no kernel for the activation {activation}")
+            raise UnrecognisedError(f"no kernel for the activation {activation}")
         return ACTIVATIONS[activation]
 
     def methods(self, cls: type[Any], variant: str) -> dict[str, Any]:
@@ -74,7 +74,7 @@ class GLUMLP(Recogniser):
 
     def miniature(self, module: nn.Module, variant: str) -> nn.Module:
         """4 features, 6 inside, and the activation of ``module``."""
-        form, part = match(type(module).forward, type(module), PATTERNS)
+        _, part = match(type(module).forward, type(module), PATTERNS)
         sizes = {"gate": (4, 6), "up": (4, 6), "gate_up": (4, 12), "down": (6, 4)}
         layers = {
             name: nn.Linear(*sizes[role], device="cpu", dtype=torch.float32)

@@ -1,8 +1,9 @@
 """The language-model head and its loss, fused without the logits ever existing.
 
-While a model trains with labels, its head returns lazy logits, which record what the model's forward does to them (a scale, a
-softcap). The loss function turns the record into one call of the head module that computes the loss from the hidden states, so that
-whatever is hooked to the head (sharding, offloading) acts around it. Any other use of lazy logits makes them real.
+While a model trains with labels, its head returns lazy logits, which record what the model's forward does to them (a
+scale, a softcap). The loss function turns the record into one call of the head module that computes the loss from the
+hidden states, so that whatever is hooked to the head (sharding, offloading) acts around it. Any other use of lazy
+logits makes them real.
 """
 
 import copy
@@ -16,7 +17,7 @@ import torch
 from torch import Tensor, nn
 
 from liger_like.ops.linear_cross_entropy import fused_linear_cross_entropy
-from liger_like.patches import Recogniser, Trial, Unrecognised, bare, random_like, random_parameter, where
+from liger_like.patches import Recogniser, Trial, UnrecognisedError, bare, random_like, random_parameter, where
 
 HEAD, MODEL = "lazy logits", "fused loss"
 ScaleAndSoftcap = tuple[float, float | None]
@@ -24,7 +25,7 @@ NUMBER = (int, float)
 
 
 class LazyLogits:
-    """Stands for ``head(hidden)`` [..., V] followed by ``steps``: the tensor methods, with their arguments, applied since."""
+    """Stands for ``head(hidden)`` [..., V] after ``steps``: tensor methods and their arguments."""
 
     def __init__(self, head: nn.Module, hidden: Tensor, steps: tuple[tuple[str, tuple[Any, ...]], ...] = ()) -> None:
         self.head, self.hidden, self.steps = head, hidden, steps
@@ -103,10 +104,9 @@ def _on_real(method: str) -> Callable[..., Any]:
     return lambda self, *args: getattr(self.real(), method)(*args)
 
 
-for (
-    _method
-) in "add radd sub rsub rtruediv matmul rmatmul pow rpow neg getitem setitem len iter eq ne lt le gt ge".split():
-    setattr(LazyLogits, f"__{_method}__", _on_real(f"__{_method}__"))
+_UNRECORDED = "add radd sub rsub rtruediv matmul rmatmul pow rpow neg getitem setitem len iter eq ne lt le gt ge"
+for _name in (f"__{word}__" for word in _UNRECORDED.split()):
+    setattr(LazyLogits, _name, _on_real(_name))
 
 
 def causal_lm_loss(
@@ -145,6 +145,7 @@ class LMHead(Recogniser):
     """Models whose forward gives the output of a plain linear head to transformers' causal language-model loss."""
 
     pattern = "lm_head"
+    state = ("_lazy",)
 
     def looks_like(self, module: nn.Module) -> bool:
         """Any transformers model with an output embedding."""
@@ -157,18 +158,18 @@ class LMHead(Recogniser):
         from transformers.loss.loss_utils import ForCausalLMLoss
 
         if not self.looks_like(module):
-            raise Unrecognised("has no output embedding")
+            raise UnrecognisedError("has no output embedding")
         cls, head = type(module), module.get_output_embeddings()  # type: ignore[operator]
         if "forward" in vars(head):
-            raise Unrecognised(f"the head's forward was replaced by {where(head.forward)}")
+            raise UnrecognisedError(f"the head's forward was replaced by {where(head.forward)}")
         if not isinstance(head, nn.Linear) or type(head).forward is not nn.Linear.forward:
-            raise Unrecognised(f"the head is a {where(type(head))}, not a torch.nn.Linear")
+            raise UnrecognisedError(f"the head is a {where(type(head))}, not a torch.nn.Linear")
         if "labels" not in inspect.signature(cls.forward).parameters:
-            raise Unrecognised("its forward takes no labels")
+            raise UnrecognisedError("its forward takes no labels")
         if "loss_function" not in inspect.unwrap(cls.forward).__code__.co_names:
-            raise Unrecognised("its forward does not call self.loss_function")
+            raise UnrecognisedError("its forward does not call self.loss_function")
         if module.loss_function is not ForCausalLMLoss:
-            raise Unrecognised(f"its loss function is {where(module.loss_function)}")  # type: ignore[arg-type]
+            raise UnrecognisedError(f"its loss function is {where(module.loss_function)}")  # type: ignore[arg-type]
         return MODEL
 
     def swaps(self, module: nn.Module, variant: str) -> list[tuple[nn.Module, str]]:
@@ -209,15 +210,15 @@ class LMHead(Recogniser):
 
 def _head_methods(cls: type[Any]) -> dict[str, Any]:
     def call(self: Any, x: Tensor) -> Any:
-        return LazyLogits(self, x) if self.lazy else nn.Module.__call__(self, x)
+        return LazyLogits(self, x) if self._lazy else nn.Module.__call__(self, x)
 
-    def forward(self: Any, x: Tensor, loss: dict[str, Any] | None = None) -> Tensor:
+    def forward(self: Any, x: Tensor, loss: dict[str, Any] | None = None) -> Any:
         """The logits, or the loss of ``fused_linear_cross_entropy`` with the arguments ``loss``."""
         if loss is None:
-            return cls.forward(self, x)  # type: ignore[no-any-return]
+            return cls.forward(self, x)
         return fused_linear_cross_entropy(x, self.weight, bias=self.bias, **loss)
 
-    return {"lazy": False, "__call__": call, "forward": forward}
+    return {"_lazy": False, "__call__": call, "forward": forward}
 
 
 def _model_methods(cls: type[Any]) -> dict[str, Any]:
@@ -228,21 +229,23 @@ def _model_methods(cls: type[Any]) -> dict[str, Any]:
         labels = args[index] if len(args) > index else kwargs.get("labels")
         head = self.get_output_embeddings()
         # adapters put on the head after patching hide it: then nothing is lazy
-        if labels is None or not self.training or not hasattr(head, "lazy"):
+        if labels is None or not self.training or not hasattr(head, "_lazy"):
             return cls.forward(self, *args, **kwargs)
-        head.lazy = True
+        head._lazy = True
         try:
             output = cls.forward(self, *args, **kwargs)
         finally:
-            del head.lazy
+            head._lazy = False  # not deleted: torch.compile does not follow that
         if isinstance(output, tuple):
             return tuple(value for value in map(_settle, output) if value is not None)
         return type(output)(**{name: _settle(value) for name, value in output.items()})
 
+    get_loss_function = cls.loss_function.fget
+
     def loss_function(self: Any) -> Any:
         from transformers.loss.loss_utils import ForCausalLMLoss
 
-        current = cls.loss_function.fget(self)
+        current = get_loss_function(self)
         return functools.partial(causal_lm_loss, current) if current is ForCausalLMLoss else current
 
     return {"forward": forward, "loss_function": property(loss_function, cls.loss_function.fset)}

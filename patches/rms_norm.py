@@ -7,7 +7,7 @@ import torch
 from torch import Tensor, nn
 
 from liger_like.ops.rms_norm import rms_norm
-from liger_like.patches import Recogniser, Trial, Unrecognised, bare, random_like, random_parameter
+from liger_like.patches import Recogniser, Trial, UnrecognisedError, bare, random_like, random_parameter
 from liger_like.patches.forms import match
 
 
@@ -54,7 +54,7 @@ class RMSNorm(Recogniser):
         variant, part = match(type(module).forward, type(module), PATTERNS)
         weight, eps = (getattr(module, part[role], None) for role in ("weight", "eps"))
         if not isinstance(weight, Tensor) or weight.dim() != 1 or not isinstance(eps, float):
-            raise Unrecognised("needs a weight [N] and a float eps")
+            raise UnrecognisedError("needs a weight [N] and a float eps")
         return variant
 
     def methods(self, cls: type[Any], variant: str) -> dict[str, Any]:

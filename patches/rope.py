@@ -1,7 +1,7 @@
-"""Rotary embeddings of the half layout: attention classes whose forward calls a module-level function on (q, k, cos, sin).
+"""Rotary embeddings of the half layout: attention whose forward calls a module-level function on (q, k, cos, sin).
 
-The attention class gets a copy of its own forward that sees another function under that name. The module keeps its function, so
-that nothing but the patched model changes, and a recomputed checkpoint or a compiled graph finds the same forward.
+The attention class gets a copy of its own forward that sees another function under that name. The module keeps its
+function, so that nothing but the patched model changes, and a recomputed checkpoint finds the same forward.
 """
 
 import functools
@@ -14,7 +14,7 @@ import torch
 from torch import Tensor, nn
 
 from liger_like.ops.rope import rope
-from liger_like.patches import Recogniser, Trial, Unrecognised, bare, random_like, where
+from liger_like.patches import Recogniser, Trial, UnrecognisedError, bare, random_like, where
 from liger_like.patches.forms import match
 
 
@@ -63,7 +63,7 @@ class Rope(Recogniser):
         _, function = _rotary_function(type(module))
         variant, _ = match(function, None, PATTERNS)
         if hasattr(type(module).forward, "__wrapped__"):
-            raise Unrecognised(f"{where(type(module).forward)} is decorated")
+            raise UnrecognisedError(f"{where(type(module).forward)} is decorated")
         _require_equal_halves(model)
         return variant
 
@@ -93,7 +93,9 @@ class Rope(Recogniser):
         cos, sin = (f(torch.cat((angles, angles), dim=-1)).to(parameter) for f in (torch.cos, torch.sin))
         replacement = functools.partial(_rotate, original, variant == "half_cast")
         inputs = random_like(parameter, 2, 3, 5, d), random_like(parameter, 2, 2, 5, d)
-        return Trial(*(functools.partial(f, cos=cos, sin=sin) for f in (original, replacement)), inputs)
+        return Trial(
+            functools.partial(original, cos=cos, sin=sin), functools.partial(replacement, cos=cos, sin=sin), inputs
+        )
 
 
 def _rotary_functions(cls: type[Any]) -> dict[str, Callable[..., Any]]:
@@ -108,14 +110,14 @@ def _rotary_functions(cls: type[Any]) -> dict[str, Callable[..., Any]]:
 def _rotary_function(cls: type[Any]) -> tuple[str, Callable[..., Any]]:
     functions = _rotary_functions(cls)
     if len(functions) != 1:
-        raise Unrecognised(f"calls {len(functions)} rotary functions")
+        raise UnrecognisedError(f"calls {len(functions)} rotary functions")
     return functions.popitem()
 
 
 def _require_equal_halves(model: nn.Module) -> None:
-    """Raise Unrecognised unless the model's rotary embeddings, built anew from its config, give (cos, sin) of two equal halves.
+    """Raise UnrecognisedError unless the model's rotary embeddings give (cos, sin) of two equal halves.
 
-    Anew, because the live ones may be on the meta device and may change as they run.
+    They are built anew from the config, because the live ones may be on the meta device and may change as they run.
     """
     classes = {type(module): module for module in model.modules() if type(module).__name__.endswith("RotaryEmbedding")}
     classes = {
@@ -124,12 +126,12 @@ def _require_equal_halves(model: nn.Module) -> None:
         if [*inspect.signature(cls.forward).parameters] == ["self", "x", "position_ids"]
     }
     if not classes:
-        raise Unrecognised("the model has no rotary embedding that is called on (x, position_ids)")
+        raise UnrecognisedError("the model has no rotary embedding that is called on (x, position_ids)")
     for cls, module in classes.items():
         with torch.device("cpu"):
             cos, sin = cls(module.config)(torch.zeros(1), torch.arange(3)[None])
         if not all(torch.equal(*table.chunk(2, dim=-1)) for table in (cos, sin)):
-            raise Unrecognised(f"the halves of {cls.__name__}'s cos or sin differ")
+            raise UnrecognisedError(f"the halves of {cls.__name__}'s cos or sin differ")
 
 
 def _rotate(
