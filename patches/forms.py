@@ -69,13 +69,17 @@ def _returned(function: FunctionType, owner: type[Any] | None, names: dict[str, 
         source = inspect.getsource(function)
     except OSError as error:
         raise UnrecognisedError(f"{where(function)} has no source") from error
-    (definition,) = ast.parse(textwrap.dedent(source)).body
+    definition, *_ = ast.parse(textwrap.dedent(source)).body
+    if not isinstance(definition, ast.FunctionDef):
+        raise UnrecognisedError(f"{where(function)} is no plain function")
     substitute = _Substitute(function, owner, names).visit
-    for statement in definition.body:  # type: ignore[attr-defined]
+    for statement in definition.body:
         match statement:
             case ast.Expr(value=ast.Constant()):
                 continue
             case ast.Assign(targets=[ast.Name(id=name)], value=value):
+                names[name] = substitute(value)
+            case ast.AnnAssign(target=ast.Name(id=name), value=ast.expr() as value):
                 names[name] = substitute(value)
             case ast.Assign(targets=[ast.Tuple(elts=targets)], value=value):
                 value = substitute(value)
