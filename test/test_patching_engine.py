@@ -1,7 +1,6 @@
 """Recognition, reports, and patching that leaves no trace."""
 
 import copy
-import functools
 import pickle
 import subprocess
 import sys
@@ -14,8 +13,7 @@ from torch import nn
 from transformers.models.llama import modeling_llama
 
 import liger_like.patching
-from liger_like.patches import UnrecognisedError, glu_mlp, lm_head, rms_norm, rope
-from liger_like.patches.forms import form_of, match
+from liger_like.patches import lm_head, rms_norm, rope
 from liger_like.patching import AutoModelForCausalLM, patch, unpatch
 
 
