@@ -228,34 +228,38 @@ def _verify(recogniser: Recogniser, module: nn.Module, variant: str, *, live: bo
     """Try the replacement on a miniature, once per class, and if ``live`` on ``module``: the error of the latter."""
     methods = recogniser.methods(type(module), variant)
     key = (type(module), recogniser.pattern, variant)
-    # the trials draw from the CPU's generator alone, and leave it as it was
+    training = [(part, part.training) for part in module.modules()]
+    # the trials draw from the CPU's generator alone and leave it as it was; without dropout, so that two runs can agree
     with torch.random.fork_rng(devices=[]), torch.enable_grad():
         torch.default_generator.manual_seed(0)
         if key not in _confirmed:
             for dtype in (torch.float32, torch.float16):
-                _compare(
-                    recogniser.trial(recogniser.miniature(module, variant).to(dtype), variant, methods), "a miniature"
-                )
+                small = recogniser.miniature(module, variant).to(dtype)
+                _compare(recogniser.trial(small, variant, methods), "a miniature")
             _confirmed.add(key)
         if not live:
             return None
         if any(p.is_meta or not p.is_floating_point() or hasattr(p, "device_mesh") for p in module.parameters()):
             raise UnrecognisedError("verify='numeric' needs whole floating-point weights")
-        return _compare(recogniser.trial(module, variant, methods), "the module")
+        try:
+            return _compare(recogniser.trial(module.eval(), variant, methods), "the module")
+        finally:
+            for part, mode in training:
+                part.training = mode
 
 
 def _compare(trial: Trial, what: str) -> float:
     """The largest relative difference of outputs and gradients. Raises UnrecognisedError if it is no rounding."""
-    bound = 4 * torch.finfo(trial.inputs[0].dtype).eps
-    error = 0.0
+    errors = []
     for expected, got in zip(_results(trial.original, trial), _results(trial.replacement, trial), strict=True):
         if (expected.dtype, expected.shape) != (got.dtype, got.shape):
             raise UnrecognisedError(
                 f"on {what} the replacement gives {got.dtype} {[*got.shape]}, not {expected.dtype} {[*expected.shape]}"
             )
-        reference = expected.double()
-        error = max(error, float((got.double() - reference).norm() / reference.norm()))
-    if not error <= bound:
+        difference, norm = (got.double() - expected.double()).norm(), expected.double().norm()
+        errors.append(difference / norm.clamp(min=torch.finfo(torch.float64).tiny))
+    error, bound = float(torch.stack(errors).max()), 4 * torch.finfo(trial.inputs[0].dtype).eps
+    if not error <= bound:  # a NaN is none either
         raise UnrecognisedError(f"on {what} the replacement differs by {error:.1e} (relative), more than {bound:.1e}")
     return error
 
@@ -268,7 +272,7 @@ def _results(function: Any, trial: Trial) -> list[Tensor]:
     generator = torch.Generator("cpu").manual_seed(1)  # not the seed of the inputs
     upstream = [torch.randn(y.shape, generator=generator, device="cpu").to(y) for y in outputs]
     leaves = [x for x in (*inputs, *trial.parameters) if x.requires_grad]
-    return [y.detach() for y in (*outputs, *torch.autograd.grad(outputs, leaves, upstream))]
+    return [y.detach() for y in (*outputs, *torch.autograd.grad(outputs, leaves, upstream, materialize_grads=True))]
 
 
 def _swap(module: Any, pattern: str, variant: str) -> tuple[nn.Module, type[Any]]:

@@ -56,7 +56,7 @@ def match(
         known = form_of(pattern, None if owner is None else object)
         if known.text == form.text:
             return pattern.__name__, dict(zip(known.attributes, form.attributes, strict=True))
-    raise UnrecognisedError(f"{where(function)} computes something else")
+    raise UnrecognisedError(f"{where(function)} is of no known form")
 
 
 def _in_order(node: ast.AST) -> list[ast.AST]:

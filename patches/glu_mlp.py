@@ -45,7 +45,10 @@ class GLUMLP(Recogniser):
 
     def looks_like(self, module: nn.Module) -> bool:
         """Any MLP or block of experts, by name."""
-        return re.search("mlp|feed_?forward|ffn|experts|moe", type(module).__name__, re.IGNORECASE) is not None
+        return (
+            re.search("(mlp|feed_?forward|ffn|experts|moe|moe_?block)$", type(module).__name__, re.IGNORECASE)
+            is not None
+        )
 
     def variant(self, module: nn.Module, model: nn.Module) -> str:
         """The kernel that the activation of ``module`` needs."""

@@ -123,16 +123,15 @@ def causal_lm_loss(
     options = {"num_items_in_batch": num_items_in_batch, "ignore_index": ignore_index, "shift_labels": shift_labels}
     if not isinstance(logits, LazyLogits):
         return original(logits, labels, vocab_size, **options, **kwargs)
-    known = logits.scale_and_softcap()
-    if known is None or logits.made is not None or vocab_size != logits.shape[-1]:
+    known, rows = logits.scale_and_softcap(), logits.shape[:-1]
+    target = shift_labels
+    if target is None:
+        target = nn.functional.pad(labels, (0, 1), value=ignore_index)[..., 1:]
+    if known is None or logits.made is not None or vocab_size != logits.shape[-1] or target.numel() != rows.numel():
         return original(logits.real(), labels, vocab_size, **options, **kwargs)
-    if shift_labels is None:
-        shift_labels = nn.functional.pad(labels, (0, 1), value=ignore_index)[..., 1:]
-    if isinstance(num_items_in_batch, Tensor):
-        num_items_in_batch = num_items_in_batch.to(logits.device)
     logits.fused = True
     loss = {
-        "target": shift_labels.to(logits.device).reshape(logits.shape[:-1]),
+        "target": target.to(logits.device).reshape(rows),
         "ignore_index": ignore_index,
         "num_items": num_items_in_batch,
         "logit_scale": known[0],
@@ -155,10 +154,10 @@ class LMHead(Recogniser):
 
     def variant(self, module: nn.Module, model: nn.Module) -> str:
         """There is one."""
-        from transformers.loss.loss_utils import ForCausalLMLoss
-
         if not self.looks_like(module):
             raise UnrecognisedError("has no output embedding")
+        from transformers.loss.loss_utils import ForCausalLMLoss
+
         cls, head = type(module), module.get_output_embeddings()  # type: ignore[operator]
         if "forward" in vars(head):
             raise UnrecognisedError(f"the head's forward was replaced by {where(head.forward)}")
@@ -229,7 +228,7 @@ def _model_methods(cls: type[Any]) -> dict[str, Any]:
         labels = args[index] if len(args) > index else kwargs.get("labels")
         head = self.get_output_embeddings()
         # adapters put on the head after patching hide it: then nothing is lazy
-        if labels is None or not self.training or not hasattr(head, "_lazy"):
+        if labels is None or not self.training or not hasattr(type(head), "_lazy"):
             return cls.forward(self, *args, **kwargs)
         head._lazy = True
         try:
@@ -237,8 +236,11 @@ def _model_methods(cls: type[Any]) -> dict[str, Any]:
         finally:
             head._lazy = False  # not deleted: torch.compile does not follow that
         if isinstance(output, tuple):
-            return tuple(value for value in map(_settle, output) if value is not None)
-        return type(output)(**{name: _settle(value) for name, value in output.items()})
+            settled = [(value, _settle(value)) for value in output]
+            return tuple(new for old, new in settled if new is not None or old is None)
+        if isinstance(output, dict):
+            return type(output)(**{name: _settle(value) for name, value in output.items()})
+        return _settle(output)
 
     get_loss_function = cls.loss_function.fget
 

@@ -1,5 +1,6 @@
 """RMSNorm modules: the three ways in which Hugging Face models round weight * x / rms(x)."""
 
+import re
 from collections.abc import Callable
 from typing import Any
 
@@ -48,14 +49,14 @@ class RMSNorm(Recogniser):
 
     def looks_like(self, module: nn.Module) -> bool:
         """Any normalisation, by name."""
-        return "norm" in type(module).__name__.lower()
+        return re.search(r"norm(\d\w*|gated)?$", type(module).__name__, re.IGNORECASE) is not None
 
     def variant(self, module: nn.Module, model: nn.Module) -> str:
         """The rounding: the name of the pattern."""
         variant, part = match(type(module).forward, type(module), PATTERNS)
         weight, eps = (getattr(module, part[role], None) for role in ("weight", "eps"))
-        if not isinstance(weight, Tensor) or weight.dim() != 1 or not isinstance(eps, float):
-            raise UnrecognisedError("needs a weight [N] and a float eps")
+        if not isinstance(weight, Tensor) or weight.dim() != 1 or not isinstance(eps, int | float):
+            raise UnrecognisedError("needs a weight [N] and a number as eps")
         return variant
 
     def methods(self, cls: type[Any], variant: str) -> dict[str, Any]:

@@ -159,20 +159,37 @@ def test_strict_raises_and_patches_nothing(device):
     assert object_graph(model) == before
 
 
+WRONG = {
+    "differs by 1.0e-03": lambda y: y * 1.001,
+    "differs by nan": lambda y: y * float("nan"),
+    "differs by 1.0e+00": lambda y: y.detach() + 0 * y.sum(),
+    "gives torch.float64": lambda y: y.double(),
+}
+
+
+@pytest.mark.parametrize("reason", WRONG)
 @pytest.mark.parametrize("verify", ["fingerprint", "numeric"])
-def test_a_wrong_replacement_is_refused(verify, device, monkeypatch):
+def test_a_wrong_replacement_is_refused(verify, reason, device, monkeypatch):
     model = tiny("Llama", device)
     if verify == "fingerprint":
         liger_like.patching._confirmed.clear()
     else:
         patch(tiny("Llama", device))  # the miniature passed before the kernel went wrong
     right = rms_norm.rms_norm
-    monkeypatch.setattr(rms_norm, "rms_norm", lambda *args, **kwargs: right(*args, **kwargs) * 1.001)
+    monkeypatch.setattr(rms_norm, "rms_norm", lambda *args, **kwargs: WRONG[reason](right(*args, **kwargs)))
     report = patch(model, verify=verify)
     (row,) = rows(report, "rms_norm")
     assert row.status == "skipped"
-    assert "differs by 1.0e-03" in row.reason
+    assert reason in row.reason
     assert type(model.model.norm) is modeling_llama.LlamaRMSNorm
+
+
+def test_numeric_verification_is_not_fooled_by_dropout(device):
+    peft = pytest.importorskip("peft")
+    config = peft.LoraConfig(target_modules=["gate_proj"], r=4, lora_dropout=0.5, init_lora_weights=False)
+    model = peft.get_peft_model(tiny("Llama", device), config)
+    patch(model, verify="numeric", strict=True)
+    assert all(module.training for module in model.modules())
 
 
 @pytest.mark.parametrize("family", ["Llama", "Olmo2", "Gemma2", "Phi3"])

@@ -202,7 +202,7 @@ def test_forms():
         "add_then_scale",
         {"b": "shift", "a": "factor"},
     )
-    with pytest.raises(UnrecognisedError, match="computes something else"):
+    with pytest.raises(UnrecognisedError, match="is of no known form"):
         match(scale_by_difference, Owner, (add_then_scale,))
     for function in (branching, in_place, scoped, functools.wraps(branching)(lambda *args: branching(*args)), len):
         with pytest.raises(UnrecognisedError):
