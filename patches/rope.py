@@ -101,10 +101,10 @@ class Rope(Recogniser):
 def _rotary_functions(cls: type[Any]) -> dict[str, Callable[..., Any]]:
     """The global functions about rotary embeddings that the forward of ``cls`` calls, by name."""
     forward = inspect.unwrap(cls.forward)
-    called = {
-        name: forward.__globals__.get(name) for name in forward.__code__.co_names if "rotary" in name or "rope" in name
-    }
-    return {name: function for name, function in called.items() if callable(function)}
+    if not isinstance(forward, FunctionType):
+        return {}
+    names = [name for name in forward.__code__.co_names if "rotary" in name or "rope" in name]
+    return {name: forward.__globals__[name] for name in names if callable(forward.__globals__.get(name))}
 
 
 def _rotary_function(cls: type[Any]) -> tuple[str, Callable[..., Any]]:
@@ -119,19 +119,22 @@ def _require_equal_halves(model: nn.Module) -> None:
 
     They are built anew from the config, because the live ones may be on the meta device and may change as they run.
     """
-    classes = {type(module): module for module in model.modules() if type(module).__name__.endswith("RotaryEmbedding")}
-    classes = {
-        cls: m
-        for cls, m in classes.items()
-        if [*inspect.signature(cls.forward).parameters] == ["self", "x", "position_ids"]
-    }
-    if not classes:
-        raise UnrecognisedError("the model has no rotary embedding that is called on (x, position_ids)")
-    for cls, module in classes.items():
+    configs = {type(module): module.config for module in model.modules() if _is_rotary_embedding(module)}
+    if not configs:
+        raise UnrecognisedError("no rotary embedding is built from a config and called on (x, position_ids)")
+    for cls, config in configs.items():
         with torch.device("cpu"):
-            cos, sin = cls(module.config)(torch.zeros(1), torch.arange(3)[None])
+            cos, sin = cls(config)(torch.zeros(1), torch.arange(3)[None])
         if not all(torch.equal(*table.chunk(2, dim=-1)) for table in (cos, sin)):
             raise UnrecognisedError(f"the halves of {cls.__name__}'s cos or sin differ")
+
+
+def _is_rotary_embedding(module: nn.Module) -> bool:
+    cls = type(module)
+    if not cls.__name__.endswith("RotaryEmbedding"):
+        return False
+    called, built = ([*inspect.signature(function).parameters] for function in (cls.forward, cls.__init__))
+    return called == ["self", "x", "position_ids"] and "config" in built
 
 
 def _rotate(
@@ -143,8 +146,9 @@ def _rotate(
     sin: Tensor,
     unsqueeze_dim: int = 1,
 ) -> tuple[Tensor, Tensor]:
-    """``rope`` where it computes what ``original`` does: batched tensors, and dtypes that come out as they go in."""
-    keeps = rounds or torch.promote_types(q.dtype, cos.dtype) == q.dtype == k.dtype
-    if keeps and q.dim() == k.dim() == 4 and cos.dim() == 3 and unsqueeze_dim in (1, 2):
-        return rope(q, k, cos, sin, unsqueeze_dim=unsqueeze_dim)
-    return original(q, k, cos, sin, unsqueeze_dim=unsqueeze_dim)
+    """``rope`` where it computes what ``original`` does: for batches of heads, in the dtype that ``original`` returns."""
+    if not (q.dim() == k.dim() == 4 and cos.dim() == 3 and unsqueeze_dim in (1, 2)):
+        return original(q, k, cos, sin, unsqueeze_dim=unsqueeze_dim)
+    if not rounds:
+        q, k = (x.to(torch.promote_types(x.dtype, cos.dtype)) for x in (q, k))
+    return rope(q, k, cos, sin, unsqueeze_dim=unsqueeze_dim)

@@ -1,13 +1,16 @@
 """Patched models compute what unpatched ones do, however they are called."""
 
 import copy
+import re
 
 import pytest
 import torch
+import torch.distributed as dist
 from tiny_models import FAMILIES, assert_exact, batch, results, tiny
+from torch.distributed.fsdp import fully_shard
 
 from liger_like.patches import lm_head
-from liger_like.patching import patch
+from liger_like.patching import patch, unpatch
 
 pytestmark = pytest.mark.filterwarnings("error:liger_like")
 
@@ -182,6 +185,64 @@ def test_generate(device):
     ids = batch(device)["input_ids"]
     got, expected = (m.eval().generate(ids, max_new_tokens=8, do_sample=False) for m in (patched, original))
     assert torch.equal(got, expected)
+
+
+@pytest.mark.parametrize("patch_first", [True, False])
+def test_fully_sharded(patch_first):
+    """The head is a unit of its own: its weight is there inside its call only."""
+    original = tiny("Llama")
+    model = copy.deepcopy(original)
+    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+    try:
+        mesh = dist.init_device_mesh("cpu", (1,))
+        if patch_first:
+            patch(model, strict=True)
+        for module in (*model.model.layers, model.lm_head, model):
+            fully_shard(module, mesh=mesh)
+        if not patch_first:
+            patch(model, strict=True)
+        inputs = batch()
+        got, expected = results(model, inputs), results(original, inputs)
+        assert model(**inputs).logits is None
+        for name, t in expected.items():
+            torch.testing.assert_close(got[name].full_tensor() if name != "loss" else got[name], t)
+        if patch_first:
+            with pytest.raises(RuntimeError, match=r"FSDP.* was put on top of a patched class"):
+                unpatch(model)
+        else:
+            unpatch(model)
+            assert type(model).__name__ == "FSDPLlamaForCausalLM"
+            assert model(**inputs).logits is not None
+    finally:
+        dist.destroy_process_group()
+
+
+def too_few_logits(model, inputs):
+    model(**inputs, logits_to_keep=4)
+
+
+def another_vocabulary(model, inputs):
+    model.config.vocab_size = 50
+    model(**inputs)
+
+
+@pytest.mark.parametrize("call", [too_few_logits, another_vocabulary])
+def test_errors_are_those_of_the_unpatched_model(call, device):
+    patched, original = pair("Llama", device)
+    inputs = batch(device)
+    with pytest.raises((ValueError, RuntimeError)) as expected:
+        call(original, inputs)
+    with pytest.raises(expected.type, match=re.escape(str(expected.value))):
+        call(patched, inputs)
+
+
+def test_an_error_in_the_forward_leaves_the_head_as_it_was(device):
+    patched, original = pair("Llama", device)
+    inputs = batch(device)
+    with pytest.raises(ValueError, match="specify exactly one"):
+        patched(**inputs, inputs_embeds=torch.zeros(2, 12, 32, device=device))
+    hidden = torch.randn(2, 3, 32, device=device)
+    torch.testing.assert_close(patched.lm_head(hidden), original.lm_head(hidden))
 
 
 @pytest.mark.parametrize("family", ["Llama", "Gemma2"])

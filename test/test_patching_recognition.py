@@ -102,17 +102,23 @@ def test_heads_and_losses_that_are_not_plain_are_not_fused(reason, device):
     assert reason in row.reason
 
 
-def test_rope_falls_through_where_dtypes_or_shapes_are_others(device):
+@pytest.mark.parametrize("table", [torch.float16, torch.float32])
+@pytest.mark.parametrize("heads", [torch.float16, torch.float32])
+def test_rope_keeps_the_dtype_that_it_had(heads, table, device):
     original = modeling_llama.apply_rotary_pos_emb
-    q, k = torch.randn(2, 4, 5, 8, device=device).half(), torch.randn(2, 2, 5, 8, device=device).half()
-    cos, sin = torch.randn(2, 1, 5, 4, device=device).repeat(1, 1, 1, 2)
-    for half in (False, True):
-        c, s = (cos.half(), sin.half()) if half else (cos, sin)
-        got, expected = rope._rotate(original, False, q, k, c, s), original(q, k, c, s)
-        assert [t.dtype for t in got] == [t.dtype for t in expected]
-        torch.testing.assert_close(got, expected, rtol=0, atol=4 * torch.finfo(torch.float16).eps)
-    unbatched = rope._rotate(original, False, q, k, cos[0], sin[0], unsqueeze_dim=0)
-    torch.testing.assert_close(unbatched, original(q, k, cos[0], sin[0], unsqueeze_dim=0))
+    q, k = (torch.randn(2, h, 5, 8, device=device).to(heads) for h in (4, 2))
+    cos, sin = torch.randn(2, 2, 5, 4, device=device).to(table).repeat(1, 1, 1, 2)
+    got, expected = (f(q, k, cos, sin) for f in (functools.partial(rope._rotate, original, False), original))
+    for x, y in zip(got, expected, strict=True):
+        assert x.dtype == y.dtype
+        assert (x - y).norm() <= 2 * torch.finfo(y.dtype).eps * y.norm()
+
+
+def test_rope_of_unbatched_tables_is_the_original(device):
+    original = modeling_llama.apply_rotary_pos_emb
+    q, k, cos, sin = (torch.randn(*shape, 8, device=device) for shape in ((2, 4, 5), (2, 2, 5), (5,), (5,)))
+    got = rope._rotate(original, False, q, k, cos, sin, unsqueeze_dim=0)
+    torch.testing.assert_close(got, original(q, k, cos, sin, unsqueeze_dim=0), rtol=0, atol=0)
 
 
 def test_rope_with_tables_of_unequal_halves_is_left_alone(device, monkeypatch):
