@@ -146,7 +146,7 @@ def _rotate(
     sin: Tensor,
     unsqueeze_dim: int = 1,
 ) -> tuple[Tensor, Tensor]:
-    """``rope`` where it computes what ``original`` does: for batches of heads, in the dtype that ``original`` returns."""
+    """``rope`` for batches of heads, in the dtype that ``original`` returns; ``original`` for anything else."""
     if not (q.dim() == k.dim() == 4 and cos.dim() == 3 and unsqueeze_dim in (1, 2)):
         return original(q, k, cos, sin, unsqueeze_dim=unsqueeze_dim)
     if not rounds:

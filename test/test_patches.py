@@ -8,6 +8,7 @@ import torch
 import torch.distributed as dist
 from tiny_models import FAMILIES, assert_exact, batch, results, tiny
 from torch.distributed.fsdp import fully_shard
+from transformers.loss.loss_utils import ForCausalLMLoss
 
 from liger_like.patches import lm_head
 from liger_like.patching import patch, unpatch
@@ -324,6 +325,15 @@ def test_lazy_logits_become_real_when_used(use, device):
     torch.testing.assert_close(got, expected)
     (got_grad,), (expected_grad,) = (torch.autograd.grad(y.square().sum(), hidden) for y in (got, expected))
     torch.testing.assert_close(got_grad, expected_grad)
+
+
+def test_the_loss_of_logits_that_were_changed_in_place_is_theirs(device):
+    z, _ = lazy(device)
+    labels = torch.randint(101, (2, 3), device=device)
+    z[..., 0] = 9.0
+    loss = lm_head.causal_lm_loss(ForCausalLMLoss, z, labels, 101)
+    torch.testing.assert_close(loss, ForCausalLMLoss(z.made, labels, 101))
+    assert not z.fused
 
 
 def test_a_loss_that_uses_the_logits_is_not_fused_and_warned_of(device):

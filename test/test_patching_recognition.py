@@ -114,11 +114,12 @@ def test_rope_keeps_the_dtype_that_it_had(heads, table, device):
         assert (x - y).norm() <= 2 * torch.finfo(y.dtype).eps * y.norm()
 
 
-def test_rope_of_unbatched_tables_is_the_original(device):
+@pytest.mark.parametrize("unsqueeze_dim", [0, 1])
+def test_rope_of_unbatched_tables_is_the_original(unsqueeze_dim, device):
     original = modeling_llama.apply_rotary_pos_emb
-    q, k, cos, sin = (torch.randn(*shape, 8, device=device) for shape in ((2, 4, 5), (2, 2, 5), (5,), (5,)))
-    got = rope._rotate(original, False, q, k, cos, sin, unsqueeze_dim=0)
-    torch.testing.assert_close(got, original(q, k, cos, sin, unsqueeze_dim=0), rtol=0, atol=0)
+    q, k, cos, sin = (torch.randn(*shape, 8, device=device) for shape in ((2, 5, 5), (2, 5, 5), (5,), (5,)))
+    got = rope._rotate(original, False, q, k, cos, sin, unsqueeze_dim)
+    torch.testing.assert_close(got, original(q, k, cos, sin, unsqueeze_dim), rtol=0, atol=0)
 
 
 def test_rope_with_tables_of_unequal_halves_is_left_alone(device, monkeypatch):
