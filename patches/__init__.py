@@ -1,0 +1,77 @@
+"""Recognisers: one file per pattern says what it recognises and what runs in its place."""
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+
+class UnrecognisedError(Exception):
+    """A module is left alone; the message is the reason that the report gives."""
+
+
+@dataclass(frozen=True)
+class Trial:
+    """Two functions that must agree on ``inputs``: in the outputs and in the gradients of inputs and parameters."""
+
+    original: Callable[..., Any]
+    replacement: Callable[..., Any]
+    inputs: tuple[Tensor, ...]
+    parameters: tuple[Tensor, ...] = ()
+
+
+class Recogniser:
+    """A pattern of modules and the methods that replace theirs."""
+
+    pattern: str
+    state: tuple[str, ...] = ()  # instance attributes that the methods leave behind; unpatching removes them
+
+    def looks_like(self, module: nn.Module) -> bool:
+        """Whether a user would expect ``module`` to match, so that a report must say why it does not."""
+        raise NotImplementedError
+
+    def variant(self, module: nn.Module, model: nn.Module) -> str:
+        """The variant of the pattern that ``module``, a part of ``model``, is. Raises UnrecognisedError."""
+        raise NotImplementedError
+
+    def swaps(self, module: nn.Module, variant: str) -> list[tuple[nn.Module, str]]:
+        """The modules whose class changes when ``module`` is patched, each with the variant it becomes."""
+        return [(module, variant)]
+
+    def methods(self, cls: type[Any], variant: str) -> dict[str, Any]:
+        """What a subclass of ``cls`` overrides to be ``variant``."""
+        raise NotImplementedError
+
+    def miniature(self, module: nn.Module, variant: str) -> nn.Module:
+        """A small fp32 module on the CPU that runs the forward of ``module``'s class."""
+        raise NotImplementedError
+
+    def trial(self, module: nn.Module, variant: str, methods: dict[str, Any]) -> Trial:
+        """The original and its replacement on ``module``, live or miniature, with random inputs that suit it."""
+        raise NotImplementedError
+
+
+def bare(cls: type[nn.Module], **attributes: Any) -> nn.Module:
+    """An instance of ``cls`` that has only these attributes: all that a recognised forward reads."""
+    module = cls.__new__(cls)
+    nn.Module.__init__(module)
+    for name, value in attributes.items():
+        setattr(module, name, value)
+    return module
+
+
+def random_parameter(*shape: int) -> nn.Parameter:
+    """Normal random fp32 values on the CPU, whatever the default dtype and device are."""
+    return nn.Parameter(torch.randn(*shape, device="cpu", dtype=torch.float32))
+
+
+def random_like(parameter: Tensor, *shape: int) -> Tensor:
+    """Normal random values, drawn on the CPU, in the dtype and on the device of ``parameter``."""
+    return torch.randn(*shape, device="cpu", dtype=torch.float32).to(parameter)
+
+
+def where(function: Callable[..., Any]) -> str:
+    """The full name of ``function``, for a reason."""
+    return f"{getattr(function, '__module__', '?')}.{getattr(function, '__qualname__', repr(function))}"

@@ -1,0 +1,314 @@
+"""Patching of Hugging Face models: modules that are recognised run kernels, everything else is left alone and reported.
+
+A module is patched by giving it a subclass of its own class, of the same name, that overrides its forward; ``unpatch``
+gives the class back. Nothing else of the model changes and nothing outside of it. What is recognised, and what runs in
+its place, is in ``liger_like.patches``.
+"""
+
+import dataclasses
+import functools
+import logging
+import types
+from dataclasses import dataclass
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor, nn
+
+from liger_like.patches import Recogniser, Trial, UnrecognisedError, where
+from liger_like.patches.glu_mlp import GLUMLP
+from liger_like.patches.lm_head import LMHead
+from liger_like.patches.rms_norm import RMSNorm
+from liger_like.patches.rope import Rope
+
+PATCHED, ALREADY, SKIPPED, ABSENT = "patched", "already patched", "skipped", "absent"
+RECOGNISERS = {recogniser.pattern: recogniser for recogniser in (RMSNorm(), Rope(), GLUMLP(), LMHead())}
+
+_log = logging.getLogger(__name__)
+_confirmed: set[tuple[type[Any], str, str]] = set()
+
+
+class _Origin(NamedTuple):
+    """What a patched class was made from."""
+
+    cls: type[Any]
+    pattern: str
+    variant: str
+
+
+@dataclass(frozen=True)
+class Row:
+    """``count`` modules of one class that met one fate.
+
+    ``status`` is "patched", "already patched", "skipped" (looks like the pattern, left alone: ``reason`` says why) or
+    "absent" (the model has no such thing, or liger_like has nothing for it). ``error`` is the largest relative
+    difference between original and replacement that verify="numeric" found.
+    """
+
+    pattern: str
+    cls: str
+    variant: str
+    count: int
+    status: str
+    reason: str = ""
+    error: float | None = None
+
+
+@dataclass(frozen=True)
+class PatchReport:
+    """What ``patch`` did to ``model``: print it, read its ``rows``, or use it as a context manager that unpatches."""
+
+    model: nn.Module = dataclasses.field(repr=False)
+    rows: tuple[Row, ...]
+
+    @property
+    def patched(self) -> tuple[Row, ...]:
+        """The rows of modules that run kernels."""
+        return tuple(row for row in self.rows if row.status in (PATCHED, ALREADY))
+
+    @property
+    def skipped(self) -> tuple[Row, ...]:
+        """The other rows."""
+        return tuple(row for row in self.rows if row.status not in (PATCHED, ALREADY))
+
+    def to_dict(self) -> dict[str, Any]:
+        """The rows as plain data."""
+        return {"model": type(self.model).__name__, "rows": [dataclasses.asdict(row) for row in self.rows]}
+
+    def unpatch(self) -> None:
+        """``unpatch`` the model."""
+        unpatch(self.model)
+
+    def __enter__(self) -> "PatchReport":
+        return self
+
+    def __exit__(self, *exception: object) -> None:
+        self.unpatch()
+
+    def __str__(self) -> str:
+        """A table, one line per row."""
+        lines = [tuple(field.name for field in dataclasses.fields(Row))]
+        for row in self.rows:
+            error = "" if row.error is None else f"{row.error:.1e}"
+            lines.append((row.pattern, row.cls, row.variant, str(row.count), row.status, row.reason, error))
+        widths = [max(map(len, column)) for column in zip(*lines, strict=True)]
+        return "\n".join(
+            "  ".join(cell.ljust(width) for cell, width in zip(line, widths, strict=True)).rstrip() for line in lines
+        )
+
+
+def patch(
+    model: nn.Module,
+    *,
+    norm: bool = True,
+    rope: bool = True,
+    mlp: bool = True,
+    attention: bool = True,
+    loss: bool = True,
+    strict: bool = False,
+    verify: str = "fingerprint",
+) -> PatchReport:
+    """Let every recognised module of ``model`` run a kernel; what the model computes and how it is used stay the same.
+
+    A module is recognised by the form of its forward, confirmed by running original and replacement on a small module
+    of its class; ``verify="numeric"`` also runs both on the module itself, forward and backward, and leaves it alone if
+    they differ. In training with labels the loss is computed without logits, and the output's ``logits`` are None.
+    Calling it again patches what was not patched before.
+
+    Raises TypeError if ``model`` is no torch.nn.Module; ValueError for an unknown ``verify``, or with ``strict=True``
+    if a module that looks like a pattern would be left alone; then nothing is patched.
+    """
+    if not isinstance(model, nn.Module):
+        raise TypeError(f"model must be a torch.nn.Module, got {type(model).__name__}")
+    if verify not in ("fingerprint", "numeric"):
+        raise ValueError(f"verify must be 'fingerprint' or 'numeric', got {verify!r}")
+    wanted = {"rms_norm": norm, "rope": rope, "glu_mlp": mlp, "lm_head": loss}
+    rows: list[Row] = []
+    swaps: list[tuple[nn.Module, type[Any]]] = []
+    for pattern, recogniser in RECOGNISERS.items():
+        found = [
+            fate
+            for module in model.modules()
+            if wanted[pattern]
+            for fate in _examine(recogniser, module, model, verify)
+        ]
+        rows += _grouped([row for row, _ in found])
+        swaps += [swap for _, swap in found if swap is not None]
+        if wanted[pattern] and not found:
+            rows.append(Row(pattern, "", "", 0, ABSENT, "the model has none"))
+    if attention:
+        rows.append(Row("attention", "", "", 0, ABSENT, "no attention kernel yet: the model's own implementation runs"))
+    report = PatchReport(model, tuple(rows))
+    if strict and any(row.status == SKIPPED for row in rows):
+        raise ValueError(f"strict=True, but modules would be left alone:\n{report}")
+    for module, cls in swaps:
+        module.__class__ = cls
+    return report
+
+
+def unpatch(model: nn.Module) -> None:
+    """Give every patched module of ``model`` its own class back; harmless where nothing is patched.
+
+    Raises TypeError if ``model`` is no torch.nn.Module; RuntimeError if another library has since put its own class on
+    top of a patched one (FSDP2's fully_shard does).
+    """
+    if not isinstance(model, nn.Module):
+        raise TypeError(f"model must be a torch.nn.Module, got {type(model).__name__}")
+    patched = [module for module in model.modules() if _origin(module) is not None]
+    for module in patched:
+        if "_liger_like" not in vars(type(module)):
+            raise RuntimeError(f"{where(type(module))} was put on top of a patched class; undo that first")
+    for module in patched:
+        origin = type(module)._liger_like  # type: ignore[attr-defined]
+        module.__class__ = origin.cls
+        for name in RECOGNISERS[origin.pattern].state:
+            vars(module).pop(name, None)
+
+
+class AutoModelForCausalLM:
+    """``transformers.AutoModelForCausalLM``, patched after loading; what was left alone is logged as a warning."""
+
+    @classmethod
+    def from_pretrained(cls, *args: Any, **kwargs: Any) -> Any:
+        """As in transformers."""
+        from transformers import AutoModelForCausalLM as Auto
+
+        return _patched(Auto.from_pretrained(*args, **kwargs))
+
+    @classmethod
+    def from_config(cls, *args: Any, **kwargs: Any) -> Any:
+        """As in transformers."""
+        from transformers import AutoModelForCausalLM as Auto
+
+        return _patched(Auto.from_config(*args, **kwargs))  # type: ignore[no-untyped-call]
+
+
+def _patched(model: nn.Module) -> nn.Module:
+    report = patch(model)
+    if any(row.status == SKIPPED for row in report.rows):
+        _log.warning("some modules of %s were left alone:\n%s", type(model).__name__, report)
+    return model
+
+
+def _origin(module: nn.Module) -> _Origin | None:
+    return getattr(type(module), "_liger_like", None)
+
+
+def _examine(
+    recogniser: Recogniser, module: nn.Module, model: nn.Module, verify: str
+) -> list[tuple[Row, tuple[nn.Module, type[Any]] | None]]:
+    """What becomes of ``module`` and of those that change with it: a row of one each, and the class it shall have."""
+
+    def fate(
+        status: str, variant: str = "", reason: str = "", error: float | None = None, of: nn.Module = module
+    ) -> Row:
+        return Row(recogniser.pattern, type(of).__name__, variant, 1, status, reason, error)
+
+    origin = _origin(module)
+    if origin is not None and origin.pattern != recogniser.pattern:
+        return []
+    try:
+        if origin is not None:
+            if any(_origin(part) is None for part, _ in recogniser.swaps(module, origin.variant)):
+                raise UnrecognisedError("a part of it was replaced after it was patched")
+            return [(fate(ALREADY, origin.variant), None)]
+        variant = recogniser.variant(module, model)
+        if "forward" in vars(module):
+            raise UnrecognisedError(f"its forward was replaced by {where(module.forward)}")
+        error = _verify(recogniser, module, variant, live=verify == "numeric")
+    except UnrecognisedError as reason:
+        return [(fate(SKIPPED, reason=str(reason)), None)] if recogniser.looks_like(module) else []
+    return [
+        (fate(PATCHED, variant, error=error, of=part), _swap(part, recogniser.pattern, variant))
+        for part, variant in recogniser.swaps(module, variant)
+    ]
+
+
+def _verify(recogniser: Recogniser, module: nn.Module, variant: str, *, live: bool) -> float | None:
+    """Try the replacement on a miniature, once per class, and if ``live`` on ``module``: the error of the latter."""
+    methods = recogniser.methods(type(module), variant)
+    key = (type(module), recogniser.pattern, variant)
+    training = [(part, part.training) for part in module.modules()]
+    # the trials draw from the CPU's generator alone and leave it as it was; without dropout, so that two runs can agree
+    with torch.random.fork_rng(devices=[]), torch.enable_grad():
+        torch.default_generator.manual_seed(0)
+        if key not in _confirmed:
+            for dtype in (torch.float32, torch.float16):
+                small = recogniser.miniature(module, variant).to(dtype)
+                _compare(recogniser.trial(small, variant, methods), "a miniature")
+            _confirmed.add(key)
+        if not live:
+            return None
+        if any(p.is_meta or not p.is_floating_point() or hasattr(p, "device_mesh") for p in module.parameters()):
+            raise UnrecognisedError("verify='numeric' needs whole floating-point weights")
+        try:
+            return _compare(recogniser.trial(module.eval(), variant, methods), "the module")
+        finally:
+            for part, mode in training:
+                part.training = mode
+
+
+def _compare(trial: Trial, what: str) -> float:
+    """The largest relative difference of outputs and gradients. Raises UnrecognisedError if it is no rounding."""
+    errors = []
+    for expected, got in zip(_results(trial.original, trial), _results(trial.replacement, trial), strict=True):
+        if (expected.dtype, expected.shape) != (got.dtype, got.shape):
+            raise UnrecognisedError(
+                f"on {what} the replacement gives {got.dtype} {[*got.shape]}, not {expected.dtype} {[*expected.shape]}"
+            )
+        difference, norm = (got.double() - expected.double()).norm(), expected.double().norm()
+        errors.append(difference / norm.clamp(min=torch.finfo(torch.float64).tiny))
+    error, bound = float(torch.stack(errors).max()), 4 * torch.finfo(trial.inputs[0].dtype).eps
+    if not error <= bound:  # a NaN is none either
+        raise UnrecognisedError(f"on {what} the replacement differs by {error:.1e} (relative), more than {bound:.1e}")
+    return error
+
+
+def _results(function: Any, trial: Trial) -> list[Tensor]:
+    """Outputs of ``function`` and the gradients of inputs and parameters, for the same random upstream gradient."""
+    inputs = [x.detach().requires_grad_() for x in trial.inputs]
+    outputs = function(*inputs)
+    outputs = list(outputs) if isinstance(outputs, tuple) else [outputs]
+    generator = torch.Generator("cpu").manual_seed(1)  # not the seed of the inputs
+    upstream = [torch.randn(y.shape, generator=generator, device="cpu").to(y) for y in outputs]
+    leaves = [x for x in (*inputs, *trial.parameters) if x.requires_grad]
+    return [y.detach() for y in (*outputs, *torch.autograd.grad(outputs, leaves, upstream, materialize_grads=True))]
+
+
+def _swap(module: Any, pattern: str, variant: str) -> tuple[nn.Module, type[Any]]:
+    cls: Any = type(module)
+    return module, _subclass(cls, pattern, variant)
+
+
+@functools.cache
+def _subclass(cls: Any, pattern: str, variant: str) -> type[Any]:
+    """A subclass of ``cls`` that passes for it and has the methods of the pattern's variant."""
+    own: dict[str, Any] = {"__module__": cls.__module__, "__qualname__": cls.__qualname__, "__doc__": cls.__doc__}
+    own |= {"_liger_like": _Origin(cls, pattern, variant), "__reduce_ex__": _reduce_ex}
+    return types.new_class(
+        cls.__name__, (cls,), exec_body=lambda body: body.update(own | RECOGNISERS[pattern].methods(cls, variant))
+    )
+
+
+def _reduce_ex(self: Any, protocol: Any) -> Any:
+    """Pickle and copy by way of the original class: the patched one cannot be found by its name."""
+    origin = type(self)._liger_like
+    return _instance, tuple(origin), *origin.cls.__reduce_ex__(self, protocol)[2:]
+
+
+def _instance(cls: Any, pattern: str, variant: str) -> Any:
+    patched: Any = _subclass(cls, pattern, variant)
+    return patched.__new__(patched)
+
+
+def _grouped(rows: list[Row]) -> list[Row]:
+    """Rows that differ in ``count`` and ``error`` alone, as one."""
+    groups: dict[Row, list[Row]] = {}
+    for row in rows:
+        groups.setdefault(dataclasses.replace(row, error=None), []).append(row)
+    return [
+        dataclasses.replace(
+            key, count=len(group), error=max((row.error for row in group if row.error is not None), default=None)
+        )
+        for key, group in groups.items()
+    ]

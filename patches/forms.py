@@ -1,0 +1,140 @@
+"""The normal form of a small pure function: the one expression that it returns.
+
+Assignments are substituted, calls of the class's own methods and of functions of the same module are inlined, operands
+of + and * are ordered, a few spellings are unified, and the attributes of ``self`` are numbered in order of appearance.
+What is left does not depend on names, annotations, docstrings or the cutting into statements. Two forwards of one form
+compute the same, given that their attributes do; which attribute plays which part follows from the numbering.
+"""
+
+import ast
+import copy
+import functools
+import inspect
+import re
+import textwrap
+from collections.abc import Callable
+from dataclasses import dataclass
+from types import FunctionType
+from typing import Any
+
+from liger_like.patches import UnrecognisedError, where
+
+
+@dataclass(frozen=True)
+class Form:
+    """``text`` is the expression, ``attributes`` the names of self's attributes in the order of their numbers."""
+
+    text: str
+    attributes: tuple[str, ...]
+
+
+@functools.cache
+def form_of(function: Callable[..., Any], owner: Any = None) -> Form:
+    """The form of a function, or of a method of class ``owner``. Raises UnrecognisedError where it has none."""
+    if not isinstance(function, FunctionType) or hasattr(function, "__wrapped__"):
+        raise UnrecognisedError(f"{where(function)} is decorated or no Python function")
+    names = list(inspect.signature(function).parameters)
+    arguments = [ast.Name(f"a{i}") for i in range(len(names))]
+    if owner is not None:
+        arguments[0] = ast.Name("self")
+    expression = _returned(function, owner, dict(zip(names, arguments, strict=True)))
+    attributes: list[str] = []
+    for node in _in_order(expression):
+        if isinstance(node, ast.Attribute) and isinstance(node.value, ast.Name) and node.value.id == "self":
+            if node.attr not in attributes:
+                attributes.append(node.attr)
+            node.attr = f"_{attributes.index(node.attr)}"
+    return Form(ast.unparse(expression), tuple(attributes))
+
+
+def match(
+    function: Callable[..., Any], owner: Any, patterns: tuple[Callable[..., Any], ...]
+) -> tuple[str, dict[str, str]]:
+    """The name of the pattern that has the form of ``function``, and which attribute plays which part of it."""
+    form = form_of(function, owner)
+    for pattern in patterns:
+        known = form_of(pattern, None if owner is None else object)
+        if known.text == form.text:
+            return pattern.__name__, dict(zip(known.attributes, form.attributes, strict=True))
+    raise UnrecognisedError(f"{where(function)} is of no known form")
+
+
+def _in_order(node: ast.AST) -> list[ast.AST]:
+    return [node, *(below for child in ast.iter_child_nodes(node) for below in _in_order(child))]
+
+
+def _returned(function: FunctionType, owner: type[Any] | None, names: dict[str, Any]) -> ast.expr:
+    """What ``function`` returns, in terms of the expressions that its parameters are bound to in ``names``."""
+    try:
+        source = inspect.getsource(function)
+    except OSError as error:
+        raise UnrecognisedError(f"{where(function)} has no source") from error
+    definition, *_ = ast.parse(textwrap.dedent(source)).body
+    if not isinstance(definition, ast.FunctionDef):
+        raise UnrecognisedError(f"{where(function)} is no plain function")
+    substitute = _Substitute(function, owner, names).visit
+    for statement in definition.body:
+        match statement:
+            case ast.Expr(value=ast.Constant()):
+                continue
+            case ast.Assign(targets=[ast.Name(id=name)], value=value):
+                names[name] = substitute(value)
+            case ast.AnnAssign(target=ast.Name(id=name), value=ast.expr() as value):
+                names[name] = substitute(value)
+            case ast.Assign(targets=[ast.Tuple(elts=targets)], value=value):
+                value = substitute(value)
+                parts = value.elts if isinstance(value, ast.Tuple) else _items(value, len(targets))
+                names.update({ast.unparse(target): part for target, part in zip(targets, parts, strict=True)})
+            case ast.Return(value=ast.expr() as value):
+                return substitute(value)  # type: ignore[no-any-return]
+            case _:
+                break
+    raise UnrecognisedError(f"{where(function)} is more than assignments and a return")
+
+
+def _items(value: ast.expr, count: int) -> list[ast.expr]:
+    return [ast.Subscript(value, ast.Constant(i)) for i in range(count)]
+
+
+class _Substitute(ast.NodeTransformer):
+    """Rewrites an expression in terms of what the local names stand for."""
+
+    def __init__(self, function: FunctionType, owner: type[Any] | None, names: dict[str, Any]) -> None:
+        self.function, self.owner, self.names = function, owner, names
+
+    def visit(self, node: ast.AST) -> Any:
+        if isinstance(node, ast.Lambda | ast.ListComp | ast.SetComp | ast.DictComp | ast.GeneratorExp | ast.NamedExpr):
+            raise UnrecognisedError(f"{where(self.function)} has names of an inner scope")
+        return super().visit(node)
+
+    def visit_Name(self, node: ast.Name) -> Any:
+        return copy.deepcopy(self.names.get(node.id, node))
+
+    def visit_BinOp(self, node: ast.BinOp) -> Any:
+        self.generic_visit(node)
+        if isinstance(node.op, ast.Add | ast.Mult):
+            # blind to attribute names, which differ from family to family; exact, as two operands commute
+            node.left, node.right = sorted(
+                (node.left, node.right), key=lambda side: re.sub(r"self\.\w+", "self._", ast.unparse(side))
+            )
+        return node
+
+    def visit_Call(self, node: ast.Call) -> Any:
+        self.generic_visit(node)
+        match node:
+            case ast.Call(func=ast.Attribute(value=x, attr="float"), args=[]):
+                return ast.Call(ast.Attribute(x, "to"), [ast.Attribute(ast.Name("torch"), "float32")], [])
+            case ast.Call(func=ast.Attribute(value=x, attr="type_as"), args=[y]):
+                return ast.Call(ast.Attribute(x, "to"), [ast.Attribute(y, "dtype")], [])
+            case ast.Call(func=ast.Attribute(value=ast.Name(id="self") as self_, attr=name)):
+                callee, arguments = inspect.getattr_static(self.owner, name, None), [self_, *node.args]
+            case ast.Call(func=ast.Name(id=name)):
+                callee, arguments = self.function.__globals__.get(name), node.args
+            case _:
+                return node
+        if not isinstance(callee, FunctionType) or callee.__module__ != self.function.__module__:
+            return node
+        parameters = list(inspect.signature(callee).parameters)
+        if node.keywords or len(arguments) != len(parameters):
+            raise UnrecognisedError(f"{where(self.function)} calls {name} with keywords or defaults")
+        return _returned(callee, self.owner, dict(zip(parameters, arguments, strict=True)))

@@ -1,0 +1,266 @@
+"""The language-model head and its loss, fused without the logits ever existing.
+
+While a model trains with labels, its head returns lazy logits, which record what the model's forward does to them (a
+scale, a softcap). The loss function turns the record into one call of the head module that computes the loss from the
+hidden states, so that whatever is hooked to the head (sharding, offloading) acts around it. Any other use of lazy
+logits makes them real.
+"""
+
+import copy
+import functools
+import inspect
+import warnings
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from liger_like.ops.linear_cross_entropy import fused_linear_cross_entropy
+from liger_like.patches import Recogniser, Trial, UnrecognisedError, bare, random_like, random_parameter, where
+
+HEAD, MODEL = "lazy logits", "fused loss"
+ScaleAndSoftcap = tuple[float, float | None]
+NUMBER = (int, float)
+
+
+class LazyLogits:
+    """Stands for ``head(hidden)`` [..., V] after ``steps``: tensor methods and their arguments."""
+
+    def __init__(self, head: nn.Module, hidden: Tensor, steps: tuple[tuple[str, tuple[Any, ...]], ...] = ()) -> None:
+        self.head, self.hidden, self.steps = head, hidden, steps
+        self.fused = False
+        self.made: Tensor | None = None
+
+    @property
+    def device(self) -> torch.device:
+        """Where the logits would be."""
+        return self.hidden.device
+
+    @property
+    def shape(self) -> torch.Size:
+        """What the logits would have."""
+        return torch.Size((*self.hidden.shape[:-1], self.head.out_features))  # type: ignore[arg-type]
+
+    def _then(self, method: str, *args: Any) -> Any:
+        if self.made is not None:  # may have been changed in place
+            return getattr(self.made, method)(*args)
+        return LazyLogits(self.head, self.hidden, (*self.steps, (method, args)))
+
+    def float(self) -> Any:
+        """Recorded; the loss is computed in fp32 anyway."""
+        return self._then("float")
+
+    def tanh(self) -> Any:
+        """Recorded: a softcap, with the scales around it."""
+        return self._then("tanh")
+
+    def __mul__(self, other: Any) -> Any:
+        return self._then("__mul__", other) if isinstance(other, NUMBER) else self.real() * other
+
+    __rmul__ = __mul__
+
+    def __truediv__(self, other: Any) -> Any:
+        return self._then("__truediv__", other) if isinstance(other, NUMBER) else self.real() / other
+
+    def real(self) -> Tensor:
+        """The logits, computed as the unpatched model would."""
+        if self.made is None:
+            logits = nn.Module.__call__(self.head, self.hidden)
+            for method, args in self.steps:
+                logits = getattr(logits, method)(*args)
+            self.made = logits
+        return self.made
+
+    def scale_and_softcap(self) -> ScaleAndSoftcap | None:
+        """(s, None) where the steps come to s * z, (s, cap) where they come to cap * tanh(s * z / cap), else None."""
+        scale, cap = 1.0, None
+        for method, args in self.steps:
+            if method == "tanh":
+                if cap is not None:
+                    return None
+                cap = 1.0
+            elif method != "float":
+                factor = args[0] if method == "__mul__" else 1 / args[0]
+                scale, cap = (scale * factor, None) if cap is None else (scale, cap * factor)
+        if cap is None:
+            return scale, None
+        return (scale * cap, cap) if cap > 0 else None
+
+    def __getattr__(self, name: str) -> Any:
+        if name.startswith("__"):
+            raise AttributeError(name)
+        return getattr(self.real(), name)
+
+    @classmethod
+    def __torch_function__(cls, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if function is torch.tanh and len(args) == 1 and not kwargs:
+            return args[0].tanh()
+        args, kwargs = torch.utils._pytree.tree_map_only(cls, cls.real, (args, kwargs or {}))
+        return function(*args, **kwargs)
+
+
+def _on_real(method: str) -> Callable[..., Any]:
+    return lambda self, *args: getattr(self.real(), method)(*args)
+
+
+_UNRECORDED = "add radd sub rsub rtruediv matmul rmatmul pow rpow neg getitem setitem len iter eq ne lt le gt ge"
+for _name in (f"__{word}__" for word in _UNRECORDED.split()):
+    setattr(LazyLogits, _name, _on_real(_name))
+
+
+def causal_lm_loss(
+    original: Callable[..., Tensor],
+    logits: Any,
+    labels: Tensor,
+    vocab_size: int,
+    num_items_in_batch: Tensor | int | None = None,
+    ignore_index: int = -100,
+    shift_labels: Tensor | None = None,
+    **kwargs: Any,
+) -> Tensor:
+    """``original``, transformers' ForCausalLMLoss, which computes the loss of lazy logits without making them."""
+    options = {"num_items_in_batch": num_items_in_batch, "ignore_index": ignore_index, "shift_labels": shift_labels}
+    if not isinstance(logits, LazyLogits):
+        return original(logits, labels, vocab_size, **options, **kwargs)
+    known, rows = logits.scale_and_softcap(), logits.shape[:-1]
+    target = shift_labels
+    if target is None:
+        target = nn.functional.pad(labels, (0, 1), value=ignore_index)[..., 1:]
+    if known is None or logits.made is not None or vocab_size != logits.shape[-1] or target.numel() != rows.numel():
+        return original(logits.real(), labels, vocab_size, **options, **kwargs)
+    logits.fused = True
+    loss = {
+        "target": target.to(logits.device).reshape(rows),
+        "ignore_index": ignore_index,
+        "num_items": num_items_in_batch,
+        "logit_scale": known[0],
+        "softcap": known[1],
+    }
+    return nn.Module.__call__(logits.head, logits.hidden, loss=loss)  # type: ignore[no-any-return]
+
+
+class LMHead(Recogniser):
+    """Models whose forward gives the output of a plain linear head to transformers' causal language-model loss."""
+
+    pattern = "lm_head"
+    state = ("_lazy",)
+
+    def looks_like(self, module: nn.Module) -> bool:
+        """Any transformers model with an output embedding."""
+        if not isinstance(getattr(type(module), "loss_function", None), property):
+            return False
+        return module.get_output_embeddings() is not None  # type: ignore[operator]
+
+    def variant(self, module: nn.Module, model: nn.Module) -> str:
+        """There is one."""
+        if not self.looks_like(module):
+            raise UnrecognisedError("has no output embedding")
+        from transformers.loss.loss_utils import ForCausalLMLoss
+
+        cls, head = type(module), module.get_output_embeddings()  # type: ignore[operator]
+        if "forward" in vars(head):
+            raise UnrecognisedError(f"the head's forward was replaced by {where(head.forward)}")
+        if not isinstance(head, nn.Linear) or type(head).forward is not nn.Linear.forward:
+            raise UnrecognisedError(f"the head is a {where(type(head))}, not a torch.nn.Linear")
+        if "labels" not in inspect.signature(cls.forward).parameters:
+            raise UnrecognisedError("its forward takes no labels")
+        if "loss_function" not in inspect.unwrap(cls.forward).__code__.co_names:
+            raise UnrecognisedError("its forward does not call self.loss_function")
+        if module.loss_function is not ForCausalLMLoss:
+            raise UnrecognisedError(f"its loss function is {where(module.loss_function)}")  # type: ignore[arg-type]
+        return MODEL
+
+    def swaps(self, module: nn.Module, variant: str) -> list[tuple[nn.Module, str]]:
+        """The model and its head."""
+        if variant == HEAD:
+            return [(module, HEAD)]
+        return [(module, MODEL), (module.get_output_embeddings(), HEAD)]  # type: ignore[operator]
+
+    def methods(self, cls: type[Any], variant: str) -> dict[str, Any]:
+        """Those of a model or of a head."""
+        return _head_methods(cls) if variant == HEAD else _model_methods(cls)
+
+    def miniature(self, module: nn.Module, variant: str) -> nn.Module:
+        """A head of 8 features and 11 words, with a bias if the live one has one."""
+        head = module.get_output_embeddings()  # type: ignore[operator]
+        bias = None if head.bias is None else random_parameter(11)
+        return bare(nn.Linear, out_features=11, in_features=8, weight=random_parameter(11, 8), bias=bias)
+
+    def trial(self, module: nn.Module, variant: str, methods: dict[str, Any]) -> Trial:
+        """Two sequences of 5, some labels ignored, with a scale as some models have it."""
+        from transformers.loss.loss_utils import ForCausalLMLoss
+
+        head = module if isinstance(module, nn.Linear) else module.get_output_embeddings()  # type: ignore[operator]
+        fused = copy.copy(head)  # shares the parameters
+        fused.__class__ = type("Fused", (type(head),), _head_methods(type(head)))
+        labels = torch.randint(head.out_features, (2, 5), device="cpu").to(head.weight.device)
+        labels[0, 2:] = -100
+
+        def original(x: Tensor) -> Tensor:
+            return ForCausalLMLoss(head(x) / 2.0, labels, head.out_features)
+
+        def replacement(x: Tensor) -> Tensor:
+            return causal_lm_loss(ForCausalLMLoss, LazyLogits(fused, x) / 2.0, labels, head.out_features)
+
+        parameters = tuple(p for p in (head.weight, head.bias) if p is not None)
+        return Trial(original, replacement, (random_like(head.weight, 2, 5, head.in_features),), parameters)
+
+
+def _head_methods(cls: type[Any]) -> dict[str, Any]:
+    def call(self: Any, x: Tensor) -> Any:
+        return LazyLogits(self, x) if self._lazy else nn.Module.__call__(self, x)
+
+    def forward(self: Any, x: Tensor, loss: dict[str, Any] | None = None) -> Any:
+        """The logits, or the loss of ``fused_linear_cross_entropy`` with the arguments ``loss``."""
+        if loss is None:
+            return cls.forward(self, x)
+        return fused_linear_cross_entropy(x, self.weight, bias=self.bias, **loss)
+
+    return {"_lazy": False, "__call__": call, "forward": forward}
+
+
+def _model_methods(cls: type[Any]) -> dict[str, Any]:
+    index = [*inspect.signature(cls.forward).parameters].index("labels") - 1
+
+    @functools.wraps(cls.forward)
+    def forward(self: Any, *args: Any, **kwargs: Any) -> Any:
+        labels = args[index] if len(args) > index else kwargs.get("labels")
+        head = self.get_output_embeddings()
+        # adapters put on the head after patching hide it: then nothing is lazy
+        if labels is None or not self.training or not hasattr(type(head), "_lazy"):
+            return cls.forward(self, *args, **kwargs)
+        head._lazy = True
+        try:
+            output = cls.forward(self, *args, **kwargs)
+        finally:
+            head._lazy = False  # not deleted: torch.compile does not follow that
+        if isinstance(output, tuple):
+            settled = [(value, _settle(value)) for value in output]
+            return tuple(new for old, new in settled if new is not None or old is None)
+        if isinstance(output, dict):
+            return type(output)(**{name: _settle(value) for name, value in output.items()})
+        return _settle(output)
+
+    get_loss_function = cls.loss_function.fget
+
+    def loss_function(self: Any) -> Any:
+        from transformers.loss.loss_utils import ForCausalLMLoss
+
+        current = get_loss_function(self)
+        return functools.partial(causal_lm_loss, current) if current is ForCausalLMLoss else current
+
+    return {"forward": forward, "loss_function": property(loss_function, cls.loss_function.fset)}
+
+
+def _settle(value: Any) -> Any:
+    """None in place of logits whose loss was fused, real logits in place of others."""
+    if not isinstance(value, LazyLogits):
+        return value
+    if value.fused and value.made is None:
+        return None
+    warnings.warn(
+        "liger_like: the model did more with its logits than scale and softcap them; this loss was not fused",
+        stacklevel=2,
+    )
+    return value.real()

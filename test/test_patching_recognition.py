@@ -1,0 +1,224 @@
+"""What is recognised, and what is left alone and why."""
+
+import copy
+import functools
+
+import pytest
+import torch
+import transformers
+from tiny_models import assert_exact, batch, rows, tiny
+from torch import nn
+from transformers.models.llama import modeling_llama
+
+from liger_like.patches import UnrecognisedError, glu_mlp, rms_norm, rope
+from liger_like.patches.forms import form_of, match
+from liger_like.patching import patch
+
+
+class ShiftedNorm(modeling_llama.LlamaRMSNorm):
+    def forward(self, hidden_states):
+        return super().forward(hidden_states) + 1
+
+
+class Renamed(nn.Module):
+    """A norm of known form under other names."""
+
+    def __init__(self, scale, tiny_number):
+        super().__init__()
+        self.scale, self.tiny_number = nn.Parameter(scale), tiny_number
+
+    def _unit(self, y):
+        return y * torch.rsqrt(y.pow(2).mean(-1, keepdim=True) + self.tiny_number)
+
+    def forward(self, y: torch.Tensor) -> torch.Tensor:
+        unit: torch.Tensor = self._unit(y.float())
+        return (self.scale * unit).type_as(y)
+
+
+def test_unknown_norm_is_left_alone_and_reported(device):
+    original = tiny("Llama", device)
+    original.model.norm.__class__ = ShiftedNorm
+    model = copy.deepcopy(original)
+    known, unknown = rows(patch(model), "rms_norm")
+    assert (known.cls, known.count, known.status) == ("LlamaRMSNorm", 4, "patched")
+    assert (unknown.cls, unknown.count, unknown.status) == ("ShiftedNorm", 1, "skipped")
+    assert "test_patching_recognition.ShiftedNorm.forward" in unknown.reason
+    assert_exact(model, original, batch(device))
+
+
+def test_known_form_under_other_names_is_patched(device):
+    original = nn.Sequential(Renamed(torch.randn(16), 1e-3)).to(device)
+    model = copy.deepcopy(original)
+    (row,) = rows(patch(model), "rms_norm")
+    assert (row.cls, row.variant, row.status) == ("Renamed", "olmo", "patched")
+    x = torch.randn(3, 16, device=device)
+    torch.testing.assert_close(model(x), original(x))
+    torch.testing.assert_close(model[0](y=x), original(x))
+
+
+def test_foreign_patches_are_respected_and_named(device):
+    model = tiny("Llama", device)
+    mlp = model.model.layers[0].mlp
+    mlp.forward = functools.partial(lambda self, x: x, mlp)
+    foreign = [row for row in rows(patch(model), "glu_mlp") if row.status == "skipped"]
+    assert [row.count for row in foreign] == [1]
+    assert "its forward was replaced by" in foreign[0].reason
+    assert type(mlp) is modeling_llama.LlamaMLP
+
+
+def test_foreign_class_patches_are_respected_and_named(device, monkeypatch):
+    def theirs(self, x):
+        return self.weight * x
+
+    monkeypatch.setattr(modeling_llama.LlamaRMSNorm, "forward", theirs)
+    monkeypatch.setattr(modeling_llama, "apply_rotary_pos_emb", lambda q, k, cos, sin: (q, k))
+    report = patch(tiny("Llama", device))
+    (norm,), (rotary,) = rows(report, "rms_norm"), rows(report, "rope")
+    assert norm.status == rotary.status == "skipped"
+    assert "test_patching_recognition" in norm.reason
+    assert "test_patching_recognition" in rotary.reason
+
+
+HEADS = {
+    "is a test_patching_recognition.Head": lambda model: setattr(model.lm_head, "__class__", Head),
+    "forward was replaced by": lambda model: setattr(
+        model.lm_head, "forward", nn.Linear.forward.__get__(model.lm_head)
+    ),
+    "its loss function is test_patching_recognition.": lambda model: setattr(model, "loss_function", lambda **_: None),
+}
+
+
+class Head(nn.Linear):
+    def forward(self, x):
+        return super().forward(x).clamp(-1, 1)
+
+
+@pytest.mark.parametrize("reason", HEADS)
+def test_heads_and_losses_that_are_not_plain_are_not_fused(reason, device):
+    original = tiny("Llama", device)
+    HEADS[reason](original)
+    (row,) = rows(patch(original), "lm_head")
+    assert row.status == "skipped"
+    assert reason in row.reason
+
+
+@pytest.mark.parametrize("table", [torch.float16, torch.float32])
+@pytest.mark.parametrize("heads", [torch.float16, torch.float32])
+def test_rope_keeps_the_dtype_that_it_had(heads, table, device):
+    original = modeling_llama.apply_rotary_pos_emb
+    q, k = (torch.randn(2, h, 5, 8, device=device).to(heads) for h in (4, 2))
+    cos, sin = torch.randn(2, 2, 5, 4, device=device).to(table).repeat(1, 1, 1, 2)
+    got, expected = (f(q, k, cos, sin) for f in (functools.partial(rope._rotate, original, False), original))
+    for x, y in zip(got, expected, strict=True):
+        assert x.dtype == y.dtype
+        assert (x - y).norm() <= 2 * torch.finfo(y.dtype).eps * y.norm()
+
+
+@pytest.mark.parametrize("unsqueeze_dim", [0, 1])
+def test_rope_of_unbatched_tables_is_the_original(unsqueeze_dim, device):
+    original = modeling_llama.apply_rotary_pos_emb
+    q, k, cos, sin = (torch.randn(*shape, 8, device=device) for shape in ((2, 5, 5), (2, 5, 5), (5,), (5,)))
+    got = rope._rotate(original, False, q, k, cos, sin, unsqueeze_dim)
+    torch.testing.assert_close(got, original(q, k, cos, sin, unsqueeze_dim), rtol=0, atol=0)
+
+
+def test_rope_with_tables_of_unequal_halves_is_left_alone(device, monkeypatch):
+    def interleaved(self, x, position_ids):
+        angles = (position_ids[..., None].float() * self.inv_freq).repeat_interleave(2, dim=-1)
+        return angles.cos(), angles.sin()
+
+    monkeypatch.setattr(modeling_llama.LlamaRotaryEmbedding, "forward", interleaved)
+    (row,) = rows(patch(tiny("Llama", device)), "rope")
+    assert row.status == "skipped"
+    assert "halves" in row.reason
+
+
+def test_model_without_head_and_other_modules(device):
+    report = patch(transformers.LlamaModel(tiny("Llama").config))
+    (head,) = rows(report, "lm_head")
+    assert head.status == "absent"
+    report = patch(nn.Linear(2, 2))
+    assert {row.status for row in report.rows} == {"absent"}
+
+
+def test_model_inside_a_wrapper(device):
+    original = tiny("Llama", device)
+    wrapper = nn.ModuleDict({"student": copy.deepcopy(original)})
+    patch(wrapper, strict=True)
+    assert_exact(wrapper["student"], original, batch(device))
+
+
+def test_vision_language_model_reports_what_it_leaves(device):
+    text = {**tiny("Llama").config.to_dict()}
+    vision = {
+        "hidden_size": 16,
+        "intermediate_size": 32,
+        "num_hidden_layers": 1,
+        "num_attention_heads": 2,
+        "image_size": 8,
+    }
+    config = transformers.LlavaConfig(
+        text_config=text,
+        vision_config={**vision, "patch_size": 4, "model_type": "clip_vision_model"},
+        image_token_index=99,
+    )
+    original = transformers.LlavaForConditionalGeneration(config).to(device).train()
+    model = copy.deepcopy(original)
+    report = patch(model)
+    assert {row.pattern for row in report.patched} == {"rms_norm", "rope", "glu_mlp", "lm_head"}
+    assert {row.cls for row in report.skipped} >= {"LayerNorm", "CLIPMLP"}
+    inputs = batch(device)
+    inputs["input_ids"] %= 99
+    assert_exact(model, original, inputs)
+
+
+def add_then_scale(self, x):
+    y = x + self.b
+    return self.a * y
+
+
+def scale_by_sum(self, value):
+    """The same, spelt otherwise."""
+    return (self.shift + value) * self.factor
+
+
+def scale_by_difference(self, x):
+    return (self.b - x) * self.a
+
+
+def branching(self, x):
+    if x.any():
+        return x
+    return self.a * x
+
+
+def in_place(self, x):
+    x.add_(self.b)
+    return self.a * x
+
+
+def scoped(self, x):
+    return sum(y * self.a for y in x)
+
+
+def test_forms():
+    class Owner:
+        pass
+
+    assert match(scale_by_sum, Owner, (scale_by_difference, add_then_scale)) == (
+        "add_then_scale",
+        {"b": "shift", "a": "factor"},
+    )
+    with pytest.raises(UnrecognisedError, match="is of no known form"):
+        match(scale_by_difference, Owner, (add_then_scale,))
+    for function in (branching, in_place, scoped, functools.wraps(branching)(lambda *args: branching(*args)), len):
+        with pytest.raises(UnrecognisedError):
+            form_of(function, Owner)
+
+
+def test_patterns_are_told_apart():
+    for patterns in (rms_norm.PATTERNS, glu_mlp.PATTERNS, rope.PATTERNS):
+        owner = None if patterns is rope.PATTERNS else object
+        assert [match(pattern, owner, patterns)[0] for pattern in patterns] == [
+            pattern.__name__ for pattern in patterns
+        ]

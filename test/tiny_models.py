@@ -1,0 +1,76 @@
+"""Tiny models of every family that patching must get exactly right, and the comparison of patched with unpatched."""
+
+import copy
+
+import torch
+import transformers
+
+CONFIG = {
+    "vocab_size": 101,
+    "hidden_size": 32,
+    "intermediate_size": 48,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "head_dim": 8,
+    "max_position_embeddings": 64,
+    "pad_token_id": 0,
+    "bos_token_id": 1,
+    "eos_token_id": 2,
+}
+PARTIAL = {"rope_type": "default", "rope_theta": 1e4, "partial_rotary_factor": 0.5}
+FAMILIES = {
+    "Llama": {},
+    "Mistral": {"sliding_window": 8},
+    "Qwen2": {},
+    "Qwen3": {"head_dim": 16},
+    "Gemma": {"head_dim": 16},
+    "Gemma2": {"head_dim": 16, "sliding_window": 8, "query_pre_attn_scalar": 16, "final_logit_softcapping": 5.0},
+    "Phi3": {"rope_parameters": PARTIAL},
+    "Olmo2": {},
+    "SmolLM3": {"no_rope_layers": [1, 0]},
+    "Granite": {"logits_scaling": 3.0, "residual_multiplier": 0.5, "embedding_multiplier": 2.0},
+}
+
+
+def tiny(family, device="cpu", dtype=torch.float32, **config):
+    """A model in training mode with random weights, norms and biases included."""
+    config = getattr(transformers, f"{family}Config")(**CONFIG | FAMILIES.get(family, {}) | config)
+    model = getattr(transformers, f"{family}ForCausalLM")(config)
+    with torch.no_grad():
+        for parameter in model.parameters():
+            parameter.add_(torch.randn_like(parameter) * 0.1)
+    return model.to(device, dtype).train()
+
+
+def batch(device="cpu", rows=2, length=12):
+    """Token ids and labels, of which some are ignored."""
+    ids = torch.randint(3, CONFIG["vocab_size"], (rows, length), device=device)
+    labels = ids.clone()
+    labels[0, :4] = -100
+    return {"input_ids": ids, "labels": labels}
+
+
+def results(model, inputs):
+    """The loss and every gradient, by name; a second call starts afresh."""
+    model.zero_grad()
+    loss = model(**inputs).loss
+    loss.backward()
+    gradients = {name: p.grad for name, p in model.named_parameters() if p.grad is not None}
+    return {"loss": loss.detach(), **gradients}
+
+
+def assert_exact(patched, original, inputs, k=1.1):
+    """The comparison rule for the loss and every gradient, against the unpatched model in float64."""
+    got, same = results(patched, inputs), results(original, inputs)
+    exact = results(copy.deepcopy(original).double(), inputs)
+    assert got.keys() == same.keys() == exact.keys()
+    for name, reference in exact.items():
+        assert got[name].dtype == same[name].dtype, name
+        error, allowed = ((x[name].double() - reference.double()).norm() for x in (got, same))
+        assert error <= k * allowed + 1e-6 * reference.double().norm(), f"{name}: {error:.2e}, unpatched {allowed:.2e}"
+
+
+def rows(report, pattern):
+    """The rows of one pattern."""
+    return [row for row in report.rows if row.pattern == pattern]
