@@ -1,4 +1,6 @@
-"""Drop-in modules over the ops; parameters are named, shaped and initialised as in the Hugging Face or torch module each one replaces."""
+"""Drop-in modules over the ops; parameters are named, shaped and initialised as in the Hugging Face or torch module
+each one replaces.
+"""
 
 from typing import Any
 
@@ -11,7 +13,8 @@ from liger_like import ops
 class RMSNorm(nn.Module):
     """``liger_like.rms_norm`` with a ``weight`` [hidden_size]; x [..., hidden_size] to the same shape.
 
-    The weight starts so that weight + ``offset`` is 1, as in the Hugging Face classes: at 1, or at 0 for Gemma's offset of 1.
+    The weight starts so that weight + ``offset`` is 1, as in the Hugging Face classes: at 1, or at 0 for Gemma's
+    offset of 1.
     """
 
     def __init__(self, hidden_size: int, eps: float = 1e-6, offset: float = 0.0, casting_mode: str = "llama") -> None:
@@ -62,11 +65,11 @@ class SwiGLUMLP(nn.Module):
 
 
 class GeGLUMLP(SwiGLUMLP):
-    """down_proj(gelu(gate_proj(x)) * up_proj(x)), with the tanh approximation or, for ``approximate="none"``, the exact erf."""
+    """down_proj(gelu(gate_proj(x)) * up_proj(x)), with the tanh approximation or, for ``approximate="none"``, the exact
+    erf.
+    """
 
-    def __init__(
-        self, hidden_size: int, intermediate_size: int, bias: bool = False, approximate: str = "tanh"
-    ) -> None:
+    def __init__(self, hidden_size: int, intermediate_size: int, bias: bool = False, approximate: str = "tanh") -> None:
         super().__init__(hidden_size, intermediate_size, bias)
         self.approximate = approximate
 
@@ -96,7 +99,9 @@ class CrossEntropyLoss(nn.Module):
 
 
 class FusedLinearCrossEntropyLoss(nn.Module):
-    """``liger_like.fused_linear_cross_entropy`` with its options fixed; holds no parameters, the head's weight is an argument."""
+    """``liger_like.fused_linear_cross_entropy`` with its options fixed; holds no parameters, the head's weight is an
+    argument.
+    """
 
     class_weight: Tensor | None
 

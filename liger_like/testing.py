@@ -1,11 +1,12 @@
 """The table of ops and the one comparison rule; tests, benchmarks and the README are driven by them.
 
-The rule: for every output and gradient, with random upstream gradients,
-``||kernel - fp64|| <= k ||torch in the same dtype - fp64|| + 1e-6 ||fp64||``, k = 1.1 for norms, activations, RoPE and losses.
+The rule: for every output and gradient, with random upstream gradients, ``||kernel - fp64|| <= k ||torch in the same
+dtype - fp64|| + 1e-6 ||fp64||``, k = 1.1 for norms, activations, RoPE and losses.
 """
 
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import torch
@@ -24,10 +25,11 @@ Inputs = dict[str, Tensor]
 
 @dataclass(frozen=True)
 class OpSpec:
-    """One row of the table. ``inputs(dtype, device, **shape)`` makes random arguments; those to differentiate require a gradient.
+    """One row of the table. ``inputs(dtype, device, **shape)`` makes random arguments; those to differentiate require a
+    gradient.
 
-    ``cost(itemsize, **shape)`` gives the bytes that forward plus backward must move (each input read once, each output written
-    once) and the FLOPs of their matrix products.
+    ``cost(itemsize, **shape)`` gives the bytes that forward plus backward must move (each input read once, each
+    output written once) and the FLOPs of their matrix products.
     """
 
     name: str
@@ -83,8 +85,8 @@ def compare(
 ) -> list[Comparison]:
     """Errors of ``fn`` and of ``ref`` in the dtype of the inputs, against ``ref`` in float64.
 
-    The norms run over ``draws`` independent inputs and upstream gradients: on small tensors one draw says more about luck in
-    rounding than about the kernel.
+    The norms run over ``draws`` independent inputs and upstream gradients: on small tensors one draw says more about
+    luck in rounding than about the kernel.
     """
     sums: dict[str, list[float]] = {}
     for seed in range(draws):
@@ -112,7 +114,9 @@ def assert_accurate(
 ) -> None:
     """Raise AssertionError if an output or gradient breaks the rule."""
     failures = [c for c in compare(fn, ref, make_inputs, options, draws) if not c.passes(k)]
-    assert not failures, "\n".join(f"{c.name}: {c.kernel:.3e}, torch {c.torch:.3e}, norm {c.norm:.3e}" for c in failures)
+    assert not failures, "\n".join(
+        f"{c.name}: {c.kernel:.3e}, torch {c.torch:.3e}, norm {c.norm:.3e}" for c in failures
+    )
 
 
 def _randn(*shape: int, dtype: torch.dtype, device: str, scale: float = 1.0, grad: bool = True) -> Tensor:
@@ -125,9 +129,9 @@ def _labels(lead: tuple[int, ...], V: int, device: str, ignored: float = 0.2) ->
 
 
 def _norm_inputs(dtype: torch.dtype, device: str, lead: tuple[int, ...], N: int, **flags: bool) -> Inputs:
-    kind = {"dtype": dtype, "device": device}
+    randn = partial(_randn, dtype=dtype, device=device)
     names = ["x"] + [n for n in ("residual", "weight", "bias") if flags.get(n)]
-    return {n: _randn(*(lead if n in ("x", "residual") else ()), N, **kind) for n in names}
+    return {n: randn(*(lead if n in ("x", "residual") else ()), N) for n in names}
 
 
 def _rope_inputs(
@@ -143,17 +147,17 @@ def _rope_inputs(
     batched: bool = True,
     weights: bool = False,
 ) -> Inputs:
-    kind = {"dtype": dtype, "device": device}
-    q, k = (_randn(B, S, heads, D, **kind).detach().transpose(1, 2).requires_grad_() for heads in (H, Hk))
+    randn = partial(_randn, dtype=dtype, device=device)
+    q, k = (randn(B, S, heads, D).detach().transpose(1, 2).requires_grad_() for heads in (H, Hk))
     angle = torch.rand(*((B,) if batched else ()), S, R // 2, device=device) * 6.3
     angle = {"full": torch.cat((angle, angle), -1), "half": angle, "repeat": angle.repeat_interleave(2, -1)}[layout]
-    norms = {n: _randn(D, **kind) for n in ("q_weight", "k_weight")} if weights else {}
+    norms = {n: randn(D) for n in ("q_weight", "k_weight")} if weights else {}
     return {"q": q, "k": k, **norms, "cos": angle.cos().to(dtype), "sin": angle.sin().to(dtype)}
 
 
 def _glu_inputs(dtype: torch.dtype, device: str, lead: tuple[int, ...], N: int, packed: bool = False) -> Inputs:
-    kind = {"dtype": dtype, "device": device, "scale": 2.0}
-    return {"gate": _randn(*lead, 2 * N, **kind)} if packed else {n: _randn(*lead, N, **kind) for n in ("gate", "up")}
+    randn = partial(_randn, dtype=dtype, device=device, scale=2.0)
+    return {"gate": randn(*lead, 2 * N)} if packed else {n: randn(*lead, N) for n in ("gate", "up")}
 
 
 def _loss_inputs(
@@ -175,15 +179,15 @@ def _linear_loss_inputs(
     weighted: bool = False,
     rank: int = 0,
 ) -> Inputs:
-    kind = {"dtype": dtype, "device": device}
-    inputs = {"x": _randn(*lead, H, **kind), "weight": _randn(V, H, scale=2 * H**-0.5, **kind)}
+    randn = partial(_randn, dtype=dtype, device=device)
+    inputs = {"x": randn(*lead, H), "weight": randn(V, H, scale=2 * H**-0.5)}
     inputs["target"] = _labels(lead, V, device)
     if bias:
-        inputs["bias"] = _randn(V, **kind)
+        inputs["bias"] = randn(V)
     if weighted:
         inputs["class_weight"] = torch.rand(V, device=device)
     if rank:
-        inputs |= {"lora_a": _randn(rank, H, scale=H**-0.5, **kind), "lora_b": _randn(V, rank, **kind)}
+        inputs |= {"lora_a": randn(rank, H, scale=H**-0.5), "lora_b": randn(V, rank)}
     return inputs
 
 
@@ -203,17 +207,24 @@ def _product(axes: Iterable[dict[str, Any]], *more: Iterable[dict[str, Any]]) ->
 
 # 0 and 1 rows, a prime, several leading dimensions; widths around the tiles' 4096 columns
 _ROWS = ({"lead": (0,)}, {"lead": (1,)}, {"lead": (2, 3, 5)}, {"lead": (37,)})
-_NORM_SHAPES = (*_product(_ROWS, ({"N": 97}, {"N": 128})), *({"lead": (5,), "N": n} for n in (8, 4095, 4096, 4097, 9001)))
+_NORM_SHAPES = (
+    *_product(_ROWS, ({"N": 97}, {"N": 128})),
+    *({"lead": (5,), "N": n} for n in (8, 4095, 4096, 4097, 9001)),
+)
 _NORM_BENCH = tuple(
     {"lead": (m,), "N": n} for m, n in ((16384, 2048), (16384, 4096), (8192, 8192), (8192, 16384), (262144, 128))
 )
-_CASTING = ({}, {"casting_mode": "gemma", "offset": 1.0, "eps": 1e-5}, {"casting_mode": "none", "offset": 0.5})
+_CASTING: tuple[dict[str, Any], ...] = (
+    {},
+    {"casting_mode": "gemma", "offset": 1.0, "eps": 1e-5},
+    {"casting_mode": "none", "offset": 0.5},
+)
 _WEIGHT = {"weight": True}
 _HEADS = {"B": 2, "H": 6, "Hk": 2, "S": 7, "D": 24}
 _HF_HEADS = {"B": 4, "H": 32, "Hk": 8, "S": 4096, "D": 128, "R": 128}
 _GLU_SHAPES = _product((*_ROWS, {"lead": (3,)}), ({"N": 63}, {"N": 1025}), ({}, {"packed": True}))
 _GLU_BENCH = _product(({"lead": (16384,), "N": 14336},), ({}, {"packed": True}))
-_LOSS_OPTIONS = (
+_LOSS_OPTIONS: tuple[dict[str, Any], ...] = (
     {},
     {"reduction": "sum", "z_loss": 1e-2},
     {"reduction": "none", "label_smoothing": 0.1},
@@ -278,7 +289,11 @@ SPECS = (
         layer_norm_ref,
         _norm_inputs,
         ({}, {"eps": 1e-3}),
-        (*_product(_NORM_SHAPES, ({"weight": True, "bias": True},)), {"lead": (7,), "N": 64, "weight": True}, {"lead": (7,), "N": 64}),
+        (
+            *_product(_NORM_SHAPES, ({"weight": True, "bias": True},)),
+            {"lead": (7,), "N": 64, "weight": True},
+            {"lead": (7,), "N": 64},
+        ),
         _product(_NORM_BENCH[1:3], ({"weight": True, "bias": True},)),
         _norm_cost(2),
         "arXiv:1607.06450",

@@ -4,7 +4,9 @@ import pytest
 import torch
 
 if not torch.cuda.is_available():
-    os.environ["TRITON_INTERPRET"] = "1"  # before any kernel is decorated: without a GPU the same kernels are interpreted
+    os.environ["TRITON_INTERPRET"] = (
+        "1"  # before any kernel is decorated: without a GPU the same kernels are interpreted
+    )
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 

@@ -1,12 +1,14 @@
-"""What only a GPU can show: graphs, streams, synchronisation, compilations, tensors of more than 2^31 elements, peak memory."""
+"""What only a GPU can show: graphs, streams, synchronisation, compilations, tensors of more than 2^31 elements, peak
+memory.
+"""
 
 import pytest
 import torch
 import triton
+from test_ops import differentiable, each_case, each_op, small
 
 from liger_like import ops
 from liger_like.testing import SPECS
-from test_ops import differentiable, each_case, each_op, small
 
 pytestmark = pytest.mark.gpu
 
@@ -14,7 +16,10 @@ pytestmark = pytest.mark.gpu
 def forward_backward(spec, inputs, options, upstream=None):
     outputs = differentiable(spec.fn(**inputs, **options))
     upstream = [torch.randn_like(t) for t in outputs] if upstream is None else upstream
-    return [*outputs, *torch.autograd.grad(outputs, [t for t in inputs.values() if t.requires_grad], upstream)], upstream
+    return [
+        *outputs,
+        *torch.autograd.grad(outputs, [t for t in inputs.values() if t.requires_grad], upstream),
+    ], upstream
 
 
 @each_case
@@ -131,7 +136,9 @@ def test_more_than_2_31_elements(name):
     def last(t):
         return t[:, :, -8:] if "S" in shape else t[-8:]
 
-    tail = {n: last(t).detach().clone().requires_grad_(t.requires_grad) if per_token[n] else t for n, t in inputs.items()}
+    tail = {
+        n: last(t).detach().clone().requires_grad_(t.requires_grad) if per_token[n] else t for n, t in inputs.items()
+    }
     tail |= {n: inputs[n][..., -8:, :] for n in ("cos", "sin") if n in inputs}
     outputs = differentiable(spec.fn(**inputs, **options))
     upstream = [torch.randn_like(t) for t in outputs]

@@ -27,7 +27,7 @@ def small(spec):
 def test_accuracy(spec, options, dtype, device, poisoned):
     loss = "target" in spec.inputs(dtype, device, **spec.test_shapes[0])
     for shape in spec.test_shapes:
-        # in half precision the label's logit dominates a row's error, one rounding that is better or worse by luck: many rows
+        # in half precision one rounding, of the label's logit, dominates a row, better or worse by luck: take many rows
         rows = torch.Size(shape.get("lead", ())).numel()
         if loss and dtype != torch.float32 and rows < 35:
             continue
@@ -134,7 +134,7 @@ def test_double_backward_raises(spec, device):
     outputs = differentiable(spec.fn(**inputs))
     upstream = [torch.randn_like(t, requires_grad=True) for t in outputs]
     grads = torch.autograd.grad(outputs, leaves, upstream, create_graph=True)
-    with pytest.raises(RuntimeError, match="differentiate twice|once_differentiable"):
+    with pytest.raises(RuntimeError, match=r"differentiate twice|once_differentiable"):
         sum(g.sum() for g in grads).backward()
 
 

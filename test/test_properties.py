@@ -1,10 +1,10 @@
 """Random shapes and options against the references, by the comparison rule in fp32."""
 
 import torch
+from conftest import DEVICE
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from conftest import DEVICE
 from liger_like.testing import SPECS, assert_accurate
 
 SPEC = {spec.name: spec for spec in SPECS}
@@ -12,7 +12,9 @@ leads = st.lists(st.integers(0, 7), min_size=1, max_size=3).map(tuple)
 widths = st.integers(2, 300)
 flags = st.booleans()
 # the same examples in every run: a failure is a commit's, not a day's
-settings.register_profile("repeatable", derandomize=True, deadline=None, print_blob=True, max_examples=200 if DEVICE == "cuda" else 15)
+settings.register_profile(
+    "repeatable", derandomize=True, deadline=None, print_blob=True, max_examples=200 if DEVICE == "cuda" else 15
+)
 settings.load_profile("repeatable")
 
 
@@ -58,7 +60,10 @@ def test_rope(half, rest, layout, cos_layout, weights, **shape):
     check("qk_norm_rope" if weights else "rope", shape, {"layout": layout, "cos_layout": cos_layout})
 
 
-@given(lead=leads, N=widths, packed=flags, op=st.sampled_from([("swiglu", {}), *(("geglu", {"approximate": a}) for a in ("tanh", "none"))]))  # fmt: skip
+ACTIVATIONS = (("swiglu", {}), ("geglu", {"approximate": "tanh"}), ("geglu", {"approximate": "none"}))
+
+
+@given(lead=leads, N=widths, packed=flags, op=st.sampled_from(ACTIVATIONS))
 def test_glu(op, **shape):
     check(op[0], shape, op[1])
 

@@ -1,4 +1,4 @@
-"""Kernels as plain functions: forward and backward on one device, in the shapes and dtypes that their docstrings state."""
+"""Kernels as plain functions on one device, differentiable, in the shapes and dtypes that their docstrings state."""
 
 from liger_like.ops.cross_entropy import cross_entropy
 from liger_like.ops.glu import geglu, swiglu

@@ -1,4 +1,6 @@
-"""What the ops share: where a kernel may run, how an op is registered, how rows are seen and tiled, how input is refused."""
+"""What the ops share: where a kernel may run, how an op is registered, how rows are seen and tiled, how input is
+refused.
+"""
 
 import functools
 from collections.abc import Callable
@@ -22,7 +24,8 @@ def use_kernel(x: Tensor) -> bool:
 def op(schema: str, fake: Callable[..., Any]) -> Callable[[Callable[..., Any]], Callable[..., Any]]:
     """Register the decorated launcher as ``torch.ops.liger_like.<name>``; ``fake`` gives its outputs, unfilled.
 
-    The launcher runs with its first tensor's GPU current, so that models spread over several GPUs launch on the right one.
+    The launcher runs with its first tensor's GPU current, so that models spread over several GPUs launch on the
+    right one.
     """
 
     def register(launch: Callable[..., Any]) -> Callable[..., Any]:

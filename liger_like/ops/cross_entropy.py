@@ -1,11 +1,13 @@
-"""Cross-entropy with label smoothing (Szegedy et al., arXiv:1512.00567), z-loss (Chowdhery et al., arXiv:2204.02311) and logit softcap.
+"""Cross-entropy with label smoothing (Szegedy et al., arXiv:1512.00567), z-loss (Chowdhery et al., arXiv:2204.02311)
+and logit softcap.
 
-logits [..., V] are seen as M rows, a program per row, z = softcap(logit_scale * logits). With lse = logsumexp(z), class weights w
-and smoothing e, a row costs (1 - e) w_y (lse - z_y) + e/V sum_c w_c (lse - z_c) + z_loss * lse^2. The forward reads the logits once (online
-softmax), the backward reads them once and writes their gradient once, into a new tensor. Maths and losses in fp32.
+logits [..., V] are seen as M rows, a program per row, z = softcap(logit_scale * logits). With lse = logsumexp(z),
+class weights w and smoothing e, a row costs (1 - e) w_y (lse - z_y) + e/V sum_c w_c (lse - z_c) + z_loss * lse^2.
+The forward reads the logits once (online softmax), the backward reads them once and writes their gradient once, into
+a new tensor. Maths and losses in fp32.
 
-A label outside [0, V) is never used as an index. The kernel treats its row as ignored and leaves the label in pinned host memory, where the
-next call finds it without waiting for the GPU, and raises.
+A label outside [0, V) is never used as an index. The kernel treats its row as ignored and leaves the label in pinned
+host memory, where the next call finds it without waiting for the GPU, and raises.
 """
 
 import functools
@@ -48,7 +50,9 @@ def check_labels(target: Tensor, V: int, ignore_index: int) -> None:
     if target.device.type == "cpu" and not torch.compiler.is_compiling():
         bad = target[(target != ignore_index) & ((target < 0) | (target >= V))]
         if bad.numel():
-            raise ValueError(f"target holds label {bad[0].item()}, which is neither in [0, {V}) nor ignore_index = {ignore_index}")
+            raise ValueError(
+                f"target holds label {bad[0].item()}, which is neither in [0, {V}) nor ignore_index = {ignore_index}"
+            )
 
 
 def row_losses_ref(logits: Tensor, target: Tensor, weight: Tensor | None, options: Options) -> RowLosses:
@@ -187,8 +191,7 @@ def _cross_entropy_kernel(
             top = new_top
         lse = top + tl.log(total)
         raw_label = _load_scores(z_ptr, label + tl.arange(0, 1), V, logit_scale)
-        z_label, slope_label = _cap_scores(raw_label, in_range, softcap, logit_scale)
-        logprob = tl.sum(z_label, axis=0) - lse
+        logprob = tl.sum(_cap_scores(raw_label, in_range, softcap, logit_scale)[0], axis=0) - lse
         loss = z_loss * lse * lse - w_label * logprob
         if SMOOTHING:
             loss += smoothing / V * (w_sum * lse - smooth)
@@ -252,9 +255,11 @@ def launch_cross_entropy(
     *,
     stats: bool,
 ) -> None:
-    """Run the kernel over ``z`` [M, V]: fill ``rows`` if ``stats`` (else read its lse), and ``dz``, which may be ``z``, if given.
+    """Run the kernel over ``z`` [M, V]: fill ``rows`` if ``stats`` (else read its lse), and ``dz``, which may be ``z``,
+    if given.
 
-    ``upstream`` holds the gradients [M] of loss (None: 1), logprob and entropy (None: 0); the last one needs ``stats``.
+    ``upstream`` holds the gradients [M] of loss (None: 1), logprob and entropy (None: 0); the last one needs
+    ``stats``.
     """
     M, V = z.shape
     block_v = min(triton.next_power_of_2(V), 8192)
@@ -292,7 +297,10 @@ def _fwd_outputs(logits: Tensor, *args: Any) -> tuple[Tensor, Tensor]:
     return loss, torch.empty_like(loss)
 
 
-@op(f"cross_entropy_fwd(Tensor logits, Tensor target, Tensor? weight, {OPTIONS_SCHEMA}) -> (Tensor loss, Tensor lse)", _fwd_outputs)
+@op(
+    f"cross_entropy_fwd(Tensor logits, Tensor target, Tensor? weight, {OPTIONS_SCHEMA}) -> (Tensor loss, Tensor lse)",
+    _fwd_outputs,
+)
 def _cross_entropy_fwd(logits: Tensor, target: Tensor, weight: Tensor | None, *scalars: Any) -> tuple[Tensor, Tensor]:
     raise_bad_label(logits.device)
     loss, lse = _fwd_outputs(logits)
@@ -307,7 +315,8 @@ def _bwd_output(dloss: Tensor, logits: Tensor, *args: Any) -> Tensor:
 
 
 @op(
-    f"cross_entropy_bwd(Tensor dloss, Tensor logits, Tensor lse, Tensor target, Tensor? weight, {OPTIONS_SCHEMA}) -> Tensor",
+    "cross_entropy_bwd(Tensor dloss, Tensor logits, Tensor lse, Tensor target, Tensor? weight,"
+    f" {OPTIONS_SCHEMA}) -> Tensor",
     _bwd_output,
 )
 def _cross_entropy_bwd(
@@ -368,9 +377,17 @@ def check_target(target: Tensor, like: Tensor, shape: tuple[int, ...]) -> None:
 
 
 def check_options(
-    options: Options, reduction: str, num_items: int | Tensor | None, name: str, weight: Tensor | None, like: Tensor, V: int
+    options: Options,
+    reduction: str,
+    num_items: int | Tensor | None,
+    name: str,
+    weight: Tensor | None,
+    like: Tensor,
+    V: int,
 ) -> None:
-    """Raise if an option of the loss is out of its range, naming it; ``name`` is what the caller calls the class weights."""
+    """Raise if an option of the loss is out of its range, naming it; ``name`` is what the caller calls the class
+    weights.
+    """
     require_choice("reduction", reduction, REDUCTIONS)
     if not 0.0 <= options.label_smoothing <= 1.0:
         raise ValueError(f"label_smoothing must be in [0, 1], got {options.label_smoothing}")
@@ -397,14 +414,18 @@ def cross_entropy(
     logit_scale: float = 1.0,
     num_items: int | Tensor | None = None,
 ) -> Tensor:
-    """Cross-entropy of ``logits`` [..., V] and ``target`` [...] (int64 or int32); an fp32 scalar, or [...] for reduction "none".
+    """Cross-entropy of ``logits`` [..., V] and ``target`` [...] (int64 or int32); an fp32 scalar, or [...] for
+    reduction "none".
 
-    ``weight`` [V]: class weights. Rows with label ``ignore_index`` give zero loss and gradient. ``reduction``: "mean" divides the sum by ``num_items`` (int or
-    device tensor) if given, else by the number of rows not ignored (with ``weight``, by their summed weights, as torch does); a batch with nothing to count
-    gives 0. ``label_smoothing`` in [0, 1]; ``z_loss`` adds z_loss * logsumexp^2 to each row; the logits are first mapped to ``logit_scale * z``, or with ``softcap``
-    to ``softcap * tanh(logit_scale * z / softcap)``. The logits are never written. bf16, fp16 and fp32; other dtypes and devices run the plain-torch reference.
+    ``weight`` [V]: class weights. Rows with label ``ignore_index`` give zero loss and gradient. ``reduction``:
+    "mean" divides the sum by ``num_items`` (int or device tensor) if given, else by the number of rows not ignored
+    (with ``weight``, by their summed weights, as torch does); a batch with nothing to count gives 0.
+    ``label_smoothing`` in [0, 1]; ``z_loss`` adds z_loss * logsumexp^2 to each row; the logits are first mapped to
+    ``logit_scale * z``, or with ``softcap`` to ``softcap * tanh(logit_scale * z / softcap)``. The logits are never
+    written. bf16, fp16 and fp32; other dtypes and devices run the plain-torch reference.
 
-    Raises TypeError or ValueError for arguments that do not fit, and for a label outside [0, V): at once on the CPU, by the next call on a GPU.
+    Raises TypeError or ValueError for arguments that do not fit, and for a label outside [0, V): at once on the CPU,
+    by the next call on a GPU.
     """
     require("logits", logits)
     V = logits.shape[-1]

@@ -1,7 +1,8 @@
 """Gated linear units: y = act(gate) * up, with act = SiLU (SwiGLU) or GELU (GeGLU)   (Shazeer, arXiv:2002.05202)
 
-gate, up, y [..., N] are seen as M rows; packed input is [..., 2N] = [gate | up] and is read and differentiated in place of its
-halves, without split or cat. Maths in fp32, one rounding to the input dtype; the backward recomputes act(gate).
+gate, up, y [..., N] are seen as M rows; packed input is [..., 2N] = [gate | up] and is read and differentiated in
+place of its halves, without split or cat. Maths in fp32, one rounding to the input dtype; the backward recomputes
+act(gate).
 """
 
 from typing import Any
@@ -147,7 +148,9 @@ def _check(gate: Tensor, up: Tensor | None) -> None:
     require("gate", gate)
     if up is None:
         if gate.shape[-1] % 2:
-            raise ValueError(f"gate must be packed [..., 2I] when up is None, got an odd last dimension {gate.shape[-1]}")
+            raise ValueError(
+                f"gate must be packed [..., 2I] when up is None, got an odd last dimension {gate.shape[-1]}"
+            )
     else:
         require("up", up, like=gate, shape=gate.shape)
         if up.dtype != gate.dtype:
@@ -155,20 +158,22 @@ def _check(gate: Tensor, up: Tensor | None) -> None:
 
 
 def swiglu(gate: Tensor, up: Tensor | None = None) -> Tensor:
-    """``silu(gate) * up`` for ``gate`` and ``up`` [..., I], or for packed ``gate`` [..., 2I] = [gate | up]; returns [..., I].
+    """``silu(gate) * up`` for ``gate`` and ``up`` [..., I], or for packed ``gate`` [..., 2I] = [gate | up]; returns
+    [..., I].
 
-    Maths in fp32, result in gate.dtype; bf16, fp16 and fp32, other dtypes and devices run the plain-torch reference. Packed
-    input gets one packed gradient.
+    Maths in fp32, result in gate.dtype; bf16, fp16 and fp32, other dtypes and devices run the plain-torch reference.
+    Packed input gets one packed gradient.
 
-    Raises TypeError for tensors that are not floating point or differ in dtype, ValueError for shapes that do not fit.
-    See Shazeer, arXiv:2002.05202.
+    Raises TypeError for tensors that are not floating point or differ in dtype, ValueError for shapes that do not
+    fit. See Shazeer, arXiv:2002.05202.
     """
     _check(gate, up)
     return _GLU.apply(gate, up, "silu") if use_kernel(gate) else swiglu_ref(gate, up)
 
 
 def geglu(gate: Tensor, up: Tensor | None = None, *, approximate: str = "tanh") -> Tensor:
-    """``gelu(gate) * up`` for ``gate`` and ``up`` [..., I], or for packed ``gate`` [..., 2I] = [gate | up]; returns [..., I].
+    """``gelu(gate) * up`` for ``gate`` and ``up`` [..., I], or for packed ``gate`` [..., 2I] = [gate | up]; returns
+    [..., I].
 
     ``approximate``: "tanh", or "none" for the exact erf. Otherwise as ``swiglu``.
     """

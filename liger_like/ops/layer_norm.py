@@ -1,7 +1,8 @@
 """LayerNorm: y = (x - mean(x)) * rsqrt(var(x) + eps) * w + b   (Ba, Kiros & Hinton, arXiv:1607.06450)
 
-x, y [..., N] are seen as M rows; w, b [N]; mean, rstd [M] in fp32. Maths in fp32; y and dx in x.dtype, dw and db in the dtype of
-the parameter, accumulated in fp32. The variance merges blocks by Chan's formula, so it does not cancel for rows far from zero.
+x, y [..., N] are seen as M rows; w, b [N]; mean, rstd [M] in fp32. Maths in fp32; y and dx in x.dtype, dw and db in
+the dtype of the parameter, accumulated in fp32. The variance merges blocks by Chan's formula, so it does not cancel
+for rows far from zero.
 """
 
 from typing import Any
@@ -78,7 +79,7 @@ def _layer_norm_bwd_kernel(
     ONE_BLOCK: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
 ):  # fmt: skip
     pid = tl.program_id(0)
-    # persistent: a program owns one fp32 row of partial dw and db, so there are no atomics and the sums repeat bit for bit
+    # persistent: a program owns a row of partial dw and db in fp32, so there are no atomics and the sums repeat bit for bit
     step = tl.num_programs(0) * BLOCK_M
     dw_one_block = tl.zeros((BLOCK_N,), tl.float32)
     db_one_block = tl.zeros((BLOCK_N,), tl.float32)
@@ -129,10 +130,11 @@ def _fwd_outputs(x: Tensor, weight: Tensor | None, bias: Tensor | None, eps: flo
     return x.new_empty(x.shape), mean, torch.empty_like(mean)
 
 
-@op("layer_norm_fwd(Tensor x, Tensor? weight, Tensor? bias, float eps) -> (Tensor y, Tensor mean, Tensor rstd)", _fwd_outputs)
-def _layer_norm_fwd(
-    x: Tensor, weight: Tensor | None, bias: Tensor | None, eps: float
-) -> tuple[Tensor, Tensor, Tensor]:
+@op(
+    "layer_norm_fwd(Tensor x, Tensor? weight, Tensor? bias, float eps) -> (Tensor y, Tensor mean, Tensor rstd)",
+    _fwd_outputs,
+)
+def _layer_norm_fwd(x: Tensor, weight: Tensor | None, bias: Tensor | None, eps: float) -> tuple[Tensor, Tensor, Tensor]:
     y, mean, rstd = _fwd_outputs(x, weight, bias, eps)
     rows = as_rows(x)
     M, N = rows.shape
@@ -177,7 +179,7 @@ def _layer_norm_bwd(
         rows.stride(0),
         M,
         N,
-        ONE_BLOCK=N <= tile["BLOCK_N"],
+        ONE_BLOCK=tile["BLOCK_N"] >= N,
         **tile,
     )
     dw = dw if dw_partial is None else dw_partial.sum(0).to(dw.dtype)
@@ -201,14 +203,14 @@ class _LayerNorm(torch.autograd.Function):
 
 
 def layer_norm(x: Tensor, weight: Tensor | None = None, bias: Tensor | None = None, eps: float = 1e-5) -> Tensor:
-    """Normalise the last dimension of ``x`` [..., N] to zero mean and unit variance, then scale and shift it by ``weight`` and
-    ``bias`` [N]; returns [..., N] in x.dtype.
+    """Normalise the last dimension of ``x`` [..., N] to zero mean and unit variance, then scale and shift it by
+    ``weight`` and ``bias`` [N]; returns [..., N] in x.dtype.
 
-    ``eps`` is added to the (biased) variance. Maths in fp32. bf16, fp16 and fp32; other dtypes and devices run the plain-torch
-    reference.
+    ``eps`` is added to the (biased) variance. Maths in fp32. bf16, fp16 and fp32; other dtypes and devices run the
+    plain-torch reference.
 
-    Raises TypeError for tensors that are not floating point, ValueError for parameters that are not [N] on the device of ``x``
-    or a negative ``eps``. See Ba, Kiros & Hinton, arXiv:1607.06450.
+    Raises TypeError for tensors that are not floating point, ValueError for parameters that are not [N] on the
+    device of ``x`` or a negative ``eps``. See Ba, Kiros & Hinton, arXiv:1607.06450.
     """
     require("x", x)
     for name, parameter in (("weight", weight), ("bias", bias)):

@@ -1,10 +1,11 @@
 """Linear layer and cross-entropy in one, over chunks of tokens: the logits [T, V] never exist at once.
 
-x [T, H], weight [V, H], bias [V]. A chunk's logits are one GEMM into a reused buffer, the cross-entropy kernel overwrites them by their
-gradient, and two more GEMMs turn that into dx and its share of dw, accumulated in fp32. Losses that end in a scalar have one unknown
-upstream factor, so their gradients are made in the forward pass, unscaled, and multiplied by it in the backward (1/N never meets
-the fp16 logits gradient, where it would underflow). Per-token upstream gradients (reduction "none", "logprob", "entropy") are known only in the
-backward, which recomputes the chunks.
+x [T, H], weight [V, H], bias [V]. A chunk's logits are one GEMM into a reused buffer, the cross-entropy kernel
+overwrites them by their gradient, and two more GEMMs turn that into dx and its share of dw, accumulated in fp32.
+Losses that end in a scalar have one unknown upstream factor, so their gradients are made in the forward pass,
+unscaled, and multiplied by it in the backward (1/N never meets the fp16 logits gradient, where it would underflow).
+Per-token upstream gradients (reduction "none", "logprob", "entropy") are known only in the backward, which
+recomputes the chunks.
 """
 
 from typing import Any, NamedTuple
@@ -139,10 +140,10 @@ def _outputs(
 
 
 @op(
-    "linear_cross_entropy(Tensor x, Tensor weight, Tensor target, Tensor? bias, Tensor? u, Tensor? b, Tensor? class_weight,"
-    " Tensor? dloss, Tensor? dlogprob, Tensor? dentropy, bool[5] needs, bool entropy, bool argmax, SymInt? chunk_rows,"
-    f" ScalarType accum_dtype, {OPTIONS_SCHEMA}) -> (Tensor loss, Tensor logprob, Tensor lse, Tensor entropy, Tensor argmax,"
-    " Tensor dx, Tensor dw, Tensor dbias, Tensor du, Tensor db)",
+    "linear_cross_entropy(Tensor x, Tensor weight, Tensor target, Tensor? bias, Tensor? u, Tensor? b,"
+    " Tensor? class_weight, Tensor? dloss, Tensor? dlogprob, Tensor? dentropy, bool[5] needs, bool entropy, bool argmax,"
+    f" SymInt? chunk_rows, ScalarType accum_dtype, {OPTIONS_SCHEMA}) -> (Tensor loss, Tensor logprob, Tensor lse,"
+    " Tensor entropy, Tensor argmax, Tensor dx, Tensor dw, Tensor dbias, Tensor du, Tensor db)",
     _outputs,
 )
 def _linear_cross_entropy(
@@ -163,7 +164,9 @@ def _linear_cross_entropy(
     accum_dtype: torch.dtype,
     *scalars: Any,
 ) -> tuple[Tensor, ...]:
-    """Per-token results of logits = x weight^T + bias + u b^T, and the gradients that ``needs`` names for the given upstream."""
+    """Per-token results of logits = x weight^T + bias + u b^T, and the gradients that ``needs`` names for the given
+    upstream.
+    """
     raise_bad_label(x.device)
     upstream = [None if g is None else g.contiguous() for g in (dloss, dlogprob, dentropy)]
     T, V = x.shape[0], weight.shape[0]
@@ -202,12 +205,17 @@ def _linear_cross_entropy(
 
 
 def _chunk_rows(T: int, row_bytes: int) -> int:
-    """Tokens per chunk: as few equal chunks as the budget allows, in multiples of 128 so that the GEMMs fill their tiles."""
+    """Tokens per chunk: as few equal chunks as the budget allows, in multiples of 128 so that the GEMMs fill their
+    tiles.
+    """
     chunks = -(-T * row_bytes // LOGITS_BYTES)
     return max(1, -(-T // max(1, chunks) // 128)) * 128
 
 
-@op("scale(Tensor x, Tensor factor, ScalarType dtype) -> Tensor", lambda x, factor, dtype: torch.empty_like(x, dtype=dtype))
+@op(
+    "scale(Tensor x, Tensor factor, ScalarType dtype) -> Tensor",
+    lambda x, factor, dtype: torch.empty_like(x, dtype=dtype),
+)
 def _scale(x: Tensor, factor: Tensor, dtype: torch.dtype) -> Tensor:
     """``x * factor`` rounded once to ``dtype``, without a temporary of the size of a weight."""
     return torch.mul(x, factor, out=torch.empty_like(x, dtype=dtype))
@@ -308,18 +316,21 @@ def fused_linear_cross_entropy(
     chunk_rows: int | None = None,
     outputs: tuple[str, ...] = (),
 ) -> Tensor | LossOutput:
-    """Cross-entropy of ``x weight^T + bias`` and ``target``, for ``x`` [..., H], ``weight`` [V, H], ``bias`` [V] and ``target`` [...].
+    """Cross-entropy of ``x weight^T + bias`` and ``target``, for ``x`` [..., H], ``weight`` [V, H], ``bias`` [V] and
+    ``target`` [...].
 
-    The loss options are those of ``cross_entropy`` (``class_weight`` [V] is its ``weight``); the loss is in fp32. The logits exist only for
-    ``chunk_rows`` tokens at a time (None: as many as 512 MiB hold). ``lora=(A, B, scaling)`` with A [r, H] and B [V, r] adds
-    ``scaling * x A^T B^T`` to the logits. ``accum_dtype``: dtype in which the gradients of ``weight`` and B are accumulated over chunks (None: fp32).
-    ``outputs``, a tuple out of "logprob", "lse", "entropy", "argmax", "correct", asks for per-token results [...] and returns a
-    ``LossOutput``; "logprob" and "entropy" are differentiable. Those two and ``reduction="none"`` recompute the logits in the backward;
-    otherwise the gradients are made in the forward, and only those that some input needs. Under autocast the operands are
-    cast to its dtype. bf16, fp16 and fp32; other dtypes and devices run the plain-torch reference, which does hold all logits.
+    The loss options are those of ``cross_entropy`` (``class_weight`` [V] is its ``weight``); the loss is in fp32.
+    The logits exist only for ``chunk_rows`` tokens at a time (None: as many as 512 MiB hold). ``lora=(A, B,
+    scaling)`` with A [r, H] and B [V, r] adds ``scaling * x A^T B^T`` to the logits. ``accum_dtype``: dtype in which
+    the gradients of ``weight`` and B are accumulated over chunks (None: fp32). ``outputs``, a tuple out of
+    "logprob", "lse", "entropy", "argmax", "correct", asks for per-token results [...] and returns a ``LossOutput``;
+    "logprob" and "entropy" are differentiable. Those two and ``reduction="none"`` recompute the logits in the
+    backward; otherwise the gradients are made in the forward, and only those that some input needs. Under autocast
+    the operands are cast to its dtype. bf16, fp16 and fp32; other dtypes and devices run the plain-torch reference,
+    which does hold all logits.
 
-    Raises TypeError or ValueError for arguments that do not fit (all operands share a dtype), and for a label outside [0, V): at
-    once on the CPU, by the next call on a GPU.
+    Raises TypeError or ValueError for arguments that do not fit (all operands share a dtype), and for a label
+    outside [0, V): at once on the CPU, by the next call on a GPU.
     """
     for name, tensor in (("x", x), ("weight", weight)):
         require(name, tensor)

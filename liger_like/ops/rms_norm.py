@@ -1,9 +1,9 @@
 """RMSNorm: y = x * rsqrt(mean(x^2) + eps) * (w + offset)   (Zhang & Sennrich, arXiv:1910.07467)
 
-x, residual, y [..., N] are seen as M rows; w [N]; rstd [M] in fp32. ``add_rms_norm`` normalises s = x + residual, rounded to
-its dtype as a residual stream would be, and returns both. Maths in fp32; three conventions of rounding (``casting_mode``):
-"llama" rounds the normalised row to x.dtype before the weight, "gemma" rounds once at the end, "none" rounds every step to
-x.dtype. Gradients: dx in x.dtype, dw in w.dtype, both accumulated in fp32.
+x, residual, y [..., N] are seen as M rows; w [N]; rstd [M] in fp32. ``add_rms_norm`` normalises s = x + residual,
+rounded to its dtype as a residual stream would be, and returns both. Maths in fp32; three conventions of rounding
+(``casting_mode``): "llama" rounds the normalised row to x.dtype before the weight, "gemma" rounds once at the end,
+"none" rounds every step to x.dtype. Gradients: dx in x.dtype, dw in w.dtype, both accumulated in fp32.
 """
 
 from typing import Any
@@ -47,7 +47,9 @@ def rms_norm_ref(
     return (h * w).to(x.dtype) if casting_mode == "gemma" else h.to(x.dtype) * w.to(weight.dtype)
 
 
-def add_rms_norm_ref(x: Tensor, residual: Tensor, weight: Tensor | None = None, eps: float = 1e-6, **kwargs: Any) -> tuple[Tensor, Tensor]:
+def add_rms_norm_ref(
+    x: Tensor, residual: Tensor, weight: Tensor | None = None, eps: float = 1e-6, **kwargs: Any
+) -> tuple[Tensor, Tensor]:
     """The definition, in plain torch."""
     s = x + residual
     return rms_norm_ref(s, weight, eps, **kwargs), s
@@ -221,7 +223,7 @@ def _rms_norm_bwd(
         M,
         N,
         offset,
-        ONE_BLOCK=N <= tile["BLOCK_N"],
+        ONE_BLOCK=tile["BLOCK_N"] >= N,
         **tile,
     )
     return dx, dw if partial is None else partial.sum(0).to(dw.dtype)
@@ -230,7 +232,13 @@ def _rms_norm_bwd(
 class _RMSNorm(torch.autograd.Function):
     @staticmethod
     def forward(
-        ctx: Any, x: Tensor, residual: Tensor | None, weight: Tensor | None, eps: float, offset: float, casting_mode: str
+        ctx: Any,
+        x: Tensor,
+        residual: Tensor | None,
+        weight: Tensor | None,
+        eps: float,
+        offset: float,
+        casting_mode: str,
     ) -> Any:
         y, s, rstd = _rms_norm_fwd(x, residual, weight, eps, offset, casting_mode)
         ctx.save_for_backward(x if residual is None else s, weight, rstd)
@@ -271,13 +279,14 @@ def rms_norm(
 ) -> Tensor:
     """RMS-normalise the last dimension of ``x`` [..., N] and scale it by ``weight`` [N] + ``offset``; returns [..., N].
 
-    ``eps`` is added to the mean square. ``casting_mode``: "llama" normalises in fp32, rounds to x.dtype and multiplies by the
-    weight in that dtype (the result takes the promoted dtype of both, as in the Hugging Face class); "gemma" does everything in fp32 and
-    rounds once to x.dtype; "none" does all maths in x.dtype. ``offset`` is added to the weight in fp32 (Gemma: 1.0).
-    bf16, fp16 and fp32; other dtypes and devices run the plain-torch reference.
+    ``eps`` is added to the mean square. ``casting_mode``: "llama" normalises in fp32, rounds to x.dtype and
+    multiplies by the weight in that dtype (the result takes the promoted dtype of both, as in the Hugging Face
+    class); "gemma" does everything in fp32 and rounds once to x.dtype; "none" does all maths in x.dtype. ``offset``
+    is added to the weight in fp32 (Gemma: 1.0). bf16, fp16 and fp32; other dtypes and devices run the plain-torch
+    reference.
 
-    Raises TypeError for tensors that are not floating point, ValueError for a weight that is not [N] on the device of ``x``,
-    a negative ``eps`` or an unknown ``casting_mode``. See Zhang & Sennrich, arXiv:1910.07467.
+    Raises TypeError for tensors that are not floating point, ValueError for a weight that is not [N] on the device
+    of ``x``, a negative ``eps`` or an unknown ``casting_mode``. See Zhang & Sennrich, arXiv:1910.07467.
     """
     _check(x, weight, eps, casting_mode)
     if not use_kernel(x):
@@ -294,10 +303,11 @@ def add_rms_norm(
     offset: float = 0.0,
     casting_mode: str = "llama",
 ) -> tuple[Tensor, Tensor]:
-    """Add ``x`` and ``residual`` (both [..., N]) and RMS-normalise the sum; returns (normed, x + residual), both [..., N].
+    """Add ``x`` and ``residual`` (both [..., N]) and RMS-normalise the sum; returns (normed, x + residual), both [...,
+    N].
 
-    The sum is rounded to its dtype before it is normalised, as a residual stream would be. The other arguments and errors are
-    those of ``rms_norm``; ValueError also if ``residual`` has not the shape of ``x``.
+    The sum is rounded to its dtype before it is normalised, as a residual stream would be. The other arguments and
+    errors are those of ``rms_norm``; ValueError also if ``residual`` has not the shape of ``x``.
     """
     _check(x, weight, eps, casting_mode)
     require("residual", residual, like=x, shape=x.shape)

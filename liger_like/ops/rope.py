@@ -1,8 +1,10 @@
-"""Rotary position embedding: (y1, y2) = (x1 cos - x2 sin, x2 cos + x1 sin) for each pair of features   (Su et al., arXiv:2104.09864)
+"""Rotary position embedding: (y1, y2) = (x1 cos - x2 sin, x2 cos + x1 sin) for each pair of features   (Su et al.,
+arXiv:2104.09864)
 
-q [B, H, S, D] and k [B, Hk, S, D] are rotated in one launch, a program per token, cos and sin [B or 1, S, C] read once per token.
-Features beyond the rotary width R are copied. Which features pair up is the ``layout``; the rotation is orthogonal, so the
-backward is the same kernel with sin negated and the input and output layouts exchanged. Maths in fp32, one rounding to the input dtype.
+q [B, H, S, D] and k [B, Hk, S, D] are rotated in one launch, a program per token, cos and sin [B or 1, S, C] read
+once per token. Features beyond the rotary width R are copied. Which features pair up is the ``layout``; the rotation
+is orthogonal, so the backward is the same kernel with sin negated and the input and output layouts exchanged. Maths
+in fp32, one rounding to the input dtype.
 """
 
 from typing import Any
@@ -184,8 +186,14 @@ def _check(q: Tensor, k: Tensor, cos: Tensor, sin: Tensor, layout: str, cos_layo
     if cos.shape != sin.shape:
         raise ValueError(f"sin must have the shape of cos, {list(cos.shape)}, got {list(sin.shape)}")
     batch, width = q.shape[0], cos.shape[-1]
-    if cos.dim() not in (2, 3) or cos.shape[-2] != q.shape[tokens] or (cos.dim() == 3 and cos.shape[0] not in (1, batch)):
-        raise ValueError(f"cos must be [{q.shape[tokens]}, C] or [1 or {batch}, {q.shape[tokens]}, C], got {list(cos.shape)}")
+    if (
+        cos.dim() not in (2, 3)
+        or cos.shape[-2] != q.shape[tokens]
+        or (cos.dim() == 3 and cos.shape[0] not in (1, batch))
+    ):
+        raise ValueError(
+            f"cos must be [{q.shape[tokens]}, C] or [1 or {batch}, {q.shape[tokens]}, C], got {list(cos.shape)}"
+        )
     rotary = 2 * width if cos_layout == "half" else width
     if rotary % 2 or rotary > q.shape[-1]:
         raise ValueError(f"cos gives a rotary width of {rotary}; it must be even and at most D = {q.shape[-1]}")
@@ -201,16 +209,18 @@ def rope(
     cos_layout: str = "full",
     unsqueeze_dim: int = 1,
 ) -> tuple[Tensor, Tensor]:
-    """Rotate ``q`` [B, H, S, D] and ``k`` [B, Hk, S, D] by ``cos`` and ``sin`` [B or 1, S, C] or [S, C]; returns both, rotated.
+    """Rotate ``q`` [B, H, S, D] and ``k`` [B, Hk, S, D] by ``cos`` and ``sin`` [B or 1, S, C] or [S, C]; returns both,
+    rotated.
 
     ``layout``: "half" pairs feature i with i + R/2 (rotate_half), "interleaved" pairs 2i with 2i + 1,
-    "interleaved_in_half_out" reads the latter and writes the former. ``cos_layout``: "full" has C = R with two equal halves, "half"
-    has C = R/2, "repeat" has C = R with each value twice in a row. R <= D; the features beyond R are copied.
-    ``unsqueeze_dim=2`` takes q and k as [B, S, H, D]. Any strides; out of place; results take the dtypes of q and k. Learned
-    rotations (cos or sin requiring a gradient), and dtypes other than bf16, fp16 and fp32, run the plain-torch reference.
+    "interleaved_in_half_out" reads the latter and writes the former. ``cos_layout``: "full" has C = R with two equal
+    halves, "half" has C = R/2, "repeat" has C = R with each value twice in a row. R <= D; the features beyond R are
+    copied. ``unsqueeze_dim=2`` takes q and k as [B, S, H, D]. Any strides; out of place; results take the dtypes of
+    q and k. Learned rotations (cos or sin requiring a gradient), and dtypes other than bf16, fp16 and fp32, run the
+    plain-torch reference.
 
-    Raises TypeError for tensors that are not floating point, ValueError for shapes, devices or layouts that do not fit.
-    See Su et al., arXiv:2104.09864.
+    Raises TypeError for tensors that are not floating point, ValueError for shapes, devices or layouts that do not
+    fit. See Su et al., arXiv:2104.09864.
     """
     _check(q, k, cos, sin, layout, cos_layout, unsqueeze_dim)
     if cos.requires_grad or sin.requires_grad or not (use_kernel(q) and use_kernel(k)):
