@@ -79,7 +79,7 @@ def _layer_norm_bwd_kernel(
     ONE_BLOCK: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
 ):  # fmt: skip
     pid = tl.program_id(0)
-    # persistent: a program owns a row of partial dw and db in fp32, so there are no atomics and the sums repeat bit for bit
+    # persistent: a program owns a row of partial dw and db in fp32: no atomics, and sums that repeat bit for bit
     step = tl.num_programs(0) * BLOCK_M
     dw_one_block = tl.zeros((BLOCK_N,), tl.float32)
     db_one_block = tl.zeros((BLOCK_N,), tl.float32)

@@ -141,9 +141,10 @@ def _outputs(
 
 @op(
     "linear_cross_entropy(Tensor x, Tensor weight, Tensor target, Tensor? bias, Tensor? u, Tensor? b,"
-    " Tensor? class_weight, Tensor? dloss, Tensor? dlogprob, Tensor? dentropy, bool[5] needs, bool entropy, bool argmax,"
-    f" SymInt? chunk_rows, ScalarType accum_dtype, {OPTIONS_SCHEMA}) -> (Tensor loss, Tensor logprob, Tensor lse,"
-    " Tensor entropy, Tensor argmax, Tensor dx, Tensor dw, Tensor dbias, Tensor du, Tensor db)",
+    " Tensor? class_weight, Tensor? dloss, Tensor? dlogprob, Tensor? dentropy, bool[5] needs, bool entropy,"
+    f" bool argmax, SymInt? chunk_rows, ScalarType accum_dtype, {OPTIONS_SCHEMA})"
+    " -> (Tensor loss, Tensor logprob, Tensor lse, Tensor entropy, Tensor argmax,"
+    " Tensor dx, Tensor dw, Tensor dbias, Tensor du, Tensor db)",
     _outputs,
 )
 def _linear_cross_entropy(

@@ -122,7 +122,7 @@ def _rope(
     B, H, S, D = heads[0].shape
     cos, sin = (t.expand(B, S, t.shape[-1]) for t in (cos, sin))
     half = cos.shape[-1] if cos_layout == "half" else cos.shape[-1] // 2
-    block_d = triton.next_power_of_2(half)
+    block_d, block_r = triton.next_power_of_2(half), triton.next_power_of_2(max(1, D - 2 * half))
     _rope_kernel[(B * S,)](
         heads[0],
         heads[1],
@@ -145,9 +145,9 @@ def _rope(
         COS_STEP=2 if cos_layout == "repeat" else 1,
         IN_INTERLEAVED=layout == "interleaved" or (layout == "interleaved_in_half_out" and not inverse),
         OUT_INTERLEAVED=layout == "interleaved" or (layout == "interleaved_in_half_out" and inverse),
-        BLOCK_H=max(1, 2048 // block_d),
+        BLOCK_H=min(32, max(1, 1024 // max(block_d, block_r))),
         BLOCK_D=block_d,
-        BLOCK_R=triton.next_power_of_2(max(1, D - 2 * half)),
+        BLOCK_R=block_r,
     )
     return outs
 
