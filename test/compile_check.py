@@ -86,10 +86,14 @@ def cost(kernel: Any) -> Cost:
     with tempfile.NamedTemporaryFile(suffix=".cubin") as file:
         file.write(kernel.asm["cubin"])
         file.flush()
-        command = [triton.knobs.nvidia.cuobjdump.path, "--dump-resource-usage", file.name]
-        usage = subprocess.run(command, capture_output=True, text=True, check=True).stdout
-    registers, stack, local = (int(re.search(rf"{field}:(\d+)", usage)[1]) for field in ("REG", "STACK", "LOCAL"))
-    return Cost(registers, stack + local, shared)
+        dump = triton.knobs.nvidia.cuobjdump.path
+        usage = subprocess.run([dump, "--dump-resource-usage", file.name], capture_output=True, text=True, check=True)
+        registers, stack = (int(re.search(rf"{field}:(\d+)", usage.stdout)[1]) for field in ("REG", "STACK"))
+        # a stack frame may be more than spills (or less: alignment): what counts is whether the code stores to it
+        sass = (
+            subprocess.run([dump, "-sass", file.name], capture_output=True, text=True, check=True) if stack else usage
+        )
+    return Cost(registers, stack if re.search(r"\bSTL\b", sass.stdout) else 0, shared)
 
 
 def calls() -> Iterator[tuple[testing.OpSpec, torch.dtype, dict[str, Any], dict[str, Any]]]:

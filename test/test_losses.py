@@ -120,6 +120,17 @@ def test_infinite_logits(device):
     torch.testing.assert_close(got, want)
 
 
+@pytest.mark.parametrize("descending", [False, True])
+def test_largest_logit_moves_over_the_blocks(device, descending):
+    logits = torch.linspace(30, -30, 20000, device=device)[None] * (1 if descending else -1)
+    y = torch.tensor([9000], device=device)
+    out = ops.fused_linear_cross_entropy(logits.new_ones(1, 1), logits.mT, y, outputs=("lse", "entropy", "argmax"))
+    torch.testing.assert_close(ops.cross_entropy(logits, y), functional.cross_entropy(logits, y))
+    torch.testing.assert_close(out.lse, logits.logsumexp(-1))
+    torch.testing.assert_close(out.entropy, torch.distributions.Categorical(logits=logits).entropy())
+    assert out.argmax == logits.argmax()
+
+
 def test_nan_stays_in_its_row(device):
     logits = torch.randn(3, 50, device=device)
     logits[1, 4] = float("nan")

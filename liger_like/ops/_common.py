@@ -54,7 +54,7 @@ def as_rows(x: Tensor) -> Tensor:
 def row_tile(n: int) -> dict[str, int]:
     """Tile of a kernel that walks rows of ``n`` elements: several short rows, or one long row in blocks."""
     block_n = min(triton.next_power_of_2(n), 4096)
-    block_m = max(1, 2048 // block_n)
+    block_m = min(32, max(1, 512 // block_n))
     return {"BLOCK_M": block_m, "BLOCK_N": block_n, "num_warps": max(1, block_m * block_n // 256)}
 
 

@@ -79,7 +79,7 @@ def _halves(gate: Tensor, up: Tensor | None) -> tuple[Tensor, Tensor]:
 
 def _tile(M: int, N: int) -> tuple[tuple[int, int], dict[str, int]]:
     block_n = min(triton.next_power_of_2(N), 1024)
-    block_m = min(64, max(1, 1024 // block_n))
+    block_m = min(32, max(1, 512 // block_n))
     return (triton.cdiv(M, block_m), triton.cdiv(N, block_n)), {"BLOCK_M": block_m, "BLOCK_N": block_n, "num_warps": 4}
 
 
