@@ -13,7 +13,7 @@ widths = st.integers(2, 300)
 flags = st.booleans()
 # the same examples in every run: a failure is a commit's, not a day's
 settings.register_profile(
-    "repeatable", derandomize=True, deadline=None, print_blob=True, max_examples=200 if DEVICE == "cuda" else 15
+    "repeatable", derandomize=True, deadline=None, print_blob=True, max_examples=100 if DEVICE == "cuda" else 10
 )
 settings.load_profile("repeatable")
 
@@ -21,7 +21,8 @@ settings.load_profile("repeatable")
 def check(name, shape, options):
     torch.manual_seed(0)
     spec = SPEC[name]
-    assert_accurate(spec.fn, spec.ref, lambda: spec.inputs(torch.float32, DEVICE, **shape), options)
+    # several draws: in one, a gradient may happen to cancel to rounding
+    assert_accurate(spec.fn, spec.ref, lambda: spec.inputs(torch.float32, DEVICE, **shape), options, draws=3)
 
 
 @given(

@@ -60,15 +60,22 @@ def results(model, inputs):
     return {"loss": loss.detach(), **gradients}
 
 
-def assert_exact(patched, original, inputs, k=1.1):
-    """The comparison rule for the loss and every gradient, against the unpatched model in float64."""
+def errors(patched, original, inputs):
+    """Error norms against the unpatched model in float64, relative to its norms: by name, (patched, unpatched)."""
     got, same = results(patched, inputs), results(original, inputs)
     exact = results(copy.deepcopy(original).double(), inputs)
-    assert got.keys() == same.keys() == exact.keys()
-    for name, reference in exact.items():
-        assert got[name].dtype == same[name].dtype, name
-        error, allowed = ((x[name].double() - reference.double()).norm() for x in (got, same))
-        assert error <= k * allowed + 1e-6 * reference.double().norm(), f"{name}: {error:.2e}, unpatched {allowed:.2e}"
+    assert {name: t.dtype for name, t in got.items()} == {name: t.dtype for name, t in same.items()}
+    assert got.keys() == exact.keys()
+    return {
+        name: tuple(float((x[name] - t).double().norm() / t.double().norm()) for x in (got, same))
+        for name, t in exact.items()
+    }
+
+
+def assert_exact(patched, original, inputs, k=1.1):
+    """The comparison rule for the loss and every gradient, against the unpatched model in float64."""
+    for name, (error, allowed) in errors(patched, original, inputs).items():
+        assert error <= k * allowed + 1e-6, f"{name}: {error:.2e}, unpatched {allowed:.2e}"
 
 
 def rows(report, pattern):

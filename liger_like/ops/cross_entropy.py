@@ -103,23 +103,20 @@ def _load_scores(z_ptr, offs_v, V, logit_scale):
 
 
 @triton.jit
-def _tanh(x):
-    """tanh to fp32 accuracy: 2 sigmoid(2x) - 1 cancels near 0, where its series takes over."""
-    x2 = x * x
-    series = 62.0 / 2835 - 1382.0 / 155925 * x2
-    series = x * (1.0 + x2 * (-1.0 / 3 + x2 * (2.0 / 15 + x2 * (-17.0 / 315 + x2 * series))))
-    return tl.where(x2 < 0.1, series, 2.0 * tl.sigmoid(2.0 * x) - 1.0)
-
-
-@triton.jit
 def _cap_scores(raw, inside, softcap, logit_scale):
     """The scores under the softcap, -inf where not ``inside``, and their slopes with respect to the logits."""
     z = raw
     slope = tl.full(raw.shape, logit_scale, tl.float32)
     if softcap is not None:
-        tanh = _tanh(raw / softcap)
-        z = tl.where(inside, tanh * softcap, float("-inf"))
-        slope *= 1.0 - tanh * tanh
+        # e = exp(-2|x|), tanh |x| = (1 - e) / (1 + e), its slope 4e / (1 + e)^2; near 0, where that cancels, the series
+        x = raw / softcap
+        x2 = x * x
+        e = tl.exp(-2.0 * tl.abs(x))
+        far = tl.where(x < 0.0, e - 1.0, 1.0 - e) / (1.0 + e)
+        near = -17.0 / 315 + x2 * (62.0 / 2835 - 1382.0 / 155925 * x2)
+        near = x * (1.0 + x2 * (-1.0 / 3 + x2 * (2.0 / 15 + x2 * near)))
+        z = tl.where(inside, tl.where(x2 < 0.1, near, far) * softcap, float("-inf"))
+        slope *= 4.0 * e / ((1.0 + e) * (1.0 + e))
     return z, slope
 
 
