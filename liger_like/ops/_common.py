@@ -51,11 +51,15 @@ def as_rows(x: Tensor) -> Tensor:
     return x if x.stride(1) == 1 else x.contiguous()
 
 
-def row_tile(n: int) -> dict[str, int]:
-    """Tile of a kernel that walks rows of ``n`` elements: several short rows, or one long row in blocks."""
+def row_tile(n: int, *, backward: bool) -> dict[str, int]:
+    """Tile of a kernel that walks rows of ``n`` elements: several short rows, or one long row in blocks.
+
+    A backward holds more per element, so it gets fewer elements per program and per thread: no register spills.
+    """
+    program, warp = (512, 256) if backward else (2048, 512)
     block_n = min(triton.next_power_of_2(n), 4096)
-    block_m = min(32, max(1, 512 // block_n))
-    return {"BLOCK_M": block_m, "BLOCK_N": block_n, "num_warps": max(1, block_m * block_n // 256)}
+    block_m = min(32, max(1, program // block_n))
+    return {"BLOCK_M": block_m, "BLOCK_N": block_n, "num_warps": max(1, block_m * block_n // warp)}
 
 
 @functools.cache

@@ -188,7 +188,8 @@ def _cross_entropy_kernel(
             top = new_top
         lse = top + tl.log(total)
         raw_label = _load_scores(z_ptr, label + tl.arange(0, 1), V, logit_scale)
-        logprob = tl.sum(_cap_scores(raw_label, in_range, softcap, logit_scale)[0], axis=0) - lse
+        z_label = tl.sum(_cap_scores(raw_label, in_range, softcap, logit_scale)[0], axis=0)
+        logprob = (z_label - top) - tl.log(total)  # exact where the label is the top; z_label - lse would cancel
         loss = z_loss * lse * lse - w_label * logprob
         if SMOOTHING:
             loss += smoothing / V * (w_sum * lse - smooth)

@@ -138,7 +138,7 @@ def _layer_norm_fwd(x: Tensor, weight: Tensor | None, bias: Tensor | None, eps: 
     y, mean, rstd = _fwd_outputs(x, weight, bias, eps)
     rows = as_rows(x)
     M, N = rows.shape
-    tile = row_tile(N)
+    tile = row_tile(N, backward=False)
     grid = (triton.cdiv(M, tile["BLOCK_M"]),)
     _layer_norm_fwd_kernel[grid](rows, weight, bias, y, mean, rstd, rows.stride(0), M, N, eps, **tile)
     return y, mean, rstd
@@ -163,7 +163,7 @@ def _layer_norm_bwd(
     dx, dw, db = _bwd_outputs(dy, x, weight, bias, mean, rstd, needs)
     dy_rows, rows = as_rows(dy), as_rows(x)
     M, N = rows.shape
-    tile = row_tile(N)
+    tile = row_tile(N, backward=True)
     programs = min(num_programs(x.device), triton.cdiv(M, tile["BLOCK_M"]))
     dw_partial, db_partial = (x.new_empty((programs, N), dtype=torch.float32) if n else None for n in needs[1:])
     _layer_norm_bwd_kernel[(programs,)](

@@ -161,7 +161,7 @@ def _rms_norm_fwd(
     rows = as_rows(x)
     M, N = rows.shape
     res = rows if residual is None else as_rows(residual)
-    tile = row_tile(N)
+    tile = row_tile(N, backward=False)
     _rms_norm_fwd_kernel[(triton.cdiv(M, tile["BLOCK_M"]),)](
         rows,
         None if residual is None else res,
@@ -206,7 +206,7 @@ def _rms_norm_bwd(
     dy_rows, rows = as_rows(dy), as_rows(x)
     ds_rows = dy_rows if ds is None else as_rows(ds)
     M, N = rows.shape
-    tile = row_tile(N)
+    tile = row_tile(N, backward=True)
     programs = min(num_programs(x.device), triton.cdiv(M, tile["BLOCK_M"]))
     partial = x.new_empty((programs, N), dtype=torch.float32) if needs_dw else None
     _rms_norm_bwd_kernel[(programs,)](
