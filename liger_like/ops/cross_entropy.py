@@ -260,7 +260,7 @@ def launch_cross_entropy(
     ``stats``.
     """
     M, V = z.shape
-    block_v = min(triton.next_power_of_2(V), 8192)
+    block_v = min(triton.next_power_of_2(V), 4096)
     weight_sum = None
     if weight is not None and options.label_smoothing:
         weight_sum = weight.sum(dtype=torch.float32)
