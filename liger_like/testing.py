@@ -359,7 +359,7 @@ SPECS = (
         _LOSS_OPTIONS,
         (
             *_product(_ROWS, ({"V": 53}, {"V": 128, "weighted": True, "int32": True})),
-            *({"lead": (3,), "V": v} for v in (8191, 8192, 8193, 20011)),
+            *({"lead": (3,), "V": v} for v in (4095, 4096, 4097, 9001)),
         ),
         ({"lead": (8192,), "V": 32000}, {"lead": (8192,), "V": 128256}, {"lead": (4096,), "V": 256000}),
         _loss_cost,
@@ -381,7 +381,7 @@ SPECS = (
             *_product(_ROWS, ({"H": 32, "V": 101},)),
             {"lead": (4, 9), "H": 24, "V": 128, "bias": True, "weighted": True},
             {"lead": (41,), "H": 24, "V": 97, "bias": True, "rank": 4},
-            {"lead": (5,), "H": 16, "V": 8193},
+            {"lead": (5,), "H": 16, "V": 4097},
         ),
         tuple(
             {"lead": (t,), "H": h, "V": v}
