@@ -173,7 +173,7 @@ def main(
     config: Annotated[Path | None, typer.Option(help="folder with a config.json, instead of --size")] = None,
     tokenizer: Annotated[Path | None, typer.Option(help="folder of a tokenizer; bytes without one")] = None,
     text: Annotated[Path | None, typer.Option(exists=True, dir_okay=False, help="Python's sources without")] = None,
-    steps: Annotated[int, typer.Option(min=WARM_UP + 1)] = 20,
+    steps: Annotated[int, typer.Option(min=WARM_UP + 1)] = 40 if GPU else 20,
     batch: Annotated[int, typer.Option(min=1)] = 4 if GPU else 2,
     seq: Annotated[int, typer.Option(min=2)] = 1024 if GPU else 32,
     dtype: Annotated[Literal["fp32", "bf16"], typer.Option()] = "bf16" if GPU else "fp32",

@@ -21,7 +21,12 @@ from rich.table import Table
 
 ROOT = Path(__file__).parents[1]
 OPS = "liger_like/ops"
-FILES = ("test/test_losses.py", "test/test_ops.py", "test/test_gpu.py")  # the quickest first
+FILES = (
+    "test/test_losses.py",
+    "test/test_norms_and_rope.py",
+    "test/test_ops.py",
+    "test/test_gpu.py",
+)  # the quickest first
 
 
 class Mutant(NamedTuple):
@@ -37,8 +42,8 @@ class Mutant(NamedTuple):
 # file -> pytest's -k for the tests that its bugs must fail
 TESTS = {
     "_common.py": "test_ops",
-    "rms_norm.py": "rms_norm",
-    "layer_norm.py": "layer_norm",
+    "rms_norm.py": "rms_norm or norms",
+    "layer_norm.py": "layer_norm or norms",
     "rope.py": "rope",
     "glu.py": "glu",
     "cross_entropy.py": "cross_entropy or test_losses",
@@ -112,7 +117,12 @@ MUTANTS = [
         "if in_range == 0:",
         "the ignore mask is dropped",
     ),
-    Mutant("cross_entropy.py", "slope *= 1.0 - tanh * tanh", "slope *= 1.0", "softcap's derivative is dropped"),
+    Mutant(
+        "cross_entropy.py",
+        "slope *= 4.0 * e / ((1.0 + e) * (1.0 + e))",
+        "slope *= 1.0",
+        "softcap's derivative is dropped",
+    ),
     Mutant("cross_entropy.py", "dloss * 2.0 * z_loss * lse", "dloss * z_loss * lse", "derivative of lse^2 lacks its 2"),
     Mutant(
         "cross_entropy.py",
