@@ -141,6 +141,14 @@ def test_nan_stays_in_its_row(device):
     assert logits.grad.isnan().any(-1).tolist() == [False, True, False]
 
 
+def test_upstream_nan_stays_in_its_row(device):
+    x, w = torch.randn(3, 16, device=device, requires_grad=True), torch.randn(30, 16, device=device)
+    y = torch.tensor([1, 2, 3], device=device)
+    upstream = torch.tensor([1.0, float("nan"), float("inf")], device=device)
+    ops.fused_linear_cross_entropy(x, w, y, reduction="none").backward(upstream)
+    assert x.grad.isfinite().all(-1).tolist() == [True, False, False]
+
+
 def test_half_precision_gradients_do_not_underflow(device):
     """Upstream gradients of 1e-7, below fp16's smallest number, as of a mean over ten million tokens."""
     x = torch.randn(40, 16, device=device).half().requires_grad_()

@@ -51,6 +51,11 @@ def as_rows(x: Tensor) -> Tensor:
     return x if x.stride(1) == 1 else x.contiguous()
 
 
+def packed(vector: Tensor | None) -> Tensor | None:
+    """``vector`` with stride 1, as kernels read vectors; copies only where it has another."""
+    return None if vector is None else vector.contiguous()
+
+
 def row_tile(n: int, *, backward: bool) -> dict[str, int]:
     """Tile of a kernel that walks rows of ``n`` elements: several short rows, or one long row in blocks.
 

@@ -19,7 +19,7 @@ import triton.language as tl
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
-from liger_like.ops._common import as_rows, op, require, require_choice, use_kernel
+from liger_like.ops._common import as_rows, op, packed, require, require_choice, use_kernel
 
 REDUCTIONS = ("mean", "sum", "none")
 OPTIONS_SCHEMA = "int ignore_index, float label_smoothing, float z_loss, float? softcap, float logit_scale"
@@ -267,8 +267,8 @@ def launch_cross_entropy(
     _cross_entropy_kernel[(M,)](
         z,
         dz,
-        target,
-        weight,
+        packed(target),
+        packed(weight),
         weight_sum,
         *rows,
         *upstream,
@@ -322,7 +322,7 @@ def _cross_entropy_bwd(
 ) -> Tensor:
     dlogits = _bwd_output(dloss, logits)
     z = as_rows(logits)
-    upstream = (dloss.reshape(-1).contiguous(), None, None)
+    upstream = (packed(dloss.reshape(-1)), None, None)
     rows = (None, None, lse, None, None)
     options = Options(*scalars)
     launch_cross_entropy(z, dlogits.view(z.shape), target.reshape(-1), weight, rows, upstream, options, stats=False)

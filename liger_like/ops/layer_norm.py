@@ -19,6 +19,7 @@ from liger_like.ops._common import (
     load_vector,
     num_programs,
     op,
+    packed,
     require,
     require_eps,
     row_tile,
@@ -140,7 +141,7 @@ def _layer_norm_fwd(x: Tensor, weight: Tensor | None, bias: Tensor | None, eps: 
     M, N = rows.shape
     tile = row_tile(N, backward=False)
     grid = (triton.cdiv(M, tile["BLOCK_M"]),)
-    _layer_norm_fwd_kernel[grid](rows, weight, bias, y, mean, rstd, rows.stride(0), M, N, eps, **tile)
+    _layer_norm_fwd_kernel[grid](rows, packed(weight), packed(bias), y, mean, rstd, rows.stride(0), M, N, eps, **tile)
     return y, mean, rstd
 
 
@@ -169,7 +170,7 @@ def _layer_norm_bwd(
     _layer_norm_bwd_kernel[(programs,)](
         dy_rows,
         rows,
-        weight,
+        packed(weight),
         mean,
         rstd,
         dx if needs[0] else None,

@@ -15,7 +15,7 @@ from torch import Tensor
 from torch.autograd.function import once_differentiable
 from torch.nn.functional import linear
 
-from liger_like.ops._common import op, require, use_kernel
+from liger_like.ops._common import op, packed, require, use_kernel
 from liger_like.ops.cross_entropy import (
     OPTIONS_SCHEMA,
     Options,
@@ -169,7 +169,7 @@ def _linear_cross_entropy(
     upstream.
     """
     raise_bad_label(x.device)
-    upstream = [None if g is None else g.contiguous() for g in (dloss, dlogprob, dentropy)]
+    upstream = [packed(g) for g in (dloss, dlogprob, dentropy)]
     T, V = x.shape[0], weight.shape[0]
     outs = _outputs(
         x, weight, target, bias, u, b, class_weight, *upstream, needs, entropy, argmax, chunk_rows, accum_dtype
@@ -263,9 +263,9 @@ class _FusedLinearCrossEntropy(torch.autograd.Function):
         if ctx.grads_now:
             factor, grads = dloss, ctx.saved_tensors
         else:
-            # unit-sized upstream gradients keep the fp16 logits gradient from underflowing
+            # unit-sized upstream gradients: the fp16 logits gradient does not underflow, and a NaN stays in its row
             floor = given[0].new_full((1,), torch.finfo(torch.float32).tiny)
-            factor = torch.cat([*given, floor]).abs().amax()
+            factor = torch.cat([*given, floor]).nan_to_num(0.0, 0.0, 0.0).abs().amax()
             dloss = floor.expand(len(given[0])) * 0 if dloss is None else dloss
             upstream = [None if g is None else g / factor for g in (dloss, dlogprob, dentropy)]
             wants = dentropy is not None, False
