@@ -8,7 +8,7 @@ import triton
 from test_ops import differentiable, each_case, each_op, small
 
 from liger_like import ops
-from liger_like.testing import SPECS
+from liger_like.testing import SPECS, assert_accurate
 
 pytestmark = pytest.mark.gpu
 
@@ -149,6 +149,15 @@ def test_more_than_2_31_elements(name):
     exact = not name.startswith("fused")  # a GEMM may sum in another order for another number of rows
     for got, want in zip((*outputs, *grads), (*tail_outputs, *tail_grads), strict=True):
         torch.testing.assert_close(last(got), want, rtol=0 if exact else 1e-2, atol=0 if exact else 1e-2)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("V", [128257, 262144])
+def test_large_vocabularies(V, dtype):
+    for spec in (s for s in SPECS if "entropy" in s.name):
+        width = {"H": 64} if "linear" in spec.name else {}
+        make = lambda: spec.inputs(dtype, "cuda", lead=(600,), V=V, **width)  # noqa: B023, E731
+        assert_accurate(spec.fn, spec.ref, make, {"label_smoothing": 0.1, "z_loss": 1e-4})
 
 
 def test_fused_loss_never_holds_the_logits():
