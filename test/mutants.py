@@ -141,10 +141,12 @@ MUTANTS = [
     ),
     Mutant(
         "cross_entropy.py",
-        "upstream = (dloss.reshape(-1).contiguous(), None, None)",
+        "upstream = (packed(dloss.reshape(-1)), None, None)",
         "upstream = (dloss.reshape(-1), None, None)",
         "an expanded upstream gradient is read as dense",
     ),
+    Mutant("_common.py", "None else vector.contiguous()", "None else vector", "a strided weight is read as dense"),
+    Mutant("linear_cross_entropy.py", "dloss / _unit(", "dloss * _unit(", "the unit of the gradients is applied twice"),
     Mutant(
         "linear_cross_entropy.py", "again = x[chunk], start > 0", "again = x[chunk], False", "dw of the last chunk only"
     ),
@@ -168,8 +170,8 @@ MUTANTS = [
     ),
     Mutant(
         "linear_cross_entropy.py",
-        "factor, grads = dloss, ctx",
-        "factor, grads = dloss.abs(), ctx",
+        "factor, grads = dloss / _unit",
+        "factor, grads = dloss.abs() / _unit",
         "sign of dloss is lost",
     ),
     Mutant(

@@ -138,7 +138,7 @@ def _load(ptr, row, default):
 def _cross_entropy_kernel(
     z_ptr, dz_ptr, target_ptr, w_ptr, w_sum_ptr, loss_ptr, logprob_ptr, lse_ptr, entropy_ptr, argmax_ptr,
     dloss_ptr, dlogprob_ptr, dentropy_ptr, bad_label_ptr, stride_zm, stride_dzm, V,
-    ignore_index, smoothing, z_loss, softcap, logit_scale,
+    ignore_index, smoothing, z_loss, softcap, logit_scale, unit,
     STATS: tl.constexpr, SMOOTHING: tl.constexpr, BLOCK_V: tl.constexpr,
 ):  # fmt: skip
     row = tl.program_id(0).to(tl.int64)
@@ -205,7 +205,7 @@ def _cross_entropy_kernel(
         lse = tl.load(lse_ptr + row)
 
     if dz_ptr is not None:
-        dloss = _load(dloss_ptr, row, 1.0)
+        dloss = _load(dloss_ptr, row, unit)
         dlogprob = _load(dlogprob_ptr, row, 0.0)
         hot = dloss * w_label - dlogprob
         spread = dloss * smoothing / V
@@ -252,12 +252,13 @@ def launch_cross_entropy(
     options: Options,
     *,
     stats: bool,
+    unit: float = 1.0,
 ) -> None:
     """Run the kernel over ``z`` [M, V]: fill ``rows`` if ``stats`` (else read its lse), and ``dz``, which may be ``z``,
     if given.
 
-    ``upstream`` holds the gradients [M] of loss (None: 1), logprob and entropy (None: 0); the last one needs
-    ``stats``.
+    ``upstream`` holds the gradients [M] of loss (None: ``unit`` for all), logprob and entropy (None: 0); the last
+    one needs ``stats``.
     """
     M, V = z.shape
     block_v = min(triton.next_power_of_2(V), 4096)
@@ -281,6 +282,7 @@ def launch_cross_entropy(
         options.z_loss,
         options.softcap,
         options.logit_scale,
+        unit,
         STATS=stats,
         SMOOTHING=options.label_smoothing != 0,
         BLOCK_V=block_v,

@@ -165,8 +165,9 @@ def _linear_cross_entropy(
     accum_dtype: torch.dtype,
     *scalars: Any,
 ) -> tuple[Tensor, ...]:
-    """Per-token results of logits = x weight^T + bias + u b^T, and the gradients that ``needs`` names for the given
-    upstream.
+    """Per-token results of logits = x weight^T + bias + u b^T, and the gradients that ``needs`` names.
+
+    They are for the upstream gradients given, and without ``dloss`` for ``_unit`` in its place.
     """
     raise_bad_label(x.device)
     upstream = [packed(g) for g in (dloss, dlogprob, dentropy)]
@@ -179,6 +180,8 @@ def _linear_cross_entropy(
     needs_dx, needs_dw, needs_dbias, needs_du, needs_db = needs
     for grad in (dw, dbias, db) if T == 0 or needs_dbias else ():
         grad.zero_()
+    options = Options(*scalars)
+    unit = _unit(options)
     step = chunk_rows or _chunk_rows(T, V * x.element_size())
     logits = x.new_empty((min(step, T), V))
     for start in range(0, T, step):
@@ -191,7 +194,7 @@ def _linear_cross_entropy(
         rows_c = [None if t is None else t[chunk] for t in rows]
         upstream_c = [None if t is None else t[chunk] for t in upstream]
         dz = z if any(needs) else None
-        launch_cross_entropy(z, dz, target[chunk], class_weight, rows_c, upstream_c, Options(*scalars), stats=True)
+        launch_cross_entropy(z, dz, target[chunk], class_weight, rows_c, upstream_c, options, stats=True, unit=unit)
         if needs_dx:
             _addmm(dx[chunk], z, weight, False)
         if needs_du:
@@ -203,6 +206,16 @@ def _linear_cross_entropy(
         if needs_dbias:
             dbias += z.sum(0, dtype=torch.float32)
     return outs
+
+
+def _unit(options: Options) -> float:
+    """The upstream gradient under which the logits' gradient is p - 1 at the label: 1 has no rounding error in any
+    dtype.
+
+    Under 1 it would be about -(1 - label_smoothing) * logit_scale, and the same error in every row would not average
+    out.
+    """
+    return 1 / (abs((1 - options.label_smoothing) * options.logit_scale) or 1)
 
 
 def _chunk_rows(T: int, row_bytes: int) -> int:
@@ -261,7 +274,7 @@ class _FusedLinearCrossEntropy(torch.autograd.Function):
         if not given:
             return (None,) * (10 + len(ctx.options))
         if ctx.grads_now:
-            factor, grads = dloss, ctx.saved_tensors
+            factor, grads = dloss / _unit(Options(*ctx.options[2:])), ctx.saved_tensors
         else:
             # unit-sized upstream gradients: the fp16 logits gradient does not underflow, and a NaN stays in its row
             floor = given[0].new_full((1,), torch.finfo(torch.float32).tiny)
