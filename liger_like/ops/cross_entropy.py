@@ -254,8 +254,7 @@ def launch_cross_entropy(
     stats: bool,
     unit: float = 1.0,
 ) -> None:
-    """Run the kernel over ``z`` [M, V]: fill ``rows`` if ``stats`` (else read its lse), and ``dz``, which may be ``z``,
-    if given.
+    """Run the kernel over ``z`` [M, V]: fill ``rows`` (or, not ``stats``, read its lse), and ``dz``, maybe ``z``.
 
     ``upstream`` holds the gradients [M] of loss (None: ``unit`` for all), logprob and entropy (None: 0); the last
     one needs ``stats``.

@@ -209,11 +209,9 @@ def _linear_cross_entropy(
 
 
 def _unit(options: Options) -> float:
-    """The upstream gradient under which the logits' gradient is p - 1 at the label: 1 has no rounding error in any
-    dtype.
+    """The upstream gradient under which the logits' gradient is p - 1 at the label, near a number that every dtype has.
 
-    Under 1 it would be about -(1 - label_smoothing) * logit_scale, and the same error in every row would not average
-    out.
+    Under 1 it would be near -(1 - label_smoothing) * logit_scale, rounded the same way in every row.
     """
     return 1 / (abs((1 - options.label_smoothing) * options.logit_scale) or 1)
 

@@ -1,5 +1,4 @@
-"""Rotary position embedding: (y1, y2) = (x1 cos - x2 sin, x2 cos + x1 sin) for each pair of features   (Su et al.,
-arXiv:2104.09864)
+"""RoPE: (y1, y2) = (x1 cos - x2 sin, x2 cos + x1 sin) for each pair of features   (Su et al., arXiv:2104.09864)
 
 q [B, H, S, D] and k [B, Hk, S, D] are rotated in one launch, a program per token, cos and sin [B or 1, S, C] read
 once per token. Features beyond the rotary width R are copied. Which features pair up is the ``layout``; the rotation
