@@ -29,7 +29,7 @@ def _repeatable():
 
 
 @pytest.fixture
-def poisoned(monkeypatch):
+def poisoned():
     """Memory that torch hands out unfilled holds NaN (integers: their maximum), so that a read of it shows."""
     torch.use_deterministic_algorithms(True, warn_only=True)
     assert torch.utils.deterministic.fill_uninitialized_memory

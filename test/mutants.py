@@ -76,7 +76,7 @@ MUTANTS = [
     Mutant("rms_norm.py", "(dy - xhat * mean_dot) * rstd", "(dy + xhat * mean_dot) * rstd", "swapped sign in dx"),
     Mutant("rms_norm.py", "mean_dot = (dot / N)[:, None]", "mean_dot = dot[:, None]", "1/N is missing in dx"),
     Mutant("rms_norm.py", "dw_one_block += dw", "dw_one_block = dw", "dw keeps the last rows only"),
-    Mutant("rms_norm.py", "& (start >= step)", "& (start > step)", "dw of wide rows starts one round late"),
+    Mutant("rms_norm.py", "start >= step", "start > step", "dw of wide rows starts one round late"),
     Mutant("rms_norm.py", "dx += load_tile(ds_ptr", "dx -= load_tile(ds_ptr", "the residual's gradient is subtracted"),
     Mutant(
         "layer_norm.py",

@@ -98,7 +98,6 @@ def test_lengths_do_not_recompile(spec):
 
 
 def test_torch_compile_over_lengths():
-    compiled = torch.compile(ops.rms_norm, fullgraph=True)
     torch._dynamo.reset()
     counter = torch._dynamo.testing.CompileCounterWithBackend("inductor")
     compiled = torch.compile(

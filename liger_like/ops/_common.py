@@ -94,6 +94,12 @@ def load_vector(ptr, offs_n, N):
 
 
 @triton.jit
+def accumulate(ptr, offs, mask, again, value):
+    """Add ``value`` to the program's own memory, or store it there if this is not ``again``."""
+    tl.store(ptr + offs, value + tl.load(ptr + offs, mask=mask & again, other=0.0), mask=mask)
+
+
+@triton.jit
 def round_to(x, dtype: tl.constexpr):
     """``x`` as it would be after a round trip through ``dtype``."""
     return x.to(dtype).to(tl.float32)

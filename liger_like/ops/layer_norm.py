@@ -14,6 +14,7 @@ from torch import Tensor
 from torch.autograd.function import once_differentiable
 
 from liger_like.ops._common import (
+    accumulate,
     as_rows,
     load_tile,
     load_vector,
@@ -69,11 +70,6 @@ def _layer_norm_fwd_kernel(
         store_tile(y_ptr, N, offs_m, offs_n, M, N, y)
 
 
-@triton.jit
-def _accumulate(ptr, offs, mask, again, value):
-    tl.store(ptr + offs, value + tl.load(ptr + offs, mask=mask & again, other=0.0), mask=mask)
-
-
 @triton.jit(do_not_specialize=["M"])
 def _layer_norm_bwd_kernel(
     dy_ptr, x_ptr, w_ptr, mean_ptr, rstd_ptr, dx_ptr, dw_ptr, db_ptr, stride_dym, stride_xm, M, N,
@@ -110,9 +106,9 @@ def _layer_norm_bwd_kernel(
                 db_one_block += tl.sum(dy, axis=0)
             else:
                 if dw_ptr is not None:
-                    _accumulate(dw_ptr, offs_p, mask_n, start >= step, tl.sum(dy * xhat, axis=0))
+                    accumulate(dw_ptr, offs_p, mask_n, start >= step, tl.sum(dy * xhat, axis=0))
                 if db_ptr is not None:
-                    _accumulate(db_ptr, offs_p, mask_n, start >= step, tl.sum(dy, axis=0))
+                    accumulate(db_ptr, offs_p, mask_n, start >= step, tl.sum(dy, axis=0))
             if dx_ptr is not None:
                 if w_ptr is not None:
                     dy *= load_vector(w_ptr, offs_n, N)[None, :]

@@ -15,6 +15,7 @@ from torch import Tensor
 from torch.autograd.function import once_differentiable
 
 from liger_like.ops._common import (
+    accumulate,
     as_rows,
     load_tile,
     load_vector,
@@ -126,8 +127,7 @@ def _rms_norm_bwd_kernel(
                     dw_one_block += dw
                 else:
                     offs_dw = pid.to(tl.int64) * N + offs_n
-                    dw += tl.load(dw_ptr + offs_dw, mask=(offs_n < N) & (start >= step), other=0.0)
-                    tl.store(dw_ptr + offs_dw, dw, mask=offs_n < N)
+                    accumulate(dw_ptr, offs_dw, offs_n < N, start >= step, dw)
             if dx_ptr is not None:
                 if w_ptr is not None:
                     dy *= (load_vector(w_ptr, offs_n, N) + offset)[None, :]
