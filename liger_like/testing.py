@@ -375,6 +375,7 @@ SPECS = (
             {},
             *({"chunk_rows": 16, **options} for options in _LOSS_OPTIONS),
             {"chunk_rows": 8, "outputs": OUTPUTS, "label_smoothing": 0.1, "softcap": 8.0},
+            {"chunk_rows": 16, "recompute": True, "label_smoothing": 0.1, "z_loss": 1e-3},
             {"chunk_rows": 16, "outputs": ("lse", "correct")},
         ),
         (

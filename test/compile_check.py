@@ -28,10 +28,11 @@ from rich.progress import track
 from rich.table import Table
 from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource, make_backend
+from triton.experimental.gluon._runtime import GluonASTSource
 from triton.runtime.jit import JITFunction, create_function_from_signature
 
 from liger_like import testing
-from liger_like.ops import _common
+from liger_like.ops import _accumulate, _common
 
 # GPU -> what Triton compiles for, and the KiB of shared memory (LDS) that one program can have there
 TARGETS = {
@@ -48,6 +49,11 @@ TARGETS = {
 DTYPES = (torch.float32, torch.float16, torch.bfloat16)
 WIDTHS = [2**k for k in range(1, 15)]  # wider rows are walked in blocks
 HEAD_WIDTHS = [2**k for k in range(1, 10)]
+# kernels that not every GPU gets
+ONLY = {
+    _accumulate._add_products_kernel: ("sm_90", "sm_100"),
+    _accumulate.hopper._add_products_hopper_kernel: ("sm_90",),
+}
 
 
 class Launch(NamedTuple):
@@ -63,7 +69,8 @@ class Launch(NamedTuple):
         bind = create_function_from_signature(self.kernel.signature, self.kernel.params, backend)
         bound, specialization, options = bind(*self.args, **self.options, debug=False)
         options, *source = self.kernel._pack_args(backend, options, bound, specialization, options)
-        return ASTSource(self.kernel, *source), options.__dict__
+        kind = GluonASTSource if self.kernel.is_gluon() else ASTSource
+        return kind(self.kernel, *source), options.__dict__
 
 
 class Cost(NamedTuple):
@@ -135,6 +142,14 @@ def record() -> list[Launch]:
             testing.run(spec.fn, spec.inputs(dtype, "cpu", **shape), options)
             if not made:
                 sys.exit(f"{spec.name} launched no kernel for {dtype}, {shape}, {options}")
+        # products that on a CPU are torch's; M and N with and without 16 as a divisor
+        flags, factors = (False, True), (None, torch.ones(1))
+        for architecture, again, factor, M, N in itertools.product((9, 10), flags, factors, (128, 136), (64, 72)):
+            a, b = (torch.empty(32, columns, dtype=torch.bfloat16) for columns in (M, N))
+            total = torch.empty(M, N, dtype=torch.float16)
+            with patch.object(_accumulate, "_architecture", lambda device, it=architecture: it):
+                exponents = _accumulate.exponents_like(total)
+                _accumulate.add_products(total, exponents, a, b, again=again, factor=factor)
     return list(launches.values())
 
 
@@ -163,14 +178,16 @@ def plan() -> list[tuple[int, str]]:
 
     The variants of a tile (dtypes, options, alignments) are spread over the GPUs: all for all would take an hour.
     """
-    tiles = defaultdict(list)
+    jobs, tiles = [], defaultdict(list)
     for index, launch in enumerate(LAUNCHES):
         tile = {key: value for key, value in launch.options.items() if key.startswith(("BLOCK", "num_"))}
-        tiles[launch.kernel, str(tile)].append(index)
-    gpus = list(TARGETS)
-    return [
-        (variants[i * len(variants) // len(gpus)], gpu) for variants in tiles.values() for i, gpu in enumerate(gpus)
-    ]
+        if launch.kernel in ONLY:
+            jobs += [(index, gpu) for gpu in ONLY[launch.kernel]]
+        else:
+            tiles[launch.kernel, str(tile)].append(index)
+    for variants in tiles.values():
+        jobs += [(variants[i * len(variants) // len(TARGETS)], gpu) for i, gpu in enumerate(TARGETS)]
+    return jobs
 
 
 def main() -> None:

@@ -22,6 +22,7 @@ from rich.table import Table
 ROOT = Path(__file__).parents[1]
 OPS = "liger_like/ops"
 FILES = (
+    "test/test_chunked_loss.py",
     "test/test_losses.py",
     "test/test_norms_and_rope.py",
     "test/test_ops.py",
@@ -46,8 +47,11 @@ TESTS = {
     "layer_norm.py": "layer_norm or norms",
     "rope.py": "rope",
     "glu.py": "glu",
+    "_loss.py": "cross_entropy or test_losses",
     "cross_entropy.py": "cross_entropy or test_losses",
-    "linear_cross_entropy.py": "linear_cross_entropy or test_losses",
+    "linear_cross_entropy.py": "linear_cross_entropy or test_losses or test_chunked_loss",
+    "_chunked_loss.py": "test_losses or test_chunked_loss",
+    "_accumulate.py": "test_chunked_loss",
 }
 MUTANTS = [
     Mutant(
@@ -107,14 +111,14 @@ MUTANTS = [
     Mutant("glu.py", "2 * N if packed else N", "N", "packed gradient written with the wrong stride"),
     Mutant(
         "cross_entropy.py",
-        "tl.where(offs_v == label, dz - hot, dz)",
-        "tl.where(offs_v == label + 1, dz - hot, dz)",
+        "tl.where(v_start + offs_v == label, dz - hot, dz)",
+        "tl.where(v_start + offs_v == label + 1, dz - hot, dz)",
         "label off by one",
     ),
     Mutant(
         "cross_entropy.py",
-        "if (label == ignore_index) | (in_range == 0):",
-        "if in_range == 0:",
+        "return row, label, (label != ignore_index) & (label >= 0)",
+        "return row, label, (label >= 0)",
         "the ignore mask is dropped",
     ),
     Mutant(
@@ -130,9 +134,7 @@ MUTANTS = [
         "total = total + tl.sum(e, axis=0)",
         "online softmax not rescaled",
     ),
-    Mutant(
-        "cross_entropy.py", "num_items.where(num_items != 0, 1)", "num_items", "a batch with nothing to count gives NaN"
-    ),
+    Mutant("_loss.py", "num_items.where(num_items != 0, 1)", "num_items", "a batch with nothing to count gives NaN"),
     Mutant(
         "cross_entropy.py",
         'return tl.where(offs_v < V, raw, float("-inf"))',
@@ -146,44 +148,131 @@ MUTANTS = [
         "an expanded upstream gradient is read as dense",
     ),
     Mutant("_common.py", "None else vector.contiguous()", "None else vector", "a strided weight is read as dense"),
-    Mutant("linear_cross_entropy.py", "dloss / _unit(", "dloss * _unit(", "the unit of the gradients is applied twice"),
     Mutant(
-        "linear_cross_entropy.py", "again = x[chunk], start > 0", "again = x[chunk], False", "dw of the last chunk only"
+        "cross_entropy.py",
+        "if ctx.inplace_backward and logits.is_contiguous()",
+        "if logits.is_contiguous()",
+        "the logits are overwritten unasked",
+    ),
+    Mutant(
+        "cross_entropy.py",
+        "logits.is_contiguous() and is_last_backward():",
+        "logits.is_contiguous():",
+        "the logits are overwritten though the graph is kept",
+    ),
+    Mutant(
+        "cross_entropy.py",
+        "torch.autograd.graph.increment_version(logits)",
+        "pass",
+        "who needs the overwritten logits is not told",
+    ),
+    Mutant("linear_cross_entropy.py", "dloss / unit(", "dloss * unit(", "the unit of the gradients is applied twice"),
+    Mutant(
+        "linear_cross_entropy.py", "factor = (dloss / unit", "factor = (dloss.abs() / unit", "sign of dloss is lost"
     ),
     Mutant(
         "linear_cross_entropy.py",
-        "again = x[chunk], start > 0",
-        "again = x[chunk], True",
+        "fits = last_use and dw_sum",
+        "fits = dw_sum",
+        "dw is scaled in place though the graph is kept",
+    ),
+    Mutant(
+        "linear_cross_entropy.py",
+        "scale_rows(dx_sum[:, :H], order,",
+        "scale_rows(dx_sum[:, :H], None,",
+        "dx in the order of the products",
+    ),
+    Mutant(
+        "linear_cross_entropy.py",
+        "scale_rows(dw_sum, None, factor, grad, True)",
+        "scale_rows(dw_sum, None, factor, grad, False)",
+        "weight.grad is replaced, not added to",
+    ),
+    Mutant(
+        "_chunked_loss.py",
+        "elif needs_dw:\n            _addmm(dw, z.t(), x_c, again)",
+        "elif needs_dw:\n            _addmm(dw, z.t(), x_c, False)",
+        "dw of the last chunk only",
+    ),
+    Mutant(
+        "_chunked_loss.py",
+        "elif needs_dw:\n            _addmm(dw, z.t(), x_c, again)",
+        "elif needs_dw:\n            _addmm(dw, z.t(), x_c, True)",
         "dw adds to memory never filled",
     ),
     Mutant(
-        "linear_cross_entropy.py",
-        "accum_dtype or torch.float32",
-        "accum_dtype or x.dtype",
-        "dw accumulated in half precision",
+        "_chunked_loss.py", "accum_dtype or torch.float32", "accum_dtype or x.dtype", "dw accumulated in half precision"
     ),
     Mutant(
-        "linear_cross_entropy.py",
+        "_chunked_loss.py",
         "dbias += z.sum(0, dtype=torch.float32)",
         "dbias.copy_(z.sum(0))",
         "dbias of the last chunk only",
     ),
     Mutant(
-        "linear_cross_entropy.py",
-        "factor, grads = dloss / _unit",
-        "factor, grads = dloss.abs() / _unit",
-        "sign of dloss is lost",
+        "_chunked_loss.py",
+        "u_c = None if u is None else u[index]",
+        "u_c = None if u is None else u[: end - start]",
+        "the first chunk's low-rank term for every chunk",
+    ),
+    Mutant("_chunked_loss.py", "n = count()", "n = count() - 1", "the last token is left out"),
+    Mutant(
+        "_chunked_loss.py",
+        "index = order[: int(kept[0])]",
+        "index = order[1 : int(kept[0])]",
+        "the backward leaves out a token",
+    ),
+    Mutant("_chunked_loss.py", "many=step < T", "many=False", "ignored tokens take part in the products"),
+    Mutant(
+        "_chunked_loss.py", "factor, dx.zero_(), False", "factor, dx, False", "ignored tokens keep a gradient of others"
+    ),
+    Mutant("_chunked_loss.py", "start += size", "start += size - 1", "slices overlap by a word"),
+    Mutant("_chunked_loss.py", "free = dw[end:]", "free = dw[end - 1 :]", "a slice's logits lie on its last row of dw"),
+    Mutant(
+        "_chunked_loss.py", "_addmm(dx[:n], z, w, again)", "_addmm(dx[:n], z, w, False)", "dx of the last slice only"
+    ),
+    Mutant("_chunked_loss.py", "v_start=start", "v_start=0", "labels of the first slice for every slice"),
+    Mutant(
+        "_chunked_loss.py",
+        "scale_rows(product, None, factor,",
+        "scale_rows(product, None, torch.ones_like(factor),",
+        "the factor of fp16 is forgotten in dw",
+    ),
+    Mutant("_accumulate.py", "unit = (exponent << 23)", "unit = (exponent + 1 << 23)", "earlier rounds count twice"),
+    Mutant(
+        "_accumulate.py",
+        "acc += sum_desc.load([row, col]).to(tl.float32) * unit[:, None]",
+        "acc += 0.0 * unit[:, None]",
+        "earlier rounds are forgotten",
+    ),
+    Mutant("_accumulate.py", "tl.maximum(top - 14, 16)", "tl.maximum(top - 16, 16)", "the largest element overflows"),
+    Mutant("_accumulate.py", "tl.max(tl.abs(acc), axis=1)", "tl.max(acc, axis=1)", "large negative elements overflow"),
+    Mutant("_accumulate.py", "tl.cdiv(K, BLOCK_K)", "K // BLOCK_K", "the last tokens are left out"),
+    Mutant(
+        "_accumulate.py",
+        "(acc * tl.load(factor_ptr))",
+        "acc",
+        "the last product is not scaled",
     ),
     Mutant(
-        "linear_cross_entropy.py",
-        "z.addmm_(u[chunk], b.t())",
-        "z.addmm_(u[: len(z)], b.t())",
-        "the first chunk's low-rank term for every chunk",
+        "_accumulate.py",
+        "TensorDescriptor(out, [M, N]",
+        "TensorDescriptor(total, [M, N]",
+        "the last product goes to the total",
+    ),
+    Mutant(
+        "_accumulate.py", "row = tl.load(order_ptr + pid).to(tl.int64)", "row = pid", "the order of the rows is ignored"
+    ),
+    Mutant(
+        "_accumulate.py",
+        "value += tl.load(out_ptrs",
+        "value = tl.load(out_ptrs",
+        "a sum is replaced by one of its terms",
     ),
     Mutant(
         "cross_entropy.py",
-        "row = tl.program_id(0).to(tl.int64)",
-        "row = tl.program_id(0)",
+        "z_ptr += tl.program_id(0).to(tl.int64) * stride_zm\n    ENTROPY",
+        "z_ptr += tl.program_id(0) * stride_zm\n    ENTROPY",
         "int32 offsets of rows",
         gpu_only=True,
     ),

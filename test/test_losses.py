@@ -5,7 +5,7 @@ import torch
 from torch.nn import functional
 
 from liger_like import ops
-from liger_like.ops.cross_entropy import Options, row_losses_ref
+from liger_like.ops._loss import Options, row_losses_ref
 from liger_like.testing import SPECS, assert_accurate
 
 LINEAR = next(s for s in SPECS if s.name == "fused_linear_cross_entropy")
@@ -203,6 +203,8 @@ def test_label_out_of_range_on_the_cpu():
         for call in (
             lambda: ops.cross_entropy(logits, y),  # noqa: B023
             lambda: ops.fused_linear_cross_entropy(logits, torch.randn(20, 20), y),  # noqa: B023
+            lambda: ops.fused_linear_cross_entropy(logits, torch.randn(20, 20), y, recompute=True),  # noqa: B023
+            lambda: ops.fused_linear_cross_entropy(logits, torch.randn(20, 20), y, chunk_rows=2),  # noqa: B023
             lambda: row_losses_ref(logits, y, None, Options(-100, 0.0, 0.0, None, 1.0)),  # noqa: B023
         ):
             with pytest.raises(ValueError, match=f"label {label}"):
@@ -210,8 +212,62 @@ def test_label_out_of_range_on_the_cpu():
     ops.cross_entropy(logits, torch.tensor([0, 19, 2, -100]))
 
 
+def test_inplace_backward(device):
+    leaf = torch.randn(6, 5, 40, device=device, requires_grad=True)
+    y = torch.randint(0, 40, (6, 5), device=device)
+    y[0, :3] = -100
+    upstream = torch.rand(6, 5, device=device)
+    seen = []
+
+    def gradient(inplace, view, keep=False):
+        z = view(leaf * 1.0)
+        z.register_hook(lambda grad: seen.append(grad.data_ptr() == z.data_ptr()))
+        values = z.detach().clone()
+        loss = ops.cross_entropy(z, y, reduction="none", label_smoothing=0.1, inplace_backward=inplace)
+        results = [torch.autograd.grad(loss, leaf, upstream, retain_graph=True)[0].clone() for _ in range(2 * keep)]
+        assert torch.equal(z, values)
+        return [*results, *torch.autograd.grad(loss, leaf, upstream)]
+
+    (want,) = gradient(False, lambda z: z)
+    cases = [
+        (lambda z: z, False, [True]),
+        (lambda z: z, True, [False, False, True]),
+        (lambda z: torch.cat((z, z), -1)[..., :40], False, [False]),
+    ]
+    for view, keep, in_place in cases:
+        seen.clear()
+        for grad in gradient(True, view, keep):
+            torch.testing.assert_close(grad, want)
+        assert seen == in_place
+    seen.clear()
+    gradient(False, lambda z: z)
+    assert seen == [False]
+
+
+def test_inplace_backward_raises_for_others_that_need_the_logits(device):
+    y = torch.randint(0, 40, (6,), device=device)
+
+    def loss(inplace):
+        z = torch.randn(6, 40, device=device, requires_grad=True) * 1.0
+        return z, z.square().sum(), ops.cross_entropy(z, y, inplace_backward=inplace)
+
+    z, other, ce = loss(False)
+    (ce + other).backward()
+    z, other, ce = loss(True)
+    with pytest.raises(RuntimeError, match="modified by an inplace operation"):
+        (ce + other).backward()  # autograd runs the latest first: the square finds a gradient in its logits
+    z, _, ce = loss(True)
+    with torch.no_grad():
+        z += 1
+    with pytest.raises(RuntimeError, match="modified by an inplace operation"):
+        ce.backward()
+    z, _, ce = loss(True)
+    with pytest.raises(RuntimeError, match=r"differentiate twice|once_differentiable"):
+        torch.autograd.grad(ce, z, torch.ones_like(ce, requires_grad=True), create_graph=True)[0].sum().backward()
+
+
 def test_nothing_is_computed_for_the_backward_without_one(device, monkeypatch):
-    from liger_like.ops import linear_cross_entropy as module
+    from liger_like.ops import _chunked_loss as module
 
     calls = []
     monkeypatch.setattr(module, "_addmm", lambda *args: calls.append(args))

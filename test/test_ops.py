@@ -4,8 +4,10 @@ import itertools
 
 import pytest
 import torch
+from torch._dynamo.testing import CompileCounterWithBackend
 from torch.utils._python_dispatch import TorchDispatchMode
 
+from liger_like import ops
 from liger_like.testing import SPECS, assert_accurate, run
 
 CASES = [(spec, options) for spec in SPECS for options in spec.options]
@@ -98,7 +100,7 @@ def test_second_backward_and_untouched_tensors(spec, options, device):
     upstream = [torch.randn_like(t) for t in outputs]
     kept = [*inputs.values(), *outputs, *upstream]
     before = [t.detach().clone() for t in kept]
-    first = torch.autograd.grad(outputs, leaves, upstream, retain_graph=True)
+    first = [t.clone() for t in torch.autograd.grad(outputs, leaves, upstream, retain_graph=True)]
     second = torch.autograd.grad(outputs, leaves, upstream)
     for a, b in zip((*first, *kept), (*second, *before), strict=True):
         torch.testing.assert_close(a, b, rtol=0, atol=0)
@@ -179,6 +181,25 @@ def test_compile_fullgraph(spec, options, device):
     compiled = run(torch.compile(spec.fn, fullgraph=True, backend=backend), inputs, options)
     for name, t in run(spec.fn, inputs, options).items():
         torch.testing.assert_close(compiled[name], t, rtol=1e-6, atol=1e-6)
+
+
+@pytest.mark.parametrize("options", [{}, {"recompute": True}, {"reduction": "none"}], ids=str)
+def test_compile_over_lengths(options, device):
+    torch._dynamo.reset()
+    counter = CompileCounterWithBackend("inductor" if device == "cuda" else "aot_eager")
+    fn = lambda x, w, y: ops.fused_linear_cross_entropy(ops.rms_norm(x), w, y, chunk_rows=24, **options)  # noqa: E731
+    compiled = torch.compile(fn, fullgraph=True, backend=counter)
+    dtype = torch.bfloat16 if device == "cuda" else torch.float32
+    w = torch.randn(40, 16, device=device, dtype=dtype, requires_grad=True)
+    for rows in range(20, 70 if device == "cuda" else 26):
+        x = torch.randn(rows, 16, device=device, dtype=dtype, requires_grad=True)
+        y = torch.randint(0, 40, (rows,), device=device)
+        results = []
+        for f in (compiled, fn):
+            loss = f(x, w, y)
+            results.append((loss, *torch.autograd.grad(loss.sum(), (x, w))))
+        torch.testing.assert_close(*results)
+    assert counter.frame_count <= 2
 
 
 @each_op

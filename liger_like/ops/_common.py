@@ -56,6 +56,14 @@ def packed(vector: Tensor | None) -> Tensor | None:
     return None if vector is None else vector.contiguous()
 
 
+def is_last_backward() -> bool:
+    """Within a backward: whether what it saved may be overwritten, since it runs without ``retain_graph``.
+
+    Never so in traced code, which must not modify what it saved.
+    """
+    return not (torch.compiler.is_compiling() or torch._C._autograd._get_current_graph_task_keep_graph())
+
+
 def row_tile(n: int, *, backward: bool) -> dict[str, int]:
     """Tile of a kernel that walks rows of ``n`` elements: several short rows, or one long row in blocks.
 
@@ -68,9 +76,9 @@ def row_tile(n: int, *, backward: bool) -> dict[str, int]:
 
 
 @functools.cache
-def num_programs(device: torch.device) -> int:
-    """Programs of a persistent kernel: enough to fill the GPU; few in the interpreter, which runs them in turn."""
-    return 4 * torch.cuda.get_device_properties(device).multi_processor_count if device.type == "cuda" else 3
+def num_programs(device: torch.device, each: int = 4) -> int:
+    """Programs of a persistent kernel: ``each`` per multiprocessor; few in the interpreter, which runs them in turn."""
+    return each * torch.cuda.get_device_properties(device).multi_processor_count if device.type == "cuda" else 3
 
 
 @triton.jit

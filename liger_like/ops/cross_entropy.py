@@ -3,15 +3,15 @@ and logit softcap.
 
 logits [..., V] are seen as M rows, a program per row, z = softcap(logit_scale * logits). With lse = logsumexp(z),
 class weights w and smoothing e, a row costs (1 - e) w_y (lse - z_y) + e/V sum_c w_c (lse - z_c) + z_loss * lse^2.
-The forward reads the logits once (online softmax), the backward reads them once and writes their gradient once, into
-a new tensor. Maths and losses in fp32.
+The forward reads the logits once (online softmax), the backward reads them once and writes their gradient once. Maths
+and losses in fp32.
 
 A label outside [0, V) is never used as an index. The kernel treats its row as ignored and leaves the label in pinned
 host memory, where the next call finds it without waiting for the GPU, and raises.
 """
 
 import functools
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 import triton
@@ -19,61 +19,16 @@ import triton.language as tl
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
-from liger_like.ops._common import as_rows, op, packed, require, require_choice, use_kernel
-
-REDUCTIONS = ("mean", "sum", "none")
-OPTIONS_SCHEMA = "int ignore_index, float label_smoothing, float z_loss, float? softcap, float logit_scale"
-
-
-class Options(NamedTuple):
-    """The scalars of the loss, in the order of the library ops."""
-
-    ignore_index: int
-    label_smoothing: float
-    z_loss: float
-    softcap: float | None
-    logit_scale: float
-
-
-class RowLosses(NamedTuple):
-    """Per-row results of the definition."""
-
-    loss: Tensor
-    logprob: Tensor
-    lse: Tensor
-    entropy: Tensor
-    argmax: Tensor
-
-
-def check_labels(target: Tensor, V: int, ignore_index: int) -> None:
-    """Raise if a label on the CPU is neither in [0, V) nor ``ignore_index``; traced code leaves that to ``gather``."""
-    if target.device.type == "cpu" and not torch.compiler.is_compiling():
-        bad = target[(target != ignore_index) & ((target < 0) | (target >= V))]
-        if bad.numel():
-            raise ValueError(
-                f"target holds label {bad[0].item()}, which is neither in [0, {V}) nor ignore_index = {ignore_index}"
-            )
-
-
-def row_losses_ref(logits: Tensor, target: Tensor, weight: Tensor | None, options: Options) -> RowLosses:
-    """The definition of every per-row result, in plain torch."""
-    check_labels(target, logits.shape[-1], options.ignore_index)
-    z = logits.to(torch.promote_types(logits.dtype, torch.float32)) * options.logit_scale
-    argmax = z.argmax(-1)  # before the softcap, which is monotonic but rounds large scores together
-    if options.softcap is not None:
-        z = options.softcap * torch.tanh(z / options.softcap)
-    ignored = target == options.ignore_index
-    label = target.masked_fill(ignored, 0).long()
-    logp, lse = z.log_softmax(-1), z.logsumexp(-1)
-    w = z.new_ones(z.shape[-1]) if weight is None else weight.to(z.dtype)
-    logprob = logp.gather(-1, label.unsqueeze(-1)).squeeze(-1)
-    loss = -(1 - options.label_smoothing) * w[label] * logprob + options.z_loss * lse.square()
-    if options.label_smoothing:
-        loss = loss - options.label_smoothing / z.shape[-1] * (logp * w).sum(-1)
-    p = logp.exp()
-    entropy = -(p * logp.where(p > 0, 0)).sum(-1)
-    floats = (t.masked_fill(ignored, 0) for t in (loss, logprob, lse.detach(), entropy))
-    return RowLosses(*floats, argmax.masked_fill(ignored, -1))
+from liger_like.ops._common import as_rows, is_last_backward, op, packed, require, use_kernel
+from liger_like.ops._loss import (
+    OPTIONS_SCHEMA,
+    Options,
+    RowLosses,
+    check_options,
+    check_target,
+    reduce_loss,
+    row_losses_ref,
+)
 
 
 def cross_entropy_ref(
@@ -96,8 +51,10 @@ def cross_entropy_ref(
 
 
 @triton.jit
-def _load_scores(z_ptr, offs_v, V, logit_scale):
-    """Logits times ``logit_scale`` in fp32, -inf beyond V."""
+def _load_scores(z_ptr, offs_v, V, logit_scale, MASKED: tl.constexpr):
+    """Logits times ``logit_scale`` in fp32, -inf beyond V, where ``MASKED`` says that some may be."""
+    if not MASKED:
+        return tl.load(z_ptr + offs_v).to(tl.float32) * logit_scale
     raw = tl.load(z_ptr + offs_v, mask=offs_v < V, other=0.0).to(tl.float32) * logit_scale
     return tl.where(offs_v < V, raw, float("-inf"))
 
@@ -121,6 +78,15 @@ def _cap_scores(raw, inside, softcap, logit_scale):
 
 
 @triton.jit
+def _load_weights(w_ptr, offs, mask):
+    """Class weights in fp32, 0 where masked; all 1 without ``w_ptr``."""
+    w = tl.full(offs.shape, 1.0, tl.float32)
+    if w_ptr is not None:
+        w = tl.load(w_ptr + offs, mask=mask, other=0.0).to(tl.float32)
+    return w
+
+
+@triton.jit
 def _store(ptr, row, value):
     if ptr is not None:
         tl.store(ptr + row, value)
@@ -135,96 +101,141 @@ def _load(ptr, row, default):
 
 
 @triton.jit
-def _cross_entropy_kernel(
-    z_ptr, dz_ptr, target_ptr, w_ptr, w_sum_ptr, loss_ptr, logprob_ptr, lse_ptr, entropy_ptr, argmax_ptr,
-    dloss_ptr, dlogprob_ptr, dentropy_ptr, bad_label_ptr, stride_zm, stride_dzm, V,
-    ignore_index, smoothing, z_loss, softcap, logit_scale, unit,
-    STATS: tl.constexpr, SMOOTHING: tl.constexpr, BLOCK_V: tl.constexpr,
-):  # fmt: skip
+def _token(order_ptr, target_ptr, ignore_index, vocabulary):
+    """The token that this program's row belongs to, its label, and whether that counts."""
     row = tl.program_id(0).to(tl.int64)
-    z_ptr += row * stride_zm
+    if order_ptr is not None:
+        row = tl.load(order_ptr + row).to(tl.int64)
     label = tl.load(target_ptr + row).to(tl.int64)
-    in_range = (label >= 0) & (label < V)
-    if (label == ignore_index) | (in_range == 0):
+    return row, label, (label != ignore_index) & (label >= 0) & (label < vocabulary)
+
+
+@triton.jit
+def _reduce_block(
+    z_ptr, w_ptr, v, V, softcap, logit_scale, top, total, dot, smooth, best, best_raw,
+    ENTROPY: tl.constexpr, ARGMAX: tl.constexpr, SMOOTHING: tl.constexpr, MASKED: tl.constexpr, BLOCK_V: tl.constexpr,
+):  # fmt: skip
+    """One step of the online softmax, and of the sums beside it."""
+    offs_v = v + tl.arange(0, BLOCK_V)
+    raw = _load_scores(z_ptr, offs_v, V, logit_scale, MASKED)
+    z = _cap_scores(raw, offs_v < V, softcap, logit_scale)[0]
+    if ARGMAX:
+        block_raw = tl.max(raw, axis=0)
+        best = tl.where(block_raw > best_raw, v + tl.argmax(raw, axis=0), best)
+        best_raw = tl.maximum(best_raw, block_raw)
+    new_top = tl.maximum(top, tl.max(z, axis=0))
+    shift = tl.where(new_top == float("-inf"), 0.0, new_top)  # logits of -inf are legal: no inf - inf
+    e = tl.exp(z - shift)
+    rescale = tl.exp(top - shift)
+    if ENTROPY:  # sum of e (z - top): small where the row is peaked, so that nothing cancels
+        moved = tl.where(total > 0.0, top - shift, 0.0) * total
+        dot = (dot + moved) * rescale + tl.sum(e * tl.where(e > 0.0, z - shift, 0.0), axis=0)
+    total = total * rescale + tl.sum(e, axis=0)
+    if SMOOTHING:
+        smooth += tl.sum(_load_weights(w_ptr, offs_v, offs_v < V) * tl.where(offs_v < V, z, 0.0), axis=0)
+    return new_top, total, dot, smooth, best, best_raw
+
+
+@triton.jit
+def _cross_entropy_fwd_kernel(
+    z_ptr, order_ptr, target_ptr, w_ptr, w_sum_ptr, loss_ptr, logprob_ptr, lse_ptr, entropy_ptr, argmax_ptr,
+    bad_label_ptr, stride_zm, V, ignore_index, smoothing, z_loss, softcap, logit_scale,
+    SMOOTHING: tl.constexpr, BLOCK_V: tl.constexpr,
+):  # fmt: skip
+    row, label, counts = _token(order_ptr, target_ptr, ignore_index, V)
+    if counts == 0:
         tl.store(bad_label_ptr, label, mask=label != ignore_index)
-        if STATS:
-            _store(loss_ptr, row, 0.0)
-            _store(logprob_ptr, row, 0.0)
-            _store(lse_ptr, row, 0.0)
-            _store(entropy_ptr, row, 0.0)
-            _store(argmax_ptr, row, -1)
-        if dz_ptr is not None:
-            for v in range(0, V, BLOCK_V):
-                offs_v = v + tl.arange(0, BLOCK_V)
-                tl.store(dz_ptr + row * stride_dzm + offs_v, tl.zeros((BLOCK_V,), tl.float32), mask=offs_v < V)
+        _store(loss_ptr, row, 0.0)
+        _store(logprob_ptr, row, 0.0)
+        _store(lse_ptr, row, 0.0)
+        _store(entropy_ptr, row, 0.0)
+        _store(argmax_ptr, row, -1)
         return
 
-    w_label = (1.0 - smoothing) * _load(w_ptr, label, 1.0)
-    w_sum = _load(w_sum_ptr, 0, V)
-    entropy = 0.0
-    if STATS:
-        top, total, dot, smooth, best, best_raw = float("-inf"), 0.0, 0.0, 0.0, 0, float("-inf")
-        for v in range(0, V, BLOCK_V):
-            offs_v = v + tl.arange(0, BLOCK_V)
-            raw = _load_scores(z_ptr, offs_v, V, logit_scale)
-            z, slope = _cap_scores(raw, offs_v < V, softcap, logit_scale)
-            if argmax_ptr is not None:
-                block_raw = tl.max(raw, axis=0)
-                best = tl.where(block_raw > best_raw, v + tl.argmax(raw, axis=0), best)
-                best_raw = tl.maximum(best_raw, block_raw)
-            new_top = tl.maximum(top, tl.max(z, axis=0))
-            shift = tl.where(new_top == float("-inf"), 0.0, new_top)  # logits of -inf are legal: no inf - inf
-            e = tl.exp(z - shift)
-            rescale = tl.exp(top - shift)
-            if entropy_ptr is not None:  # sum of e (z - top): small where the row is peaked, so that nothing cancels
-                moved = tl.where(total > 0.0, top - shift, 0.0) * total
-                dot = (dot + moved) * rescale + tl.sum(e * tl.where(e > 0.0, z - shift, 0.0), axis=0)
-            total = total * rescale + tl.sum(e, axis=0)
-            if SMOOTHING:
-                w = tl.full((BLOCK_V,), 1.0, tl.float32)
-                if w_ptr is not None:
-                    w = tl.load(w_ptr + offs_v, mask=offs_v < V, other=0.0).to(tl.float32)
-                smooth += tl.sum(w * tl.where(offs_v < V, z, 0.0), axis=0)
-            top = new_top
-        lse = top + tl.log(total)
-        raw_label = _load_scores(z_ptr, label + tl.arange(0, 1), V, logit_scale)
-        z_label = tl.sum(_cap_scores(raw_label, in_range, softcap, logit_scale)[0], axis=0)
-        logprob = (z_label - top) - tl.log(total)  # exact where the label is the top; z_label - lse would cancel
-        loss = z_loss * lse * lse - w_label * logprob
-        if SMOOTHING:
-            loss += smoothing / V * (w_sum * lse - smooth)
-        if entropy_ptr is not None:
-            entropy = tl.log(total) - dot / total
-        _store(loss_ptr, row, loss)
-        _store(logprob_ptr, row, logprob)
-        _store(lse_ptr, row, lse)
-        _store(entropy_ptr, row, entropy)
-        _store(argmax_ptr, row, best)
-        tl.debug_barrier()  # dz may be z: every read of the first pass comes before any write of the second
-    else:
-        lse = tl.load(lse_ptr + row)
+    z_ptr += tl.program_id(0).to(tl.int64) * stride_zm
+    ENTROPY: tl.constexpr = entropy_ptr is not None
+    ARGMAX: tl.constexpr = argmax_ptr is not None
+    top, total, dot, smooth, best, best_raw = float("-inf"), 0.0, 0.0, 0.0, 0, float("-inf")
+    whole = V // BLOCK_V * BLOCK_V
+    for v in range(0, whole, BLOCK_V):
+        top, total, dot, smooth, best, best_raw = _reduce_block(
+            z_ptr, w_ptr, v, V, softcap, logit_scale, top, total, dot, smooth, best, best_raw,
+            ENTROPY, ARGMAX, SMOOTHING, False, BLOCK_V,
+        )  # fmt: skip
+    for v in range(whole, V, BLOCK_V):
+        top, total, dot, smooth, best, best_raw = _reduce_block(
+            z_ptr, w_ptr, v, V, softcap, logit_scale, top, total, dot, smooth, best, best_raw,
+            ENTROPY, ARGMAX, SMOOTHING, True, BLOCK_V,
+        )  # fmt: skip
+    lse = top + tl.log(total)
+    raw_label = _load_scores(z_ptr, label + tl.arange(0, 1), V, logit_scale, False)
+    z_label = tl.sum(_cap_scores(raw_label, label < V, softcap, logit_scale)[0], axis=0)
+    logprob = (z_label - top) - tl.log(total)  # exact where the label is the top; z_label - lse would cancel
+    loss = z_loss * lse * lse - (1.0 - smoothing) * _load(w_ptr, label, 1.0) * logprob
+    if SMOOTHING:
+        loss += smoothing / V * (_load(w_sum_ptr, 0, V) * lse - smooth)
+    _store(loss_ptr, row, loss)
+    _store(logprob_ptr, row, logprob)
+    _store(lse_ptr, row, lse)
+    _store(entropy_ptr, row, tl.log(total) - dot / total)
+    _store(argmax_ptr, row, best)
 
-    if dz_ptr is not None:
-        dloss = _load(dloss_ptr, row, unit)
-        dlogprob = _load(dlogprob_ptr, row, 0.0)
-        hot = dloss * w_label - dlogprob
-        spread = dloss * smoothing / V
-        slope_p = hot + spread * w_sum + dloss * 2.0 * z_loss * lse
+
+@triton.jit
+def _differentiate_block(
+    z_ptr, dz_ptr, w_ptr, v, V, v_start, label, softcap, logit_scale, lse, entropy, slope_p, dentropy, hot, spread,
+    ENTROPY: tl.constexpr, SMOOTHING: tl.constexpr, MASKED: tl.constexpr, BLOCK_V: tl.constexpr,
+):  # fmt: skip
+    offs_v = v + tl.arange(0, BLOCK_V)
+    raw = _load_scores(z_ptr, offs_v, V, logit_scale, MASKED)
+    z, slope = _cap_scores(raw, offs_v < V, softcap, logit_scale)
+    p = tl.exp(z - lse)
+    dz = p * slope_p
+    if ENTROPY:
+        dz += p * tl.where(p > 0.0, lse - entropy - z, 0.0) * dentropy
+    if SMOOTHING:
+        dz -= spread * _load_weights(w_ptr, v_start + offs_v, offs_v < V)
+    dz = tl.where(v_start + offs_v == label, dz - hot, dz) * slope
+    if MASKED:
+        tl.store(dz_ptr + offs_v, dz, mask=offs_v < V)
+    else:
+        tl.store(dz_ptr + offs_v, dz)
+
+
+@triton.jit
+def _cross_entropy_bwd_kernel(
+    z_ptr, dz_ptr, order_ptr, target_ptr, w_ptr, w_sum_ptr, lse_ptr, entropy_ptr, dloss_ptr, dlogprob_ptr, dentropy_ptr,
+    stride_zm, stride_dzm, V, v_start, vocabulary, ignore_index, smoothing, z_loss, softcap, logit_scale, unit,
+    SMOOTHING: tl.constexpr, BLOCK_V: tl.constexpr,
+):  # fmt: skip
+    z_ptr += tl.program_id(0).to(tl.int64) * stride_zm
+    dz_ptr += tl.program_id(0).to(tl.int64) * stride_dzm
+    row, label, counts = _token(order_ptr, target_ptr, ignore_index, vocabulary)
+    if counts == 0:
         for v in range(0, V, BLOCK_V):
             offs_v = v + tl.arange(0, BLOCK_V)
-            raw = _load_scores(z_ptr, offs_v, V, logit_scale)
-            z, slope = _cap_scores(raw, offs_v < V, softcap, logit_scale)
-            p = tl.exp(z - lse)
-            dz = p * slope_p
-            if dentropy_ptr is not None:
-                dz += p * tl.where(p > 0.0, lse - entropy - z, 0.0) * tl.load(dentropy_ptr + row)
-            if SMOOTHING:
-                w = tl.full((BLOCK_V,), 1.0, tl.float32)
-                if w_ptr is not None:
-                    w = tl.load(w_ptr + offs_v, mask=offs_v < V, other=0.0).to(tl.float32)
-                dz -= spread * w
-            dz = tl.where(offs_v == label, dz - hot, dz) * slope
-            tl.store(dz_ptr + row * stride_dzm + offs_v, dz, mask=offs_v < V)
+            tl.store(dz_ptr + offs_v, tl.zeros((BLOCK_V,), tl.float32), mask=offs_v < V)
+        return
+
+    lse = tl.load(lse_ptr + row)
+    entropy = _load(entropy_ptr, row, 0.0)
+    dloss = _load(dloss_ptr, row, unit)
+    dentropy = _load(dentropy_ptr, row, 0.0)
+    hot = dloss * (1.0 - smoothing) * _load(w_ptr, label, 1.0) - _load(dlogprob_ptr, row, 0.0)
+    spread = dloss * smoothing / vocabulary
+    slope_p = hot + spread * _load(w_sum_ptr, 0, vocabulary) + dloss * 2.0 * z_loss * lse
+    ENTROPY: tl.constexpr = dentropy_ptr is not None
+    whole = V // BLOCK_V * BLOCK_V
+    for v in range(0, whole, BLOCK_V):
+        _differentiate_block(
+            z_ptr, dz_ptr, w_ptr, v, V, v_start, label, softcap, logit_scale, lse, entropy, slope_p, dentropy, hot,
+            spread, ENTROPY, SMOOTHING, False, BLOCK_V,
+        )  # fmt: skip
+    for v in range(whole, V, BLOCK_V):
+        _differentiate_block(
+            z_ptr, dz_ptr, w_ptr, v, V, v_start, label, softcap, logit_scale, lse, entropy, slope_p, dentropy, hot,
+            spread, ENTROPY, SMOOTHING, True, BLOCK_V,
+        )  # fmt: skip
 
 
 @functools.cache
@@ -242,53 +253,88 @@ def raise_bad_label(device: torch.device) -> None:
         raise ValueError(f"target held label {label}, which is neither in [0, V) nor ignore_index; its row was ignored")
 
 
-def launch_cross_entropy(
+def _tile(V: int, most: int, per_warp: int) -> dict[str, int]:
+    """Columns at a time, and the warps for them."""
+    block_v = min(triton.next_power_of_2(V), most)
+    return {"BLOCK_V": block_v, "num_warps": max(1, block_v // per_warp)}
+
+
+def _sum(weight: Tensor | None, options: Options) -> Tensor | None:
+    """What smoothing needs of the class weights."""
+    return weight.sum(dtype=torch.float32) if weight is not None and options.label_smoothing else None
+
+
+def launch_fwd(
     z: Tensor,
-    dz: Tensor | None,
     target: Tensor,
     weight: Tensor | None,
     rows: RowLosses | tuple[Tensor | None, ...],
-    upstream: tuple[Tensor | None, ...],
     options: Options,
-    *,
-    stats: bool,
-    unit: float = 1.0,
+    order: Tensor | None = None,
 ) -> None:
-    """Run the kernel over ``z`` [M, V]: fill ``rows`` (or, not ``stats``, read its lse), and ``dz``, maybe ``z``.
-
-    ``upstream`` holds the gradients [M] of loss (None: ``unit`` for all), logprob and entropy (None: 0); the last
-    one needs ``stats``.
-    """
+    """Fill ``rows`` from ``z`` [M, V]. Row i of ``z`` is token ``order[i]`` (None: i) of ``target`` and ``rows``."""
     M, V = z.shape
-    block_v = min(triton.next_power_of_2(V), 4096)
-    weight_sum = None
-    if weight is not None and options.label_smoothing:
-        weight_sum = weight.sum(dtype=torch.float32)
-    _cross_entropy_kernel[(M,)](
+    # beside a plain loss each thread holds twice the columns: more of the sums would spill
+    plain = not options.label_smoothing and options.softcap is None and all(t is None for t in rows[3:])
+    _cross_entropy_fwd_kernel[(M,)](
         z,
-        dz,
+        order,
         packed(target),
         packed(weight),
-        weight_sum,
+        _sum(weight, options),
         *rows,
-        *upstream,
         _bad_label(z.device.type),
         z.stride(0),
-        0 if dz is None else dz.stride(0),
         V,
-        options.ignore_index,
-        options.label_smoothing,
-        options.z_loss,
-        options.softcap,
-        options.logit_scale,
-        unit,
-        STATS=stats,
+        *options,
         SMOOTHING=options.label_smoothing != 0,
-        BLOCK_V=block_v,
-        num_warps=max(1, block_v // 512),
+        **_tile(V, 4096, 1024 if plain else 512),
     )
     if z.device.type == "cpu":
         raise_bad_label(z.device)
+
+
+def launch_bwd(
+    z: Tensor,
+    dz: Tensor,
+    target: Tensor,
+    weight: Tensor | None,
+    lse: Tensor,
+    entropy: Tensor | None,
+    upstream: tuple[Tensor | None, ...],
+    options: Options,
+    *,
+    unit: float = 1.0,
+    order: Tensor | None = None,
+    v_start: int = 0,
+    vocabulary: int | None = None,
+) -> None:
+    """Fill ``dz``, which may be ``z`` [M, V], from what ``launch_fwd`` found.
+
+    ``upstream`` holds the gradients of loss (None: ``unit`` for all), logprob and entropy (None: 0). ``z`` may be the
+    columns from ``v_start`` on of logits of a larger ``vocabulary``.
+    """
+    M, V = z.shape
+    _cross_entropy_bwd_kernel[(M,)](
+        z,
+        dz,
+        order,
+        packed(target),
+        packed(weight),
+        _sum(weight, options),
+        lse,
+        entropy,
+        *upstream,
+        z.stride(0),
+        dz.stride(0),
+        V,
+        v_start,
+        vocabulary or V,
+        *options,
+        unit,
+        SMOOTHING=options.label_smoothing != 0,
+        **_tile(vocabulary or V, 2048, 512),
+    )
 
 
 def _fwd_outputs(logits: Tensor, *args: Any) -> tuple[Tensor, Tensor]:
@@ -303,101 +349,45 @@ def _fwd_outputs(logits: Tensor, *args: Any) -> tuple[Tensor, Tensor]:
 def _cross_entropy_fwd(logits: Tensor, target: Tensor, weight: Tensor | None, *scalars: Any) -> tuple[Tensor, Tensor]:
     raise_bad_label(logits.device)
     loss, lse = _fwd_outputs(logits)
-    rows = (loss, None, lse, None, None)
-    none = (None, None, None)
-    launch_cross_entropy(as_rows(logits), None, target.reshape(-1), weight, rows, none, Options(*scalars), stats=True)
+    launch_fwd(as_rows(logits), target.reshape(-1), weight, (loss, None, lse, None, None), Options(*scalars))
     return loss, lse
 
 
-def _bwd_output(dloss: Tensor, logits: Tensor, *args: Any) -> Tensor:
-    return logits.new_empty(logits.shape)
-
-
 @op(
-    "cross_entropy_bwd(Tensor dloss, Tensor logits, Tensor lse, Tensor target, Tensor? weight,"
-    f" {OPTIONS_SCHEMA}) -> Tensor",
-    _bwd_output,
+    "cross_entropy_bwd(Tensor dloss, Tensor logits, Tensor lse, Tensor target, Tensor? weight, Tensor(a!) dlogits,"
+    f" {OPTIONS_SCHEMA}) -> ()",
+    lambda *args: None,
 )
 def _cross_entropy_bwd(
-    dloss: Tensor, logits: Tensor, lse: Tensor, target: Tensor, weight: Tensor | None, *scalars: Any
-) -> Tensor:
-    dlogits = _bwd_output(dloss, logits)
+    dloss: Tensor, logits: Tensor, lse: Tensor, target: Tensor, weight: Tensor | None, dlogits: Tensor, *scalars: Any
+) -> None:
+    """Fill ``dlogits``, which is contiguous and may be ``logits``."""
     z = as_rows(logits)
     upstream = (packed(dloss.reshape(-1)), None, None)
-    rows = (None, None, lse, None, None)
-    options = Options(*scalars)
-    launch_cross_entropy(z, dlogits.view(z.shape), target.reshape(-1), weight, rows, upstream, options, stats=False)
-    return dlogits
+    launch_bwd(z, dlogits.view(z.shape), target.reshape(-1), weight, lse, None, upstream, Options(*scalars))
 
 
 class _CrossEntropy(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, logits: Tensor, target: Tensor, weight: Tensor | None, *scalars: Any) -> Tensor:
+    def forward(
+        ctx: Any, logits: Tensor, target: Tensor, weight: Tensor | None, inplace_backward: bool, *scalars: Any
+    ) -> Tensor:
         loss, lse = _cross_entropy_fwd(logits, target, weight, *scalars)
         ctx.save_for_backward(logits, lse, target, weight)
-        ctx.scalars = scalars
+        ctx.inplace_backward, ctx.scalars = inplace_backward, scalars
         return loss
 
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, dloss: Tensor) -> Any:
-        dlogits = _cross_entropy_bwd(dloss, *ctx.saved_tensors, *ctx.scalars)
-        return dlogits, None, None, *(None for _ in ctx.scalars)
-
-
-def reduce_loss(
-    total: Tensor,
-    reduction: str,
-    target: Tensor,
-    weight: Tensor | None,
-    ignore_index: int,
-    num_items: int | Tensor | None,
-) -> Tensor:
-    """The sum of the rows' losses, or its mean; a batch without a row to count gives 0, not 0 / 0."""
-    if reduction == "sum":
-        return total
-    if num_items is None:
-        counted = target != ignore_index
-        num_items = counted.sum() if weight is None else (weight[target.clamp(0, weight.shape[0] - 1)] * counted).sum()
-    if not isinstance(num_items, Tensor):
-        return total / (num_items or 1)
-    num_items = num_items.to(total.device)
-    return total / num_items.where(num_items != 0, 1)
-
-
-def check_target(target: Tensor, like: Tensor, shape: tuple[int, ...]) -> None:
-    """Raise unless ``target`` holds integer labels of the given shape on the device of ``like``."""
-    if not isinstance(target, Tensor) or target.dtype not in (torch.int64, torch.int32):
-        raise TypeError(f"target must be int64 or int32, got {getattr(target, 'dtype', type(target).__name__)}")
-    if target.shape != shape:
-        raise ValueError(f"target must have shape {list(shape)}, got {list(target.shape)}")
-    if target.device != like.device:
-        raise ValueError(f"target must be on {like.device}, got {target.device}")
-
-
-def check_options(
-    options: Options,
-    reduction: str,
-    num_items: int | Tensor | None,
-    name: str,
-    weight: Tensor | None,
-    like: Tensor,
-    V: int,
-) -> None:
-    """Raise if an option of the loss is out of its range, naming it; ``name`` is what the caller calls the class
-    weights.
-    """
-    require_choice("reduction", reduction, REDUCTIONS)
-    if not 0.0 <= options.label_smoothing <= 1.0:
-        raise ValueError(f"label_smoothing must be in [0, 1], got {options.label_smoothing}")
-    if options.softcap is not None and not options.softcap > 0:
-        raise ValueError(f"softcap must be positive, got {options.softcap}")
-    if num_items is not None and reduction != "mean":
-        raise ValueError(f"num_items divides the loss of reduction='mean' only, got reduction={reduction!r}")
-    if weight is not None:
-        require(name, weight, like=like, shape=(V,))
-        if weight.requires_grad:
-            raise ValueError(f"{name} must not require a gradient: the loss is not differentiated by class weights")
+        logits, lse, target, weight = ctx.saved_tensors  # raises if the logits were changed in place
+        if ctx.inplace_backward and logits.is_contiguous() and is_last_backward():
+            dlogits = logits.detach()
+            torch.autograd.graph.increment_version(logits)  # whoever else saved them for a backward will raise
+        else:
+            dlogits = torch.empty_like(logits, memory_format=torch.contiguous_format)
+        _cross_entropy_bwd(dloss, logits, lse, target, weight, dlogits, *ctx.scalars)
+        return dlogits, None, None, None, *(None for _ in ctx.scalars)
 
 
 def cross_entropy(
@@ -412,6 +402,7 @@ def cross_entropy(
     softcap: float | None = None,
     logit_scale: float = 1.0,
     num_items: int | Tensor | None = None,
+    inplace_backward: bool = False,
 ) -> Tensor:
     """Cross-entropy of ``logits`` [..., V] and ``target`` [...] (int64 or int32); an fp32 scalar, or [...] for
     reduction "none".
@@ -421,7 +412,9 @@ def cross_entropy(
     (with ``weight``, by their summed weights, as torch does); a batch with nothing to count gives 0.
     ``label_smoothing`` in [0, 1]; ``z_loss`` adds z_loss * logsumexp^2 to each row; the logits are first mapped to
     ``logit_scale * z``, or with ``softcap`` to ``softcap * tanh(logit_scale * z / softcap)``. The logits are never
-    written. bf16, fp16 and fp32; other dtypes and devices run the plain-torch reference.
+    written, unless ``inplace_backward``: then the backward puts their gradient in their memory, if they are contiguous
+    and it is the last one (no retain_graph); autograd raises if something else needs their values afterwards. bf16,
+    fp16 and fp32; other dtypes and devices run the plain-torch reference.
 
     Raises TypeError or ValueError for arguments that do not fit, and for a label outside [0, V): at once on the CPU,
     by the next call on a GPU.
@@ -432,7 +425,7 @@ def cross_entropy(
     check_target(target, logits, logits.shape[:-1])
     check_options(options, reduction, num_items, "weight", weight, logits, V)
     if use_kernel(logits):
-        loss = _CrossEntropy.apply(logits, target, weight, *options)
+        loss = _CrossEntropy.apply(logits, target, weight, inplace_backward, *options)
     else:
         loss = row_losses_ref(logits, target, weight, options).loss
     return loss if reduction == "none" else reduce_loss(loss.sum(), reduction, target, weight, ignore_index, num_items)

@@ -1,11 +1,17 @@
-"""Linear layer and cross-entropy in one, over chunks of tokens: the logits [T, V] never exist at once.
+"""Linear layer and cross-entropy in one: the logits [T, V] never exist at once.
 
-x [T, H], weight [V, H], bias [V]. A chunk's logits are one GEMM into a reused buffer, the cross-entropy kernel
-overwrites them by their gradient, and two more GEMMs turn that into dx and its share of dw, accumulated in fp32.
-Losses that end in a scalar have one unknown upstream factor, so their gradients are made in the forward pass,
-unscaled, and multiplied by it in the backward (1/N never meets the fp16 logits gradient, where it would underflow).
-Per-token upstream gradients (reduction "none", "logprob", "entropy") are known only in the backward, which
-recomputes the chunks.
+x [T, H], weight [V, H], bias [V]. In the forward, a chunk of tokens' logits are one product into a reused buffer; the
+cross-entropy kernel reads them once and overwrites them by their gradient, which two more products turn into dx and a
+share of dw. Losses that end in a scalar have one unknown upstream factor, so these gradients are made unscaled, and
+multiplied by it in the backward (1/N never meets the fp16 logits gradient, where it would underflow). dx waits for
+that in fp32, a bf16 dw in 16 bits that are worth 11 (``_accumulate``): both are rounded once.
+
+Per-token upstream gradients (reduction "none", "logprob", "entropy") are known only in the backward. It makes the
+logits again, in slices of the vocabulary over all tokens, whose parts of dw are final. That is a third more work and
+needs the least memory, so it is also what ``recompute`` asks for.
+
+Ignored tokens take no part in the products. How many there are is known on the GPU; the host learns it after it has
+queued the first chunk, so the GPU has work while the host waits.
 """
 
 from typing import Any, NamedTuple
@@ -15,21 +21,17 @@ from torch import Tensor
 from torch.autograd.function import once_differentiable
 from torch.nn.functional import linear
 
-from liger_like.ops._common import op, packed, require, use_kernel
-from liger_like.ops.cross_entropy import (
-    OPTIONS_SCHEMA,
-    Options,
-    RowLosses,
-    check_options,
-    check_target,
-    launch_cross_entropy,
-    raise_bad_label,
-    reduce_loss,
-    row_losses_ref,
+from liger_like.ops._accumulate import scale_rows
+from liger_like.ops._chunked_loss import (
+    linear_cross_entropy_bwd,
+    linear_cross_entropy_fwd,
+    linear_cross_entropy_last,
+    unit,
 )
+from liger_like.ops._common import is_last_backward, require, use_kernel
+from liger_like.ops._loss import Options, RowLosses, check_options, check_target, reduce_loss, row_losses_ref
 
 OUTPUTS = ("logprob", "lse", "entropy", "argmax", "correct")
-LOGITS_BYTES = 512 * 2**20  # memory of a chunk of logits: large enough for the GEMMs to run at full speed
 
 Lora = tuple[Tensor, Tensor, float]
 
@@ -66,8 +68,12 @@ def fused_linear_cross_entropy_ref(
     accum_dtype: torch.dtype | None = None,
     chunk_rows: int | None = None,
     outputs: tuple[str, ...] = (),
+    recompute: bool = False,
+    accumulate_grad: bool = False,
 ) -> Tensor | LossOutput:
-    """The definition, in plain torch; ``accum_dtype`` and ``chunk_rows`` do not change it."""
+    """The definition, in plain torch; ``accum_dtype``, ``chunk_rows``, ``recompute`` and ``accumulate_grad`` say how
+    and not what.
+    """
     x = x.reshape(-1, x.shape[-1])
     logits = linear(x, weight, bias)
     if lora is not None:
@@ -98,141 +104,6 @@ def _finish(
     return LossOutput(loss, **{name: results[name].view(target.shape) for name in outputs})
 
 
-def _addmm(out: Tensor, a: Tensor, b: Tensor, again: bool) -> None:
-    """``out`` = a @ b, plus ``out`` if ``again``; accumulated and stored in the dtype of ``out``."""
-    if out.dtype == a.dtype:
-        torch.addmm(out, a, b, beta=int(again), out=out)
-    elif a.is_cuda:
-        torch.addmm(out, a, b, out_dtype=out.dtype, beta=int(again), out=out)
-    else:
-        torch.addmm(out, a.to(out.dtype), b.to(out.dtype), beta=int(again), out=out)
-
-
-def _outputs(
-    x: Tensor,
-    weight: Tensor,
-    target: Tensor,
-    bias: Tensor | None,
-    u: Tensor | None,
-    b: Tensor | None,
-    class_weight: Tensor | None,
-    dloss: Tensor | None,
-    dlogprob: Tensor | None,
-    dentropy: Tensor | None,
-    needs: list[bool],
-    entropy: bool,
-    argmax: bool,
-    chunk_rows: int | None,
-    accum_dtype: torch.dtype,
-    *scalars: Any,
-) -> tuple[Tensor, ...]:
-    T = x.shape[0]
-    loss, logprob, lse = (x.new_empty(T, dtype=torch.float32) for _ in range(3))
-    optional = x.new_empty(T if entropy else 0, dtype=torch.float32), x.new_empty(T if argmax else 0, dtype=torch.int64)
-    # dx is rounded once, after the upstream factor; dbias is a sum over tokens, as dw is
-    dtypes = torch.float32, accum_dtype, torch.float32, torch.float32, accum_dtype
-    inputs = x, weight, bias, u, b
-    grads = (
-        t.new_empty(t.shape, dtype=dtype) if t is not None and needed else x.new_empty(0, dtype=dtype)
-        for t, dtype, needed in zip(inputs, dtypes, needs, strict=True)
-    )
-    return loss, logprob, lse, *optional, *grads
-
-
-@op(
-    "linear_cross_entropy(Tensor x, Tensor weight, Tensor target, Tensor? bias, Tensor? u, Tensor? b,"
-    " Tensor? class_weight, Tensor? dloss, Tensor? dlogprob, Tensor? dentropy, bool[5] needs, bool entropy,"
-    f" bool argmax, SymInt? chunk_rows, ScalarType accum_dtype, {OPTIONS_SCHEMA})"
-    " -> (Tensor loss, Tensor logprob, Tensor lse, Tensor entropy, Tensor argmax,"
-    " Tensor dx, Tensor dw, Tensor dbias, Tensor du, Tensor db)",
-    _outputs,
-)
-def _linear_cross_entropy(
-    x: Tensor,
-    weight: Tensor,
-    target: Tensor,
-    bias: Tensor | None,
-    u: Tensor | None,
-    b: Tensor | None,
-    class_weight: Tensor | None,
-    dloss: Tensor | None,
-    dlogprob: Tensor | None,
-    dentropy: Tensor | None,
-    needs: list[bool],
-    entropy: bool,
-    argmax: bool,
-    chunk_rows: int | None,
-    accum_dtype: torch.dtype,
-    *scalars: Any,
-) -> tuple[Tensor, ...]:
-    """Per-token results of logits = x weight^T + bias + u b^T, and the gradients that ``needs`` names.
-
-    They are for the upstream gradients given, and without ``dloss`` for ``_unit`` in its place.
-    """
-    raise_bad_label(x.device)
-    upstream = [packed(g) for g in (dloss, dlogprob, dentropy)]
-    T, V = x.shape[0], weight.shape[0]
-    outs = _outputs(
-        x, weight, target, bias, u, b, class_weight, *upstream, needs, entropy, argmax, chunk_rows, accum_dtype
-    )
-    rows, (dx, dw, dbias, du, db) = outs[:5], outs[5:]
-    rows = tuple(t if t.numel() else None for t in rows)
-    needs_dx, needs_dw, needs_dbias, needs_du, needs_db = needs
-    for grad in (dw, dbias, db) if T == 0 or needs_dbias else ():
-        grad.zero_()
-    options = Options(*scalars)
-    unit = _unit(options)
-    step = chunk_rows or _chunk_rows(T, V * x.element_size())
-    logits = x.new_empty((min(step, T), V))
-    for start in range(0, T, step):
-        chunk = slice(start, start + step)
-        x_c, again = x[chunk], start > 0
-        z = logits[: x_c.shape[0]]
-        torch.mm(x_c, weight.t(), out=z) if bias is None else torch.addmm(bias, x_c, weight.t(), out=z)
-        if u is not None:
-            z.addmm_(u[chunk], b.t())
-        rows_c = [None if t is None else t[chunk] for t in rows]
-        upstream_c = [None if t is None else t[chunk] for t in upstream]
-        dz = z if any(needs) else None
-        launch_cross_entropy(z, dz, target[chunk], class_weight, rows_c, upstream_c, options, stats=True, unit=unit)
-        if needs_dx:
-            _addmm(dx[chunk], z, weight, False)
-        if needs_du:
-            _addmm(du[chunk], z, b, False)
-        if needs_dw:
-            _addmm(dw, z.t(), x_c, again)
-        if needs_db:
-            _addmm(db, z.t(), u[chunk], again)
-        if needs_dbias:
-            dbias += z.sum(0, dtype=torch.float32)
-    return outs
-
-
-def _unit(options: Options) -> float:
-    """The upstream gradient under which the logits' gradient is p - 1 at the label, near a number that every dtype has.
-
-    Under 1 it would be near -(1 - label_smoothing) * logit_scale, rounded the same way in every row.
-    """
-    return 1 / (abs((1 - options.label_smoothing) * options.logit_scale) or 1)
-
-
-def _chunk_rows(T: int, row_bytes: int) -> int:
-    """Tokens per chunk: as few equal chunks as the budget allows, in multiples of 128 so that the GEMMs fill their
-    tiles.
-    """
-    chunks = -(-T * row_bytes // LOGITS_BYTES)
-    return max(1, -(-T // max(1, chunks) // 128)) * 128
-
-
-@op(
-    "scale(Tensor x, Tensor factor, ScalarType dtype) -> Tensor",
-    lambda x, factor, dtype: torch.empty_like(x, dtype=dtype),
-)
-def _scale(x: Tensor, factor: Tensor, dtype: torch.dtype) -> Tensor:
-    """``x * factor`` rounded once to ``dtype``, without a temporary of the size of a weight."""
-    return torch.mul(x, factor, out=torch.empty_like(x, dtype=dtype))
-
-
 class _FusedLinearCrossEntropy(torch.autograd.Function):
     @staticmethod
     def forward(
@@ -245,63 +116,121 @@ class _FusedLinearCrossEntropy(torch.autograd.Function):
         target: Tensor,
         class_weight: Tensor | None,
         grads_now: bool,
+        accumulate_grad: bool,
         wants_entropy: bool,
         wants_argmax: bool,
-        *options: Any,
+        chunk_rows: int | None,
+        accum_dtype: torch.dtype | None,
+        *scalars: Any,
     ) -> Any:
-        inputs = x, weight, target, bias, u, b, class_weight
+        inputs = x, weight.to(x.dtype), target, bias, u, b, class_weight
         needs = [grads_now and needed for needed in ctx.needs_input_grad[:5]]
-        outs = _linear_cross_entropy(*inputs, None, None, None, needs, wants_entropy, wants_argmax, *options)
-        loss, logprob, lse, entropy, argmax = outs[:5]
-        entropy, argmax = entropy if wants_entropy else None, argmax if wants_argmax else None
-        ctx.grads_now, ctx.options = grads_now, options
-        ctx.dtypes = [None if t is None else t.dtype for t in (x, weight, bias, u, b)]
+        wants = needs, wants_entropy, wants_argmax, chunk_rows, accum_dtype, weight.dtype
+        outs = linear_cross_entropy_fwd(*inputs, *wants, *scalars)
+        loss, logprob, lse, entropy, argmax, order, kept = outs[:7]
         ctx.set_materialize_grads(False)
-        constant = (logprob, lse, entropy, argmax) if grads_now else (lse, argmax)
-        ctx.mark_non_differentiable(*(t for t in constant if t is not None))
-        ctx.save_for_backward(*(outs[5:] if grads_now else inputs))
-        return loss.sum() if grads_now else loss, logprob, lse, entropy, argmax
+        ctx.grads_now, ctx.accumulate_grad, ctx.scalars = grads_now, accumulate_grad, scalars
+        ctx.like = x.dtype, weight.dtype, x.shape[1]
+        rows = (logprob, lse, entropy if wants_entropy else None, argmax if wants_argmax else None)
+        if grads_now:
+            ctx.mark_non_differentiable(*(t for t in rows if t is not None))
+            ctx.save_for_backward(weight, order, kept, *outs[7:])
+            return loss.sum(), *rows
+        ctx.mark_non_differentiable(*(t for t in (lse, rows[3]) if t is not None))
+        ctx.save_for_backward(x, weight, target, bias, u, b, class_weight, order, kept, lse, entropy)
+        return loss, *rows
 
     @staticmethod
     @once_differentiable
     def backward(
         ctx: Any, dloss: Tensor | None, dlogprob: Tensor | None, _lse: None, dentropy: Tensor | None, _argmax: None
     ) -> Any:
-        needs = list(ctx.needs_input_grad[:5])
-        given = [g for g in (dloss, dlogprob, dentropy) if g is not None]
-        if not given:
-            return (None,) * (10 + len(ctx.options))
-        if ctx.grads_now:
-            factor, grads = dloss / _unit(Options(*ctx.options[2:])), ctx.saved_tensors
-        else:
-            # unit-sized upstream gradients: the fp16 logits gradient does not underflow, and a NaN stays in its row
-            floor = given[0].new_full((1,), torch.finfo(torch.float32).tiny)
-            factor = torch.cat([*given, floor]).nan_to_num(0.0, 0.0, 0.0).abs().amax()
-            dloss = floor.expand(len(given[0])) * 0 if dloss is None else dloss
-            upstream = [None if g is None else g / factor for g in (dloss, dlogprob, dentropy)]
-            wants = dentropy is not None, False
-            grads = _linear_cross_entropy(*ctx.saved_tensors, *upstream, needs, *wants, *ctx.options)[5:]
-        scaled = (
-            _scale(grad, factor, dtype) if needed else None
-            for grad, dtype, needed in zip(grads, ctx.dtypes, needs, strict=True)
-        )
-        return *scaled, *(None,) * (5 + len(ctx.options))
+        if dloss is None and dlogprob is None and dentropy is None:
+            return (None,) * (13 + len(ctx.scalars))
+        grads = _scaled(ctx, dloss) if ctx.grads_now else _recomputed(ctx, dloss, dlogprob, dentropy)
+        kept = (grad if needed else None for grad, needed in zip(grads, ctx.needs_input_grad[:5], strict=True))
+        return *kept, *(None,) * (8 + len(ctx.scalars))
+
+
+def _grad_to_add_to(ctx: Any, weight: Tensor) -> Tensor | None:
+    """The weight's ``grad``, if the caller wants it added to in place and it exists."""
+    if not ctx.accumulate_grad or not ctx.needs_input_grad[1] or torch.compiler.is_compiling() or not weight.is_leaf:
+        return None
+    grad = weight.grad
+    return grad if grad is not None and grad.is_contiguous() else None
+
+
+def _scaled(ctx: Any, dloss: Tensor) -> tuple[Tensor | None, ...]:
+    """The gradients that the forward made, times the upstream one, rounded once.
+
+    What was saved is scaled where it is, and freed when it is used up, if nobody needs it again.
+    """
+    weight, order, kept, dx_sum, dw_sum, exponents, last_logits, last_x, dbias, du_sum, db = ctx.saved_tensors
+    dtype, dw_dtype, H = ctx.like
+    needs_dx, needs_dw, _, needs_du, _ = ctx.needs_input_grad[:5]
+    factor = (dloss / unit(Options(*ctx.scalars))).reshape(1)
+    last_use = is_last_backward()
+    dx = du = dw = None
+    if needs_dw and exponents.numel():
+        dw = dw_sum.view(dw_dtype) if last_use else torch.empty_like(dw_sum, dtype=dw_dtype)
+        dx_sum = dx_sum if last_use else dx_sum.clone()
+        linear_cross_entropy_last(dx_sum, dw_sum, exponents, last_logits, last_x, weight, kept, factor, dw)
+        if last_use:
+            last_logits.untyped_storage().resize_(0)
+    elif needs_dw and (grad := _grad_to_add_to(ctx, weight)) is not None:
+        scale_rows(dw_sum, None, factor, grad, True)
+    elif needs_dw:
+        fits = last_use and dw_sum.itemsize == dw_dtype.itemsize
+        dw = dw_sum.view(dw_dtype) if fits else torch.empty_like(dw_sum, dtype=dw_dtype)
+        scale_rows(dw_sum, None, factor, dw, False)
+    if needs_dx:
+        dx = dx_sum.new_empty((dx_sum.shape[0], H), dtype=dtype)
+        scale_rows(dx_sum[:, :H], order, factor, dx, False)
+    if needs_du:
+        du = torch.empty_like(du_sum, dtype=dtype)
+        scale_rows(du_sum, order, factor, du, False)
+    return dx, dw, (dbias * factor).to(dtype), du, (db * factor).to(dtype)
+
+
+def _recomputed(
+    ctx: Any, dloss: Tensor | None, dlogprob: Tensor | None, dentropy: Tensor | None
+) -> tuple[Tensor | None, ...]:
+    """The gradients for upstream ones of every token."""
+    x, weight, *rest = ctx.saved_tensors
+    dtype, dw_dtype, H = ctx.like
+    if dloss is None:
+        dloss = torch.zeros_like(dentropy if dlogprob is None else dlogprob)
+    dw_sum = _grad_to_add_to(ctx, weight)
+    upstream = dloss, dlogprob, dentropy
+    needs = list(ctx.needs_input_grad[:5])
+    dx, dw, dbias, du, db = linear_cross_entropy_bwd(
+        x, weight.to(dtype), *rest, *upstream, dw_sum, needs, dw_dtype, *ctx.scalars
+    )
+    if dtype != torch.float32:
+        dx = dx.view(dtype)[:, H:]
+    return dx, None if dw_sum is not None else dw, dbias.to(dtype), du.to(dtype), db.to(dtype)
 
 
 def _check(
-    x: Tensor, weight: Tensor, bias: Tensor | None, lora: Lora | None, chunk_rows: int | None, outputs: tuple[str, ...]
+    x: Tensor,
+    weight: Tensor,
+    weight_dtype: torch.dtype,
+    bias: Tensor | None,
+    lora: Lora | None,
+    chunk_rows: int | None,
+    outputs: tuple[str, ...],
 ) -> None:
     H, V = x.shape[-1], weight.shape[0]
-    shapes: list[tuple[str, Tensor, tuple[int, ...]]] = [("weight", weight, (V, H))]
+    operands: list[tuple[str, Tensor, torch.dtype, tuple[int, ...]]] = [("weight", weight, weight_dtype, (V, H))]
     if bias is not None:
-        shapes.append(("bias", bias, (V,)))
+        operands.append(("bias", bias, x.dtype, (V,)))
     if lora is not None:
         rank = lora[0].shape[0]
-        shapes += [("lora[0]", lora[0], (rank, H)), ("lora[1]", lora[1], (V, rank))]
-    for name, tensor, shape in shapes:
+        operands += [("lora[0]", lora[0], x.dtype, (rank, H)), ("lora[1]", lora[1], x.dtype, (V, rank))]
+    for name, tensor, dtype, shape in operands:
         require(name, tensor, like=x, shape=shape)
-        if tensor.dtype != x.dtype:
-            raise TypeError(f"{name} must have the dtype of x, {x.dtype}, got {tensor.dtype}")
+        if tensor.dtype != dtype:
+            raise TypeError(f"{name} must have the dtype of x, {dtype}, got {tensor.dtype}")
     if chunk_rows is not None and not chunk_rows > 0:
         raise ValueError(f"chunk_rows must be positive, got {chunk_rows}")
     unknown = [name for name in outputs if name not in OUTPUTS]
@@ -327,46 +256,48 @@ def fused_linear_cross_entropy(
     accum_dtype: torch.dtype | None = None,
     chunk_rows: int | None = None,
     outputs: tuple[str, ...] = (),
+    recompute: bool = False,
+    accumulate_grad: bool = False,
 ) -> Tensor | LossOutput:
     """Cross-entropy of ``x weight^T + bias`` and ``target``, for ``x`` [..., H], ``weight`` [V, H], ``bias`` [V] and
     ``target`` [...].
 
     The loss options are those of ``cross_entropy`` (``class_weight`` [V] is its ``weight``); the loss is in fp32.
-    The logits exist only for ``chunk_rows`` tokens at a time (None: as many as 512 MiB hold). ``lora=(A, B,
-    scaling)`` with A [r, H] and B [V, r] adds ``scaling * x A^T B^T`` to the logits. ``accum_dtype``: dtype in which
-    the gradients of ``weight`` and B are accumulated over chunks (None: fp32). ``outputs``, a tuple out of
-    "logprob", "lse", "entropy", "argmax", "correct", asks for per-token results [...] and returns a ``LossOutput``;
-    "logprob" and "entropy" are differentiable. Those two and ``reduction="none"`` recompute the logits in the
-    backward; otherwise the gradients are made in the forward, and only those that some input needs. Under autocast
-    the operands are cast to its dtype. bf16, fp16 and fp32; other dtypes and devices run the plain-torch reference,
-    which does hold all logits.
+    ``lora=(A, B, scaling)`` with A [r, H] and B [V, r] adds ``scaling * x A^T B^T`` to the logits. ``outputs``, a
+    tuple out of "logprob", "lse", "entropy", "argmax", "correct", asks for per-token results [...] and returns a
+    ``LossOutput``; "logprob" and "entropy" are differentiable.
+
+    The gradients that some input needs are made in the forward, and the logits exist for ``chunk_rows`` tokens at a
+    time (None: 2048, or more where the vocabulary is small or there are over 16 times that many tokens). Until the
+    backward the gradients wait, that of x in fp32, and for a bf16 ``weight`` the last chunk's logits. ``accum_dtype``:
+    dtype in which the gradient of ``weight`` is summed over chunks (None: as accurately as one product over all
+    tokens, for a bf16 ``weight`` on a Hopper or Blackwell GPU and up to 16 chunks in the gradient's own memory, else
+    fp32). ``recompute`` is the lean setting: the backward makes the logits again and then the gradients, which takes a
+    third more time, and beside them little but dx in fp32; so do reduction "none" and differentiable outputs.
+    ``accumulate_grad``: the backward may add the weight's gradient to ``weight.grad`` in place, if that exists, in its
+    dtype, which with ``recompute`` saves all memory for it; hooks on the weight (DDP, FSDP) then do not run.
+
+    Under autocast the operands are cast to its dtype. bf16, fp16 and fp32; other dtypes and devices run the
+    plain-torch reference, which does hold all logits.
 
     Raises TypeError or ValueError for arguments that do not fit (all operands share a dtype), and for a label
     outside [0, V): at once on the CPU, by the next call on a GPU.
     """
     for name, tensor in (("x", x), ("weight", weight)):
         require(name, tensor)
-    if torch.is_autocast_enabled(x.device.type):
-        dtype = torch.get_autocast_dtype(x.device.type)
-        x, weight, bias = x.to(dtype), weight.to(dtype), None if bias is None else bias.to(dtype)
+    weight_dtype = x.dtype
+    if torch.is_autocast_enabled(x.device.type):  # the kernel path casts the weight itself: its gradient needs no cast
+        dtype, weight_dtype = torch.get_autocast_dtype(x.device.type), weight.dtype
+        x, bias = x.to(dtype), None if bias is None else bias.to(dtype)
         lora = None if lora is None else (lora[0].to(dtype), lora[1].to(dtype), lora[2])
-    _check(x, weight, bias, lora, chunk_rows, outputs)
+    _check(x, weight, weight_dtype, bias, lora, chunk_rows, outputs)
     options = Options(ignore_index, label_smoothing, z_loss, softcap, logit_scale)
     check_target(target, x, x.shape[:-1])
     check_options(options, reduction, num_items, "class_weight", class_weight, x, weight.shape[0])
     if not use_kernel(x):
-        return fused_linear_cross_entropy_ref(
-            x,
-            weight,
-            target,
-            bias,
-            **options._asdict(),
-            reduction=reduction,
-            class_weight=class_weight,
-            num_items=num_items,
-            lora=lora,
-            outputs=outputs,
-        )
+        others = {"reduction": reduction, "class_weight": class_weight, "num_items": num_items, "lora": lora}
+        others |= {"outputs": outputs, **options._asdict()}
+        return fused_linear_cross_entropy_ref(x, weight.to(x.dtype), target, bias, **others)
     x = x.reshape(-1, x.shape[-1])
     u, b = (None, None) if lora is None else (linear(x, lora[0]) * lora[2], lora[1])
     per_token = reduction == "none" or "logprob" in outputs or "entropy" in outputs
@@ -378,11 +309,12 @@ def fused_linear_cross_entropy(
         b,
         target.reshape(-1),
         class_weight,
-        torch.is_grad_enabled() and not per_token,
+        torch.is_grad_enabled() and not (per_token or recompute),
+        accumulate_grad,
         "entropy" in outputs,
         "argmax" in outputs or "correct" in outputs,
         chunk_rows,
-        accum_dtype or torch.float32,
+        accum_dtype,
         *options,
     )
     return _finish(RowLosses(*rows), reduction, target, class_weight, ignore_index, num_items, outputs)

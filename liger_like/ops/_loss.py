@@ -1,0 +1,117 @@
+"""What the losses share: their options, their definition per row, checks, and the reduction."""
+
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from liger_like.ops._common import require, require_choice
+
+REDUCTIONS = ("mean", "sum", "none")
+OPTIONS_SCHEMA = "int ignore_index, float label_smoothing, float z_loss, float? softcap, float logit_scale"
+
+
+class Options(NamedTuple):
+    """The scalars of the loss, in the order of the library ops."""
+
+    ignore_index: int
+    label_smoothing: float
+    z_loss: float
+    softcap: float | None
+    logit_scale: float
+
+
+class RowLosses(NamedTuple):
+    """Per-row results of the definition."""
+
+    loss: Tensor
+    logprob: Tensor
+    lse: Tensor
+    entropy: Tensor
+    argmax: Tensor
+
+
+def check_labels(target: Tensor, V: int, ignore_index: int) -> None:
+    """Raise if a label on the CPU is neither in [0, V) nor ``ignore_index``; traced code leaves that to ``gather``."""
+    if target.device.type == "cpu" and not torch.compiler.is_compiling():
+        bad = target[(target != ignore_index) & ((target < 0) | (target >= V))]
+        if bad.numel():
+            raise ValueError(
+                f"target holds label {bad[0].item()}, which is neither in [0, {V}) nor ignore_index = {ignore_index}"
+            )
+
+
+def row_losses_ref(logits: Tensor, target: Tensor, weight: Tensor | None, options: Options) -> RowLosses:
+    """The definition of every per-row result, in plain torch."""
+    check_labels(target, logits.shape[-1], options.ignore_index)
+    z = logits.to(torch.promote_types(logits.dtype, torch.float32)) * options.logit_scale
+    argmax = z.argmax(-1)  # before the softcap, which is monotonic but rounds large scores together
+    if options.softcap is not None:
+        z = options.softcap * torch.tanh(z / options.softcap)
+    ignored = target == options.ignore_index
+    label = target.masked_fill(ignored, 0).long()
+    logp, lse = z.log_softmax(-1), z.logsumexp(-1)
+    w = z.new_ones(z.shape[-1]) if weight is None else weight.to(z.dtype)
+    logprob = logp.gather(-1, label.unsqueeze(-1)).squeeze(-1)
+    loss = -(1 - options.label_smoothing) * w[label] * logprob + options.z_loss * lse.square()
+    if options.label_smoothing:
+        loss = loss - options.label_smoothing / z.shape[-1] * (logp * w).sum(-1)
+    p = logp.exp()
+    entropy = -(p * logp.where(p > 0, 0)).sum(-1)
+    floats = (t.masked_fill(ignored, 0) for t in (loss, logprob, lse.detach(), entropy))
+    return RowLosses(*floats, argmax.masked_fill(ignored, -1))
+
+
+def reduce_loss(
+    total: Tensor,
+    reduction: str,
+    target: Tensor,
+    weight: Tensor | None,
+    ignore_index: int,
+    num_items: int | Tensor | None,
+) -> Tensor:
+    """The sum of the rows' losses, or its mean; a batch without a row to count gives 0, not 0 / 0."""
+    if reduction == "sum":
+        return total
+    if num_items is None:
+        counted = target != ignore_index
+        num_items = counted.sum() if weight is None else (weight[target.clamp(0, weight.shape[0] - 1)] * counted).sum()
+    if not isinstance(num_items, Tensor):
+        return total / (num_items or 1)
+    num_items = num_items.to(total.device)
+    return total / num_items.where(num_items != 0, 1)
+
+
+def check_target(target: Tensor, like: Tensor, shape: tuple[int, ...]) -> None:
+    """Raise unless ``target`` holds integer labels of the given shape on the device of ``like``."""
+    if not isinstance(target, Tensor) or target.dtype not in (torch.int64, torch.int32):
+        raise TypeError(f"target must be int64 or int32, got {getattr(target, 'dtype', type(target).__name__)}")
+    if target.shape != shape:
+        raise ValueError(f"target must have shape {list(shape)}, got {list(target.shape)}")
+    if target.device != like.device:
+        raise ValueError(f"target must be on {like.device}, got {target.device}")
+
+
+def check_options(
+    options: Options,
+    reduction: str,
+    num_items: int | Tensor | None,
+    name: str,
+    weight: Tensor | None,
+    like: Tensor,
+    V: int,
+) -> None:
+    """Raise if an option of the loss is out of its range, naming it; ``name`` is what the caller calls the class
+    weights.
+    """
+    require_choice("reduction", reduction, REDUCTIONS)
+    if not 0.0 <= options.label_smoothing <= 1.0:
+        raise ValueError(f"label_smoothing must be in [0, 1], got {options.label_smoothing}")
+    if options.softcap is not None and not options.softcap > 0:
+        raise ValueError(f"softcap must be positive, got {options.softcap}")
+    if num_items is not None and reduction != "mean":
+        raise ValueError(f"num_items divides the loss of reduction='mean' only, got reduction={reduction!r}")
+    if weight is not None:
+        require(name, weight, like=like, shape=(V,))
+        if weight.requires_grad:
+            raise ValueError(f"{name} must not require a gradient: the loss is not differentiated by class weights")
