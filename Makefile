@@ -13,7 +13,7 @@ py := $(VENV)/bin/python
 ready := $(VENV)/.ready
 endif
 
-.PHONY: demo test check compile-check mutants bench
+.PHONY: demo test check compile-check mutants bench bench-losses
 
 demo: $(ready)
 	$(py) examples/train.py
@@ -37,6 +37,9 @@ mutants: $(ready)
 bench: $(ready)
 	mkdir -p .cache
 	$(py) -m pytest benchmark --benchmark-json=.cache/bench.json
+
+bench-losses: $(ready)
+	$(py) -m benchmark.losses
 
 .cache/triton-%: | $(ready)
 	$(py) -m pip install --no-deps --target $@ triton==$*

@@ -1,0 +1,318 @@
+"""Times the losses on a GPU against bare products, torch and two other libraries, with their memory and their errors.
+
+    make bench-losses                      measures, writes results/ and from it the report
+    python -m benchmark.losses --quick     the smallest shape, printed only
+    python -m benchmark.losses --report    the report again, without a GPU
+
+Libraries that are not installed are left out; the report names them.
+"""
+
+import argparse
+import datetime
+import importlib.metadata
+import json
+import random
+import re
+import statistics
+import time
+from collections.abc import Callable, Mapping
+from functools import partial
+from typing import Any
+
+import torch
+import torch.nn.functional as F  # noqa: N812
+from torch import Tensor
+
+from benchmark.losses_report import EAGER, ERRORS, GEMMS, RESULTS, Row, tables, write_report
+from liger_like import cross_entropy, fused_linear_cross_entropy
+
+Loss = Callable[..., Tensor]
+Step = Callable[[], tuple[Tensor, ...]]
+Build = Callable[..., Step]
+
+PACKAGES = {"Liger": "liger-kernel", "CCE": "cut-cross-entropy"}  # contestant, up to a comma: what it needs
+SHAPES = ((8192, 4096, 128256), (16384, 2048, 128256), (8192, 2304, 256000), (16384, 4096, 32000))  # T, H, V
+SMALLEST = SHAPES[-1]
+CHUNK_ROWS = (512, 1024, 2048, 4096, 8192)
+IGNORED = -100
+# in each round every contestant is timed, in another order: the GPU's clock depends on what ran before
+WARMUP, REPEATS, ROUNDS, QUICK_ROUNDS = 3, 3, 7, 1
+
+
+def torch_linear_cross_entropy(x: Tensor, weight: Tensor, target: Tensor) -> Tensor:
+    return torch_cross_entropy(F.linear(x, weight), target)
+
+
+def torch_cross_entropy(logits: Tensor, target: Tensor) -> Tensor:
+    return F.cross_entropy(logits.float(), target)
+
+
+def liger_linear_cross_entropy(x: Tensor, weight: Tensor, target: Tensor, **options: Any) -> Tensor:
+    from liger_kernel.transformers.functional import liger_fused_linear_cross_entropy
+
+    return liger_fused_linear_cross_entropy(x, weight, target, **options)
+
+
+def liger_cross_entropy(logits: Tensor, target: Tensor) -> Tensor:
+    from liger_kernel.transformers import functional
+
+    return functional.liger_cross_entropy(logits, target)
+
+
+def cce_linear_cross_entropy(x: Tensor, weight: Tensor, target: Tensor, **options: Any) -> Tensor:
+    from cut_cross_entropy import linear_cross_entropy
+
+    return linear_cross_entropy(x, weight, target, impl="cce", **options)
+
+
+def step_of(loss: Loss, *inputs: Tensor) -> Step:
+    """One forward and backward: the loss, and the gradients of those inputs that require one."""
+    leaves = [t for t in inputs if t.requires_grad]
+
+    def step() -> tuple[Tensor, ...]:
+        value = loss(*inputs)
+        return value.detach(), *torch.autograd.grad(value, leaves)
+
+    return step
+
+
+def three_gemms(x: Tensor, weight: Tensor, target: Tensor, rows: int = 2048) -> Step:
+    """The products that no exact loss can do without, for the tokens that count, a chunk of rows at a time.
+
+    Every chunk takes the logits' gradient of the first one, and dw is that of the last one: this is a floor, no loss.
+    """
+    kept = target != IGNORED
+    x, weight, target = x.detach()[kept], weight.detach(), target[kept]
+    dz = (x[:rows] @ weight.t()).softmax(-1, dtype=torch.float32)
+    dz[torch.arange(len(dz), device=x.device), target[:rows]] -= 1
+    dz = dz.to(x.dtype)
+
+    def step() -> tuple[Tensor, ...]:
+        z, dx, dw = torch.empty_like(dz), torch.empty_like(x), torch.empty_like(weight)
+        for x_c, dx_c in zip(x.split(rows), dx.split(rows), strict=True):
+            dz_c = dz[: len(x_c)]
+            torch.mm(x_c, weight.t(), out=z[: len(x_c)])
+            torch.mm(dz_c, weight, out=dx_c)
+            torch.mm(dz_c.t(), x_c, out=dw)
+        return ()
+
+    return step
+
+
+FUSED: dict[str, Build] = {
+    GEMMS: three_gemms,
+    "liger_like": partial(step_of, fused_linear_cross_entropy),
+    "liger_like, recompute": partial(step_of, partial(fused_linear_cross_entropy, recompute=True)),
+    "liger_like, dw in fp32": partial(step_of, partial(fused_linear_cross_entropy, accum_dtype=torch.float32)),
+    EAGER: partial(step_of, torch_linear_cross_entropy),
+    "torch.compile": partial(step_of, torch.compile(torch_linear_cross_entropy, dynamic=False)),
+    "Liger": partial(step_of, liger_linear_cross_entropy),
+    "Liger, dw in fp32": partial(step_of, partial(liger_linear_cross_entropy, accum_dtype=torch.float32)),
+    "CCE": partial(step_of, cce_linear_cross_entropy),
+    "CCE, exact": partial(step_of, partial(cce_linear_cross_entropy, filter_eps=None)),
+}
+CHUNKED: dict[str, Build] = {
+    str(rows): partial(step_of, partial(fused_linear_cross_entropy, chunk_rows=rows)) for rows in CHUNK_ROWS
+}
+PLAIN: dict[str, Build] = {
+    "liger_like": partial(step_of, cross_entropy),
+    EAGER: partial(step_of, torch_cross_entropy),
+    "torch.compile": partial(step_of, torch.compile(torch_cross_entropy, dynamic=False)),
+    "Liger": partial(step_of, liger_cross_entropy),
+}
+
+
+def exact(x: Tensor, weight: Tensor, target: Tensor, rows: int = 512) -> tuple[Tensor, Tensor, Tensor]:
+    """Mean loss, dx and dw in float64, a chunk of tokens at a time; every token counts."""
+    w = weight.detach().double()
+    dx, dw, loss = torch.empty_like(x, dtype=torch.float64), torch.zeros_like(w), w.new_zeros(())
+    for x_c, y_c, dx_c in zip(x.detach().split(rows), target.split(rows), dx.split(rows), strict=True):
+        x_c, at_label = x_c.double(), (torch.arange(len(x_c), device=x.device), y_c)
+        logprob = (x_c @ w.t()).log_softmax(-1)
+        loss -= logprob[at_label].sum() / len(x)
+        dz = logprob.exp_()
+        dz[at_label] -= 1
+        dz /= len(x)
+        torch.mm(dz, w, out=dx_c)
+        dw.addmm_(dz.t(), x_c)
+    return loss, dx, dw
+
+
+def attempt(measure: Callable[[], Row]) -> Row:
+    """What ``measure`` returns, or why it could not: other code's failure is a result, too."""
+    try:
+        return measure()
+    except torch.cuda.OutOfMemoryError:
+        return {"reason": "out of memory"}
+    except Exception as error:
+        return {"reason": f"{type(error).__name__}: {str(error).partition(chr(10))[0][:80]}"}
+
+
+def gpu_times(step: Callable[[], Any], repeats: int, prepare: Callable[[], Any] = lambda: None) -> list[float]:
+    """Times between two events around ``step``, in ms."""
+    pairs = [[torch.cuda.Event(enable_timing=True) for _ in range(2)] for _ in range(repeats)]
+    for start, end in pairs:
+        prepare()
+        start.record()
+        step()
+        end.record()
+    torch.cuda.synchronize()
+    return [start.elapsed_time(end) for start, end in pairs]
+
+
+def measure_fused(step: Step, truth: tuple[Tensor, ...]) -> Row:
+    """Peak memory above what was there, and the errors where there is a ``truth``."""
+    for _ in range(WARMUP):
+        step()
+    torch.cuda.synchronize()
+    torch.cuda.empty_cache()
+    before = torch.cuda.memory_allocated()
+    torch.cuda.reset_peak_memory_stats()
+    results = step()
+    row: Row = {"mib": (torch.cuda.max_memory_allocated() - before) / 2**20}
+    if truth and results:
+        pairs = zip(ERRORS, results, truth, strict=True)
+        row["errors"] = {name: float((got.double() - true).norm() / true.norm()) for name, got, true in pairs}
+    return row
+
+
+def time_fused(
+    contestants: Mapping[str, Build],
+    shape: tuple[int, int, int],
+    rounds: int,
+    *,
+    ignored: float = 0.0,
+    errors: bool = False,
+    dtype: torch.dtype = torch.bfloat16,
+    device: str = "cuda",
+) -> Row:
+    """Every contestant on random data of one shape, of whose labels a share is ignored."""
+    T, H, V = shape
+    torch.manual_seed(0)
+    torch.compiler.reset()
+    x = torch.randn(T, H, dtype=dtype, device=device).requires_grad_()
+    weight = (torch.randn(V, H, dtype=dtype, device=device) * 0.02).requires_grad_()
+    target = torch.randint(V, (T,), device=device)
+    target[torch.randperm(T, device=device)[: int(T * ignored)]] = IGNORED
+    inputs = (x, weight, target)
+    truth = exact(*inputs) if errors else ()
+    steps = {name: build(*inputs) for name, build in contestants.items()}
+    rows = {name: attempt(partial(measure_fused, step, truth)) for name, step in steps.items()}
+    times: dict[str, list[float]] = {name: [] for name, row in rows.items() if "reason" not in row}
+    order = random.Random(0)
+    for _ in range(rounds):
+        for name in order.sample([*times], len(times)):
+            steps[name]()
+            times[name] += gpu_times(steps[name], REPEATS)
+    print(f"{shape}, {ignored:.0%} ignored: measured", flush=True)
+    kept = int((target != IGNORED).sum())
+    medians = {name: {"ms": statistics.median(several)} for name, several in times.items()}
+    named = [{"name": name} | medians.get(name, {}) | row for name, row in rows.items()]
+    return {"T": T, "H": H, "V": V, "kept": kept, "rows": named}
+
+
+def wall_ms(step: Step, refill: Callable[[], Any], repeats: int) -> Row:
+    """Median time of one eager step as the host sees it, which waits for the GPU before and after."""
+
+    def one() -> float:
+        refill()
+        torch.cuda.synchronize()
+        start = time.perf_counter()
+        step()
+        torch.cuda.synchronize()
+        return (time.perf_counter() - start) * 1e3
+
+    return {"wall_ms": statistics.median([one() for _ in range(WARMUP + repeats)][WARMUP:])}
+
+
+def kernel_ms(step: Step, refill: Callable[[], Any], repeats: int) -> Row:
+    """Median time of the kernels alone: the replay of a CUDA graph."""
+    torch.cuda.set_sync_debug_mode("error")  # finds a step that waits for the GPU: a failed capture would outlive it
+    try:
+        step()
+    finally:
+        torch.cuda.set_sync_debug_mode("default")
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        step()
+    gpu_times(graph.replay, WARMUP, refill)
+    return {"kernel_ms": statistics.median(gpu_times(graph.replay, repeats, refill))}
+
+
+def time_cross_entropy(
+    contestants: Mapping[str, Build],
+    shape: tuple[int, int],
+    repeats: int,
+    *,
+    dtype: torch.dtype = torch.bfloat16,
+    device: str = "cuda",
+) -> Row:
+    """Every contestant on random logits, which are filled anew, untimed, before each step: one of them overwrites
+    them.
+    """
+    torch.manual_seed(0)
+    torch.compiler.reset()
+    source = torch.randn(shape, dtype=dtype, device=device)
+    logits = source.clone().requires_grad_()
+    target = torch.randint(shape[1], shape[:1], device=device)
+    rows = []
+    for name, build in contestants.items():
+        step, refill = build(logits, target), partial(logits.data.copy_, source)
+        row = {"name": name} | attempt(partial(wall_ms, step, refill, repeats))
+        rows.append(row | attempt(partial(kernel_ms, step, refill, repeats)))
+        torch.cuda.empty_cache()
+    return {"M": shape[0], "V": shape[1], "bytes": 3 * source.nbytes, "rows": rows}
+
+
+def version(package: str) -> str | None:
+    try:
+        return importlib.metadata.version(package)
+    except importlib.metadata.PackageNotFoundError:
+        return None
+
+
+def measure_all(quick: bool) -> Row:
+    """The content of a file in results/."""
+    versions = {package: version(package) for package in ("torch", "triton", *PACKAGES.values())}
+
+    def present(contestants: Mapping[str, Build]) -> dict[str, Build]:
+        needs = {name: PACKAGES.get(name.partition(",")[0], "torch") for name in contestants}
+        return {name: build for name, build in contestants.items() if versions[needs[name]]}
+
+    shapes, rounds = ((SMALLEST,), QUICK_ROUNDS) if quick else (SHAPES, ROUNDS)
+    fused = present(FUSED)
+    return {
+        "gpu": torch.cuda.get_device_name(),
+        "date": datetime.date.today().isoformat(),
+        "versions": versions,
+        "fused": [
+            *(time_fused(fused, shape, rounds, errors=True) for shape in shapes),
+            time_fused(fused, shapes[0], rounds, ignored=0.75),
+        ],
+        "chunk_rows": time_fused(CHUNKED, shapes[0], rounds),
+        "cross_entropy": time_cross_entropy(present(PLAIN), (8192, 128256), REPEATS * rounds),
+    }
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(prog="python -m benchmark.losses")
+    parser.add_argument("--quick", action="store_true", help="the smallest shape, printed only")
+    parser.add_argument("--report", action="store_true", help="only write the report of results/; needs no GPU")
+    options = parser.parse_args()
+    if not options.report:
+        if not torch.cuda.is_available():
+            parser.error("needs a GPU (all but --report)")
+        # four digits are more than a repetition would confirm
+        text = json.dumps(measure_all(options.quick))
+        result = json.loads(text, parse_float=lambda digits: float(f"{float(digits):.4g}"))
+        if options.quick:
+            print(tables(result))
+            return
+        RESULTS.mkdir(exist_ok=True)
+        slug = re.sub("[^a-z0-9]+", "-", result["gpu"].lower())
+        (RESULTS / f"losses-{slug}.json").write_text(json.dumps(result, indent=1) + "\n")
+    write_report()
+
+
+if __name__ == "__main__":
+    main()
