@@ -21,6 +21,7 @@ from liger_like.ops.rms_norm import add_rms_norm_ref, rms_norm_ref
 from liger_like.ops.rope import qk_norm_rope_ref, rope_ref
 
 Inputs = dict[str, Tensor]
+Cost = tuple[int, int, int]
 
 
 @dataclass(frozen=True)
@@ -28,8 +29,8 @@ class OpSpec:
     """One row of the table. ``inputs(dtype, device, **shape)`` makes random arguments; those to differentiate require a
     gradient.
 
-    ``cost(itemsize, **shape)`` gives the bytes that forward plus backward must move (each input read once, each
-    output written once) and the FLOPs of their matrix products.
+    ``cost(itemsize, **shape)`` gives the bytes that the forward must move, those that the backward must (each input
+    read once, each output written once) and the FLOPs of the matrix products of both.
     """
 
     name: str
@@ -40,7 +41,7 @@ class OpSpec:
     options: tuple[dict[str, Any], ...]
     test_shapes: tuple[dict[str, Any], ...]
     bench_shapes: tuple[dict[str, Any], ...]
-    cost: Callable[..., tuple[int, int]]
+    cost: Callable[..., Cost]
     paper: str
 
 
@@ -233,28 +234,36 @@ _LOSS_OPTIONS: tuple[dict[str, Any], ...] = (
 )
 
 
-def _norm_cost(tensors: int, residual: int = 0) -> Callable[..., tuple[int, int]]:
-    def cost(itemsize: int, lead: tuple[int, ...], N: int, **_: Any) -> tuple[int, int]:
-        return (5 + 3 * residual) * torch.Size(lead).numel() * N * itemsize + 3 * tensors * N * itemsize, 0
+def _norm_cost(vectors: int, residual: int = 0) -> Callable[..., Cost]:
+    """The backward reads the weight alone of the ``vectors``; dx is the gradient of a residual, too."""
+
+    def cost(itemsize: int, lead: tuple[int, ...], N: int, **_: Any) -> Cost:
+        M, row = torch.Size(lead).numel(), N * itemsize
+        return ((2 + 2 * residual) * M + vectors) * row, ((3 + residual) * M + 1 + vectors) * row, 0
 
     return cost
 
 
-def _rope_cost(itemsize: int, B: int, H: int, Hk: int, S: int, D: int, R: int, **_: Any) -> tuple[int, int]:
-    return 4 * B * S * ((H + Hk) * D + R) * itemsize, 0
+def _rope_cost(itemsize: int, B: int, H: int, Hk: int, S: int, D: int, R: int, weights: bool = False, **_: Any) -> Cost:
+    """A rotation is undone without its inputs, a norm is not."""
+    heads, tables, vectors = B * S * (H + Hk) * D, 2 * B * S * R, 2 * D * weights
+    return (2 * heads + tables + vectors) * itemsize, ((2 + weights) * heads + tables + 2 * vectors) * itemsize, 0
 
 
-def _glu_cost(itemsize: int, lead: tuple[int, ...], N: int, **_: Any) -> tuple[int, int]:
-    return 8 * torch.Size(lead).numel() * N * itemsize, 0
+def _glu_cost(itemsize: int, lead: tuple[int, ...], N: int, **_: Any) -> Cost:
+    size = torch.Size(lead).numel() * N * itemsize
+    return 3 * size, 5 * size, 0
 
 
-def _loss_cost(itemsize: int, lead: tuple[int, ...], V: int, **_: Any) -> tuple[int, int]:
-    return 3 * torch.Size(lead).numel() * V * itemsize, 0
+def _loss_cost(itemsize: int, lead: tuple[int, ...], V: int, **_: Any) -> Cost:
+    size = torch.Size(lead).numel() * V * itemsize
+    return size, 2 * size, 0
 
 
-def _linear_loss_cost(itemsize: int, lead: tuple[int, ...], H: int, V: int, **_: Any) -> tuple[int, int]:
+def _linear_loss_cost(itemsize: int, lead: tuple[int, ...], H: int, V: int, **_: Any) -> Cost:
+    """The gradients come from the forward's reading of x and the weight."""
     T = torch.Size(lead).numel()
-    return 2 * (T * H + V * H) * itemsize, 6 * T * H * V
+    return (T + V) * H * itemsize, (T + V) * H * itemsize, 6 * T * H * V
 
 
 SPECS = (
