@@ -8,11 +8,6 @@ Libraries that are not installed are left out; the report names them.
 """
 
 import argparse
-import datetime
-import importlib.metadata
-import json
-import random
-import re
 import statistics
 import time
 from collections.abc import Callable, Mapping
@@ -23,20 +18,31 @@ import torch
 import torch.nn.functional as F  # noqa: N812
 from torch import Tensor
 
-from benchmark.losses_report import EAGER, ERRORS, GEMMS, RESULTS, Row, tables, write_report
+from benchmark.losses_report import EAGER, ERRORS, GEMMS, tables, write_report
+from benchmark.markdown import Row
+from benchmark.measure import (
+    WARMUP,
+    attempt,
+    captured,
+    environment,
+    gpu_times,
+    peak_mib,
+    present,
+    rounded,
+    save,
+    settle,
+)
 from liger_like import cross_entropy, fused_linear_cross_entropy
 
 Loss = Callable[..., Tensor]
 Step = Callable[[], tuple[Tensor, ...]]
 Build = Callable[..., Step]
 
-PACKAGES = {"Liger": "liger-kernel", "CCE": "cut-cross-entropy"}  # contestant, up to a comma: what it needs
 SHAPES = ((8192, 4096, 128256), (16384, 2048, 128256), (8192, 2304, 256000), (16384, 4096, 32000))  # T, H, V
 SMALLEST = SHAPES[-1]
 CHUNK_ROWS = (512, 1024, 2048, 4096, 8192)
 IGNORED = -100
-# in each round every contestant is timed, in another order: the GPU's clock depends on what ran before
-WARMUP, REPEATS, ROUNDS, QUICK_ROUNDS = 3, 3, 7, 1
+REPEATS, ROUNDS, QUICK_ROUNDS = 3, 7, 1
 
 
 def torch_linear_cross_entropy(x: Tensor, weight: Tensor, target: Tensor) -> Tensor:
@@ -138,42 +144,19 @@ def exact(x: Tensor, weight: Tensor, target: Tensor, rows: int = 512) -> tuple[T
     return loss, dx, dw
 
 
-def attempt(measure: Callable[[], Row]) -> Row:
-    """What ``measure`` returns, or why it could not: other code's failure is a result, too."""
-    try:
-        return measure()
-    except torch.cuda.OutOfMemoryError:
-        return {"reason": "out of memory"}
-    except Exception as error:
-        return {"reason": f"{type(error).__name__}: {str(error).partition(chr(10))[0][:80]}"}
-
-
-def gpu_times(step: Callable[[], Any], repeats: int, prepare: Callable[[], Any] = lambda: None) -> list[float]:
-    """Times between two events around ``step``, in ms."""
-    pairs = [[torch.cuda.Event(enable_timing=True) for _ in range(2)] for _ in range(repeats)]
-    for start, end in pairs:
-        prepare()
-        start.record()
-        step()
-        end.record()
-    torch.cuda.synchronize()
-    return [start.elapsed_time(end) for start, end in pairs]
-
-
 def measure_fused(step: Step, truth: tuple[Tensor, ...]) -> Row:
-    """Peak memory above what was there, and the errors where there is a ``truth``."""
-    for _ in range(WARMUP):
-        step()
-    torch.cuda.synchronize()
-    torch.cuda.empty_cache()
-    before = torch.cuda.memory_allocated()
-    torch.cuda.reset_peak_memory_stats()
-    results = step()
-    row: Row = {"mib": (torch.cuda.max_memory_allocated() - before) / 2**20}
+    """Peak memory above what was there, the errors where there is a ``truth``, and a timer."""
+    mib, results = peak_mib(step)
+    row: Row = {"mib": mib, "ms": partial(warm_times, step)}
     if truth and results:
         pairs = zip(ERRORS, results, truth, strict=True)
         row["errors"] = {name: float((got.double() - true).norm() / true.norm()) for name, got, true in pairs}
     return row
+
+
+def warm_times(step: Step) -> list[float]:
+    step()
+    return gpu_times(step, REPEATS)
 
 
 def time_fused(
@@ -196,19 +179,12 @@ def time_fused(
     target[torch.randperm(T, device=device)[: int(T * ignored)]] = IGNORED
     inputs = (x, weight, target)
     truth = exact(*inputs) if errors else ()
-    steps = {name: build(*inputs) for name, build in contestants.items()}
-    rows = {name: attempt(partial(measure_fused, step, truth)) for name, step in steps.items()}
-    times: dict[str, list[float]] = {name: [] for name, row in rows.items() if "reason" not in row}
-    order = random.Random(0)
-    for _ in range(rounds):
-        for name in order.sample([*times], len(times)):
-            steps[name]()
-            times[name] += gpu_times(steps[name], REPEATS)
+    rows = [
+        {"name": name} | attempt(partial(measure_fused, build(*inputs), truth)) for name, build in contestants.items()
+    ]
+    settle(rows, rounds)
     print(f"{shape}, {ignored:.0%} ignored: measured", flush=True)
-    kept = int((target != IGNORED).sum())
-    medians = {name: {"ms": statistics.median(several)} for name, several in times.items()}
-    named = [{"name": name} | medians.get(name, {}) | row for name, row in rows.items()]
-    return {"T": T, "H": H, "V": V, "kept": kept, "rows": named}
+    return {"T": T, "H": H, "V": V, "kept": int((target != IGNORED).sum()), "rows": rows}
 
 
 def wall_ms(step: Step, refill: Callable[[], Any], repeats: int) -> Row:
@@ -227,14 +203,7 @@ def wall_ms(step: Step, refill: Callable[[], Any], repeats: int) -> Row:
 
 def kernel_ms(step: Step, refill: Callable[[], Any], repeats: int) -> Row:
     """Median time of the kernels alone: the replay of a CUDA graph."""
-    torch.cuda.set_sync_debug_mode("error")  # finds a step that waits for the GPU: a failed capture would outlive it
-    try:
-        step()
-    finally:
-        torch.cuda.set_sync_debug_mode("default")
-    graph = torch.cuda.CUDAGraph()
-    with torch.cuda.graph(graph):
-        step()
+    graph = captured(step)
     gpu_times(graph.replay, WARMUP, refill)
     return {"kernel_ms": statistics.median(gpu_times(graph.replay, repeats, refill))}
 
@@ -264,27 +233,12 @@ def time_cross_entropy(
     return {"M": shape[0], "V": shape[1], "bytes": 3 * source.nbytes, "rows": rows}
 
 
-def version(package: str) -> str | None:
-    try:
-        return importlib.metadata.version(package)
-    except importlib.metadata.PackageNotFoundError:
-        return None
-
-
 def measure_all(quick: bool) -> Row:
     """The content of a file in results/."""
-    versions = {package: version(package) for package in ("torch", "triton", *PACKAGES.values())}
-
-    def present(contestants: Mapping[str, Build]) -> dict[str, Build]:
-        needs = {name: PACKAGES.get(name.partition(",")[0], "torch") for name in contestants}
-        return {name: build for name, build in contestants.items() if versions[needs[name]]}
-
     shapes, rounds = ((SMALLEST,), QUICK_ROUNDS) if quick else (SHAPES, ROUNDS)
     fused = present(FUSED)
     return {
-        "gpu": torch.cuda.get_device_name(),
-        "date": datetime.date.today().isoformat(),
-        "versions": versions,
+        **environment("Liger", "CCE"),
         "fused": [
             *(time_fused(fused, shape, rounds, errors=True) for shape in shapes),
             time_fused(fused, shapes[0], rounds, ignored=0.75),
@@ -302,15 +256,11 @@ def main() -> None:
     if not options.report:
         if not torch.cuda.is_available():
             parser.error("needs a GPU (all but --report)")
-        # four digits are more than a repetition would confirm
-        text = json.dumps(measure_all(options.quick))
-        result = json.loads(text, parse_float=lambda digits: float(f"{float(digits):.4g}"))
+        result = rounded(measure_all(options.quick))
         if options.quick:
             print(tables(result))
             return
-        RESULTS.mkdir(exist_ok=True)
-        slug = re.sub("[^a-z0-9]+", "-", result["gpu"].lower())
-        (RESULTS / f"losses-{slug}.json").write_text(json.dumps(result, indent=1) + "\n")
+        save(result, "losses")
     write_report()
 
 

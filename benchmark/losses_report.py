@@ -1,15 +1,13 @@
 """The tables in NOTES.md and the picture of what ``benchmark.losses`` measured, from the files in results/."""
 
 import hashlib
-import json
 from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
-Row = dict[str, Any]
+from benchmark.markdown import FOLDER, NOTES, RESULTS, Row, between, heading, number, ratio, result_files, table
+from benchmark.markdown import results as read_results
 
-FOLDER = Path(__file__).parent
-NOTES, RESULTS = FOLDER / "NOTES.md", FOLDER / "results"
 PICTURE = RESULTS / "losses.png"
 BEGIN, END = "<!-- losses: written by `python -m benchmark.losses --report` -->\n", "<!-- /losses -->\n"
 
@@ -24,19 +22,6 @@ OFFSETS = {
     "torch.compile": (-72, -16),
     "CCE, exact": (7, -10),
 }
-
-
-def number(value: float | None, spec: str) -> str:
-    return "-" if value is None else format(value, spec)
-
-
-def ratio(value: float | None, unit: float | None) -> float | None:
-    return None if value is None or unit is None else value / unit
-
-
-def markdown(columns: tuple[str, ...], rows: Iterable[Iterable[str]]) -> str:
-    lines = ["| " + " | ".join(cell.replace("|", "\\|") for cell in row) + " |" for row in (columns, *rows)]
-    return "\n".join([lines[0], "|---" * len(columns) + "|", *lines[1:]]) + "\n"
 
 
 def fused_table(case: Row) -> str:
@@ -55,7 +40,7 @@ def fused_table(case: Row) -> str:
         if measured:
             cells[-1] += [number(errors.get(key), ".1e") for key in ERRORS]
             cells[-1].append(number(ratio(errors.get("dw"), one_gemm), ".2f"))
-    return markdown(FUSED_COLUMNS if measured else FUSED_COLUMNS[:5], cells)
+    return table(FUSED_COLUMNS if measured else FUSED_COLUMNS[:5], cells)
 
 
 def cross_entropy_table(case: Row) -> str:
@@ -67,16 +52,12 @@ def cross_entropy_table(case: Row) -> str:
         times = row.get("reason") or number(kernel, ".3f"), number(wall, ".3f")
         return [row["name"], times[0], number(gigabytes[0], ".0f"), times[1], number(gigabytes[1], ".0f")]
 
-    return markdown(PLAIN_COLUMNS, map(cells, case["rows"]))
+    return table(PLAIN_COLUMNS, map(cells, case["rows"]))
 
 
 def tables(result: Row) -> str:
     """One file of results in Markdown."""
-    versions = ", ".join(f"{name} {version}" for name, version in result["versions"].items() if version)
-    absent = [name for name, version in result["versions"].items() if version is None]
-    parts = [f"### One {result['gpu']}, {result['date']}\n", f"{versions}.\n"]
-    if absent:
-        parts.append(f"Not installed, so not measured: {', '.join(absent)}.\n")
+    parts = heading(result)
     for case in result["fused"]:
         title = f"fused_linear_cross_entropy, T {case['T']}, H {case['H']}, V {case['V']}"
         if case["kept"] < case["T"]:
@@ -89,10 +70,8 @@ def tables(result: Row) -> str:
 
 def with_tables(notes: str, results: list[Row]) -> str:
     """``notes`` with the picture and the tables between their markers."""
-    head, _, rest = notes.partition(BEGIN)
-    _, _, tail = rest.partition(END)
     picture = [f"![time against peak memory]({PICTURE.relative_to(FOLDER)})\n"] if results else []
-    return head + BEGIN + "\n".join([*picture, *map(tables, results)]) + END + tail
+    return between(notes, BEGIN, END, "\n".join([*picture, *map(tables, results)]))
 
 
 def draw(ax: Any, result: Row, zoom: bool) -> None:
@@ -129,14 +108,9 @@ def digest(files: Iterable[Path]) -> str:
     return hashlib.sha256(b"".join(path.read_bytes() for path in files)).hexdigest()
 
 
-def result_files() -> list[Path]:
-    return sorted(RESULTS.glob("losses-*.json"))
-
-
 def write_report() -> None:
     """Write the tables, and the picture with a row of two panels for each file of results."""
-    files = result_files()
-    results = [json.loads(path.read_text()) for path in files]
+    results = read_results("losses")
     NOTES.write_text(with_tables(NOTES.read_text(), results))
     if not results:
         return
@@ -146,4 +120,4 @@ def write_report() -> None:
     for result, axes in zip(results, figure.subplots(len(results), 2, squeeze=False), strict=True):
         for ax, zoom in zip(axes, (False, True), strict=True):
             draw(ax, result, zoom)
-    figure.savefig(PICTURE, dpi=120, metadata={"Comment": digest(files)})
+    figure.savefig(PICTURE, dpi=120, metadata={"Comment": digest(result_files("losses"))})

@@ -2,6 +2,7 @@
 
 from pathlib import Path
 
+from benchmark.markdown import between, table
 from liger_like import testing
 
 README = Path(__file__).parents[1] / "README.md"
@@ -10,20 +11,17 @@ BEGIN, END = "<!-- ops: written by `python -m benchmark.report` -->\n", "<!-- /o
 
 def op_table() -> str:
     """The ops in Markdown: name, formula, paper."""
-    lines = ["| op | what it computes | paper |", "|---|---|---|"]
-    for spec in testing.SPECS:
-        formula = spec.formula.replace("|", "\\|")
-        lines.append(
-            f"| `{spec.name}` | `{formula}` | [{spec.paper}](https://arxiv.org/abs/{spec.paper.partition(':')[2]}) |"
-        )
-    return "\n".join(lines) + "\n"
+    paper = "[{0}](https://arxiv.org/abs/{1})"
+    rows = (
+        (f"`{spec.name}`", f"`{spec.formula}`", paper.format(spec.paper, spec.paper.partition(":")[2]))
+        for spec in testing.SPECS
+    )
+    return table(("op", "what it computes", "paper"), rows)
 
 
 def with_table(readme: str) -> str:
     """``readme`` with the table of today between its markers."""
-    head, _, rest = readme.partition(BEGIN)
-    _, _, tail = rest.partition(END)
-    return head + BEGIN + op_table() + END + tail
+    return between(readme, BEGIN, END, op_table())
 
 
 if __name__ == "__main__":

@@ -1,10 +1,8 @@
 """The benchmark of the losses: its report is that of its results, and what it holds for exact is."""
 
-import json
-
 import torch
 
-from benchmark import losses, losses_report
+from benchmark import losses, losses_report, markdown
 from liger_like.ops.linear_cross_entropy import fused_linear_cross_entropy_ref
 
 ERRORS = {"loss": 1e-7, "dx": 2e-3, "dw": 1e-3}
@@ -75,9 +73,9 @@ def test_tables() -> None:
 
 
 def test_report_is_current() -> None:
-    files, notes = losses_report.result_files(), losses_report.NOTES.read_text()
-    results = [json.loads(path.read_text()) for path in files]
-    assert losses_report.with_tables(notes, results) == notes, "run python -m benchmark.losses --report"
+    files, notes = markdown.result_files("losses"), markdown.NOTES.read_text()
+    current = losses_report.with_tables(notes, markdown.results("losses"))
+    assert current == notes, "run python -m benchmark.losses --report"
     if files:
         assert losses_report.digest(files).encode() in losses_report.PICTURE.read_bytes()
     else:

@@ -1,0 +1,49 @@
+"""Files of results, and their way into Markdown."""
+
+import json
+from collections.abc import Iterable, Sequence
+from pathlib import Path
+from typing import Any
+
+Row = dict[str, Any]
+
+FOLDER = Path(__file__).parent
+NOTES, RESULTS = FOLDER / "NOTES.md", FOLDER / "results"
+
+
+def number(value: float | None, spec: str) -> str:
+    return "-" if value is None else format(value, spec)
+
+
+def ratio(value: float | None, unit: float | None) -> float | None:
+    return None if value is None or unit is None else value / unit
+
+
+def table(columns: Sequence[str], rows: Iterable[Iterable[str]]) -> str:
+    lines = ["| " + " | ".join(cell.replace("|", "\\|") for cell in row) + " |" for row in (columns, *rows)]
+    return "\n".join([lines[0], "|---" * len(columns) + "|", *lines[1:]]) + "\n"
+
+
+def heading(result: Row) -> list[str]:
+    """Where and when a file of results was measured, and of which versions."""
+    versions = ", ".join(f"{name} {version}" for name, version in result["versions"].items() if version)
+    absent = [name for name, version in result["versions"].items() if version is None]
+    parts = [f"### One {result['gpu']}, {result['date']}\n", f"{versions}.\n"]
+    if absent:
+        parts.append(f"Not installed, so not measured: {', '.join(absent)}.\n")
+    return parts
+
+
+def between(text: str, begin: str, end: str, content: str) -> str:
+    """``text`` with ``content`` between the markers."""
+    head, _, rest = text.partition(begin)
+    _, _, tail = rest.partition(end)
+    return head + begin + content + end + tail
+
+
+def result_files(prefix: str) -> list[Path]:
+    return sorted(RESULTS.glob(f"{prefix}-*.json"))
+
+
+def results(prefix: str) -> list[Row]:
+    return [json.loads(path.read_text()) for path in result_files(prefix)]
