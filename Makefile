@@ -13,7 +13,7 @@ py := $(VENV)/bin/python
 ready := $(VENV)/.ready
 endif
 
-.PHONY: demo test check compile-check mutants bench bench-losses
+.PHONY: demo test check compile-check mutants bench bench-losses bench-ops
 
 demo: $(ready)
 	$(py) examples/train.py
@@ -40,6 +40,9 @@ bench: $(ready)
 
 bench-losses: $(ready)
 	$(py) -m benchmark.losses
+
+bench-ops: $(ready)
+	$(py) -m benchmark.memory_bound
 
 .cache/triton-%: | $(ready)
 	$(py) -m pip install --no-deps --target $@ triton==$*

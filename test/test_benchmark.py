@@ -1,8 +1,10 @@
-"""The benchmark of the losses: its report is that of its results, and what it holds for exact is."""
+"""The benchmarks: a report is that of its results, and what they hold for exact, or for a peer, is."""
 
+import pytest
 import torch
 
-from benchmark import losses, losses_report, markdown
+from benchmark import losses, losses_report, markdown, measure, memory_bound, memory_bound_report
+from liger_like import testing
 from liger_like.ops.linear_cross_entropy import fused_linear_cross_entropy_ref
 
 ERRORS = {"loss": 1e-7, "dx": 2e-3, "dw": 1e-3}
@@ -74,8 +76,9 @@ def test_tables() -> None:
 
 def test_report_is_current() -> None:
     files, notes = markdown.result_files("losses"), markdown.NOTES.read_text()
-    current = losses_report.with_tables(notes, markdown.results("losses"))
-    assert current == notes, "run python -m benchmark.losses --report"
+    assert losses_report.with_tables(notes, markdown.results("losses")) == notes, (
+        "run python -m benchmark.losses --report"
+    )
     if files:
         assert losses_report.digest(files).encode() in losses_report.PICTURE.read_bytes()
     else:
@@ -89,3 +92,135 @@ def test_exact() -> None:
     expected = losses.step_of(fused_linear_cross_entropy_ref, x, weight, target)()
     for got, true in zip(losses.exact(x, weight, target, rows=3), expected, strict=True):
         torch.testing.assert_close(got, true)
+
+
+MEMORY_BOUND = {
+    "gpu": "GPU",
+    "date": "2026-01-01",
+    "versions": {"torch": "2.0"},
+    "ops": [
+        {
+            "op": op,
+            "shape": shape,
+            "forward_bytes": 2_000_000,
+            "bytes": 5_000_000,
+            "rows": [{"name": "ours", "mib": 64.4, "wall_us": 7.25, "forward_us": 1.0, "us": 4.0}, *others],
+        }
+        for op, shape, others in (
+            ("norm", "8 x 16", [{"name": "theirs", "reason": "no GPU"}]),
+            ("norm", "8 x 32", []),
+            ("glu", "8 x 16, packed", [{"name": "theirs", "mib": 3.0, "wall_us": 8.0, "reason": "waits"}]),
+        )
+    ],
+    "host": [
+        {"op": "norm", "name": "ours", "forward_us": 20.04, "us": 50.06},
+        {"op": "glu", "name": "theirs", "reason": "no | GPU"},
+    ],
+}
+MEMORY_BOUND_TABLES = r"""### One GPU, 2026-01-01
+
+torch 2.0.
+
+norm:
+
+| shape |  | forward us | GB/s | forward + backward us | GB/s | eager wall us | peak MiB |
+|---|---|---|---|---|---|---|---|
+| 8 x 16 | ours | 1.0 | 2000 | 4.0 | 1250 | 7.2 | 64 |
+| 8 x 16 | theirs | no GPU | - | - | - | - | - |
+| 8 x 32 | ours | 1.0 | 2000 | 4.0 | 1250 | 7.2 | 64 |
+
+glu:
+
+| shape |  | forward us | GB/s | forward + backward us | GB/s | eager wall us | peak MiB |
+|---|---|---|---|---|---|---|---|
+| 8 x 16, packed | ours | 1.0 | 2000 | 4.0 | 1250 | 7.2 | 64 |
+| 8 x 16, packed | theirs | waits | - | - | - | 8.0 | 3 |
+
+Time on the host:
+
+| op |  | forward us | forward + backward us |
+|---|---|---|---|
+| norm | ours | 20.0 | 50.1 |
+| glu | theirs | no \| GPU | - |
+"""
+
+
+def test_memory_bound_tables() -> None:
+    assert memory_bound_report.tables(MEMORY_BOUND) == MEMORY_BOUND_TABLES
+
+
+def test_memory_bound_report_is_current() -> None:
+    notes = markdown.NOTES.read_text()
+    current = memory_bound_report.with_tables(notes, markdown.results("memory-bound"))
+    assert current == notes, "run python -m benchmark.memory_bound --report"
+
+
+def test_settle() -> None:
+    calls: list[str] = []
+
+    def timer(name: str, *times: float) -> measure.Timer:
+        several = iter(times)
+        return lambda: calls.append(name) or [next(several)]
+
+    rows = [{"name": "a", "us": timer("a", 5.0, 1.0, 3.0)}, {"name": "b", "reason": "none"}]
+    rows[1]["us"] = timer("b", 2.0, 2.0, 9.0)
+    measure.settle(rows, 3, wait=lambda: calls.append("wait"))
+    assert rows == [{"name": "a", "us": 3.0}, {"name": "b", "reason": "none", "us": 2.0}]
+    assert calls[::2] == ["wait"] * 6
+    assert all({*calls[i + 1 : i + 4 : 2]} == {"a", "b"} for i in (0, 4, 8))
+
+
+# what a backward reads besides the upstream gradients, and the gradients that are another one again
+READ = {
+    "rms_norm": ("x", "weight"),
+    "add_rms_norm": ("out1", "weight"),
+    "layer_norm": ("x", "weight"),
+    "swiglu": ("gate", "up"),
+    "geglu": ("gate", "up"),
+    "rope": ("cos", "sin"),
+    "qk_norm_rope": ("q", "k", "q_weight", "k_weight", "cos", "sin"),
+}
+SHARED = ("dresidual",)
+CASES = [
+    pytest.param(op, shape, id=name + "-packed" * ("packed" in shape))
+    for name, op in memory_bound.OPS.items()
+    for shape in memory_bound.small_shapes(op.spec)
+]
+
+
+@pytest.mark.parametrize(("op", "shape"), CASES)
+def test_bytes(op: memory_bound.Op, shape: dict[str, int]) -> None:
+    inputs = op.spec.inputs(torch.float32, "cpu", **shape)
+    results = testing.run(op.spec.ref, inputs, op.options)
+    size = {name: t.nbytes for name, t in (inputs | results).items()}
+    outputs = sum(size[name] for name in results if name.startswith("out"))
+    gradients = sum(size[name] for name in results if not name.startswith("out") and name not in SHARED)
+    forward, backward, _ = op.spec.cost(torch.float32.itemsize, **shape)
+    assert forward == sum(size[name] for name in inputs) + outputs
+    assert backward == outputs + sum(size.get(name, 0) for name in READ[op.spec.name]) + gradients
+
+
+@pytest.mark.parametrize(("op", "shape"), CASES)
+def test_peers_in_torch(op: memory_bound.Op, shape: dict[str, int]) -> None:
+    torch.manual_seed(0)
+    inputs = op.spec.inputs(torch.float32, "cpu", **shape)
+    upstream = memory_bound.upstream_of(op.spec.fn, inputs)
+    contestants = op.contestants()
+    ours, theirs = (memory_bound.Setting(contestants[name], inputs, upstream) for name in ("liger_like", "torch"))
+    torch.testing.assert_close(ours.forward(), theirs.forward())
+    torch.testing.assert_close(ours.step(), theirs.step(), rtol=1e-4, atol=1e-4)
+
+
+def test_refill() -> None:
+    spec = memory_bound.OPS["rope"].spec
+    inputs = spec.inputs(torch.float32, "cpu", **memory_bound.small_shapes(spec)[0])
+    upstream = memory_bound.upstream_of(spec.fn, inputs)
+    for like, gradient in zip((inputs["q"], inputs["k"]), upstream, strict=True):
+        assert (like.shape, like.stride()) == (gradient.shape, gradient.stride())
+    setting = memory_bound.Setting(memory_bound.named(spec.fn), inputs, upstream)
+    expected = setting.step()
+    for tensor in setting.filled:
+        tensor.fill_(float("nan"))
+    assert all(t.isfinite().all() for t in (*inputs.values(), *upstream))
+    setting.refill()
+    torch.testing.assert_close(setting.step(), expected, rtol=0, atol=0)
