@@ -17,8 +17,9 @@ from liger_like.ops.cross_entropy import cross_entropy_ref
 from liger_like.ops.glu import geglu_ref, swiglu_ref
 from liger_like.ops.layer_norm import layer_norm_ref
 from liger_like.ops.linear_cross_entropy import OUTPUTS, fused_linear_cross_entropy_ref
+from liger_like.ops.qk_norm_rope import qk_norm_rope_ref
 from liger_like.ops.rms_norm import add_rms_norm_ref, rms_norm_ref
-from liger_like.ops.rope import qk_norm_rope_ref, rope_ref
+from liger_like.ops.rope import rope_ref
 
 Inputs = dict[str, Tensor]
 Cost = tuple[int, int, int]
@@ -330,7 +331,11 @@ SPECS = (
         qk_norm_rope_ref,
         _rope_inputs,
         ({}, {"casting_mode": "gemma", "offset": 1.0, "layout": "interleaved"}),
-        ({**_HEADS, "R": 24, "weights": True}, {**_HEADS, "R": 10, "weights": True}),
+        (
+            {**_HEADS, "R": 24, "weights": True},
+            {**_HEADS, "R": 10, "weights": True},
+            {"B": 1, "H": 2, "Hk": 1, "S": 3, "D": 264, "R": 128, "weights": True},
+        ),
         ({**_HF_HEADS, "weights": True},),
         _rope_cost,
         "arXiv:2302.05442",

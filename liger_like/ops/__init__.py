@@ -4,8 +4,9 @@ from liger_like.ops.cross_entropy import cross_entropy
 from liger_like.ops.glu import geglu, swiglu
 from liger_like.ops.layer_norm import layer_norm
 from liger_like.ops.linear_cross_entropy import LossOutput, fused_linear_cross_entropy
+from liger_like.ops.qk_norm_rope import qk_norm_rope
 from liger_like.ops.rms_norm import add_rms_norm, rms_norm
-from liger_like.ops.rope import qk_norm_rope, rope
+from liger_like.ops.rope import rope
 
 __all__ = [
     "LossOutput",

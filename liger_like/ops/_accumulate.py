@@ -7,8 +7,6 @@ error than the one rounding to bf16 at the end, which the last product does, in 
 the tensor cores and accumulate in fp32: on Hopper in Gluon (``_accumulate_hopper``), on Blackwell in the kernel here.
 """
 
-import functools
-
 import torch
 import triton
 import triton.language as tl
@@ -16,7 +14,7 @@ from torch import Tensor
 from triton.tools.tensor_descriptor import TensorDescriptor
 
 from liger_like.ops import _accumulate_hopper as hopper
-from liger_like.ops._common import num_programs, op
+from liger_like.ops._common import architecture, num_programs, op
 
 MAX_ROUNDS = 16
 TILE = {"BLOCK_M": 128, "BLOCK_N": 128, "BLOCK_K": 64, "num_warps": 8, "num_stages": 3}
@@ -76,21 +74,14 @@ def _scale_rows_kernel(
         tl.store(out_ptrs, value, mask=mask)
 
 
-@functools.cache
-def _architecture(device: torch.device) -> int:
-    """Major compute capability of an NVIDIA GPU, else 0."""
-    on_nvidia = device.type == "cuda" and not torch.version.hip
-    return torch.cuda.get_device_capability(device)[0] if on_nvidia else 0
-
-
 def has_products(device: torch.device) -> bool:
     """Whether ``add_products`` is fast on a device: older GPUs have no TMA, smaller ones no room for a tile."""
-    return _architecture(device) in (9, 10)
+    return architecture(device) in (9, 10)
 
 
 def exponent_block(device: torch.device) -> int:
     """Columns that share an exponent: those of a tile."""
-    return hopper.BLOCK_N if _architecture(device) == 9 else TILE["BLOCK_N"]
+    return hopper.BLOCK_N if architecture(device) == 9 else TILE["BLOCK_N"]
 
 
 def exponents_like(total: Tensor) -> Tensor:
@@ -115,7 +106,7 @@ def add_products(
     which may have the memory of ``total``. Rows start at multiples of 16 bytes; ``a`` and ``b`` are bf16 or fp16.
     """
     out = total if out is None else out.view(torch.float16)
-    if _architecture(a.device) == 9:
+    if architecture(a.device) == 9:
         hopper.add_products(total, out, exponents, factor, a, b, again=again)
         return
     (K, M), N = a.shape, b.shape[1]

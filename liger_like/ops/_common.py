@@ -13,6 +13,9 @@ from torch import Tensor
 
 LIBRARY = torch.library.Library("liger_like", "DEF")
 INTERPRET: bool = triton.knobs.runtime.interpret  # read once, as the decorators of the kernels read it
+DIRECT = torch.version.hip is None and triton.__version__.startswith(("3.6.", "3.7."))  # see ``launch``
+_RUNTIME = triton.knobs.runtime
+_COMPILED: dict[tuple[Any, ...], tuple[Any, ...]] = {}
 KERNEL_DTYPES = (torch.float32, torch.float16, torch.bfloat16)
 
 
@@ -31,7 +34,7 @@ def op(schema: str, fake: Callable[..., Any]) -> Callable[[Callable[..., Any]], 
     def register(launch: Callable[..., Any]) -> Callable[..., Any]:
         @functools.wraps(launch)
         def on_device(x: Tensor, *args: Any) -> Any:
-            if x.is_cuda and x.get_device() != torch.cuda.current_device():
+            if x.is_cuda and x.get_device() != torch._C._cuda_getDevice():
                 with torch.cuda.device(x.device):
                     return launch(x, *args)
             return launch(x, *args)
@@ -45,10 +48,56 @@ def op(schema: str, fake: Callable[..., Any]) -> Callable[[Callable[..., Any]], 
     return register
 
 
+def launch(
+    kernel: Any,
+    grid: tuple[int, ...],
+    tensors: tuple[Tensor | None, ...],
+    sizes: tuple[int, ...],
+    floats: tuple[float, ...] = (),
+    **options: Any,
+) -> None:
+    """``kernel[grid](*tensors, *sizes, *floats, **options)`` in less host time; ``options`` has the constants.
+
+    Triton binds and inspects all arguments at every call to find the kernel compiled for them. Here what decides it is
+    the key to a kernel that Triton returned before, which is then run as Triton runs it. Left to Triton are tensors
+    that do not start at a multiple of 16 bytes, sizes of 64 bits, and all launches in the interpreter, under a
+    profiler's hooks, on AMD, where the size of a tensor decides, too, and by versions of Triton not known here.
+    """
+    pointers = [t if t is None else t.data_ptr() for t in tensors]
+    bits = 0
+    for pointer in pointers:
+        bits |= pointer or 0
+    hooked = _RUNTIME.launch_enter_hook.calls or _RUNTIME.launch_exit_hook.calls
+    if INTERPRET or not DIRECT or hooked or bits & 15 or max(sizes) > 0x7FFFFFFF:
+        kernel[grid](*tensors, *sizes, *floats, **options)
+        return
+    device = tensors[0].get_device()  # type: ignore[union-attr]
+    dtypes = [t if t is None else t.dtype for t in tensors]
+    kinds = [n if n < 2 else 16 + n % 16 for n in sizes]
+    key = id(kernel), device, *dtypes, *kinds, *options.values()
+    if key in _COMPILED:
+        run, function, metadata, constants = _COMPILED[key]
+        stream = torch._C._cuda_getCurrentRawStream(device)
+        grid += (1,) * (3 - len(grid))
+        run(*grid, stream, function, metadata, None, None, None, *pointers, *sizes, *floats, *constants)
+    else:
+        compiled = kernel[grid](*tensors, *sizes, *floats, **options)
+        constants = [options[param.name] for param in kernel.params[len(tensors) + len(sizes) + len(floats) :]]
+        _COMPILED[key] = compiled.run, compiled.function, compiled.packed_metadata, constants
+
+
 def as_rows(x: Tensor) -> Tensor:
     """``x`` [..., N] as [M, N] with a contiguous last dimension; copies only where no view has that form."""
     x = x.reshape(-1, x.shape[-1]) if x.numel() else x.new_empty(x.shape[:-1].numel(), x.shape[-1])
     return x if x.stride(1) == 1 else x.contiguous()
+
+
+def with_stride(x: Tensor) -> tuple[Tensor, int]:
+    """``x`` [..., N] as memory of rows with a contiguous last dimension, and the stride from row to row."""
+    if x.is_contiguous():
+        return x, x.shape[-1]
+    x = as_rows(x)
+    return x, x.stride(0)
 
 
 def packed(vector: Tensor | None) -> Tensor | None:
@@ -64,15 +113,11 @@ def is_last_backward() -> bool:
     return not (torch.compiler.is_compiling() or torch._C._autograd._get_current_graph_task_keep_graph())
 
 
-def row_tile(n: int, *, backward: bool) -> dict[str, int]:
-    """Tile of a kernel that walks rows of ``n`` elements: several short rows, or one long row in blocks.
-
-    A backward holds more per element, so it gets fewer elements per program and per thread: no register spills.
-    """
-    program, warp = (512, 256) if backward else (2048, 512)
-    block_n = min(triton.next_power_of_2(n), 4096)
-    block_m = min(32, max(1, program // block_n))
-    return {"BLOCK_M": block_m, "BLOCK_N": block_n, "num_warps": max(1, block_m * block_n // warp)}
+@functools.cache
+def architecture(device: torch.device) -> int:
+    """Major compute capability of an NVIDIA GPU, else 0."""
+    on_nvidia = device.type == "cuda" and not torch.version.hip
+    return torch.cuda.get_device_capability(device)[0] if on_nvidia else 0
 
 
 @functools.cache
@@ -82,16 +127,19 @@ def num_programs(device: torch.device, each: int = 4) -> int:
 
 
 @triton.jit
-def load_tile(ptr, stride_m, offs_m, offs_n, M, N):
-    """Rows ``offs_m`` (int64: rows times stride pass 2^31) and columns ``offs_n`` in fp32, zero outside [M, N]."""
-    mask = (offs_m < M)[:, None] & (offs_n < N)[None, :]
+def load_tile(ptr, stride_m, offs_m, offs_n, M, N, EVEN: tl.constexpr = False):
+    """Rows ``offs_m`` (int64: rows times stride pass 2^31) and columns ``offs_n`` in fp32, zero outside [M, N].
+
+    ``EVEN``: no column is outside.
+    """
+    mask = (offs_m < M)[:, None] if EVEN else (offs_m < M)[:, None] & (offs_n < N)[None, :]
     return tl.load(ptr + offs_m[:, None] * stride_m + offs_n[None, :], mask=mask, other=0.0).to(tl.float32)
 
 
 @triton.jit
-def store_tile(ptr, stride_m, offs_m, offs_n, M, N, value):
+def store_tile(ptr, stride_m, offs_m, offs_n, M, N, value, EVEN: tl.constexpr = False):
     """Store what ``load_tile`` would load, rounded to the dtype of ``ptr``."""
-    mask = (offs_m < M)[:, None] & (offs_n < N)[None, :]
+    mask = (offs_m < M)[:, None] if EVEN else (offs_m < M)[:, None] & (offs_n < N)[None, :]
     tl.store(ptr + offs_m[:, None] * stride_m + offs_n[None, :], value, mask=mask)
 
 
@@ -99,6 +147,16 @@ def store_tile(ptr, stride_m, offs_m, offs_n, M, N, value):
 def load_vector(ptr, offs_n, N):
     """Elements ``offs_n`` of a vector in fp32, zero beyond N."""
     return tl.load(ptr + offs_n, mask=offs_n < N, other=0.0).to(tl.float32)
+
+
+@triton.jit(do_not_specialize=["P"])
+def sum_rows_kernel(x_ptr, out_ptr, P, N, BLOCK_P: tl.constexpr, BLOCK_N: tl.constexpr):
+    """Sum P rows of N fp32 numbers, always in the same order."""
+    offs_n = tl.program_id(0) * BLOCK_N + tl.arange(0, BLOCK_N)
+    total = tl.zeros((BLOCK_P, BLOCK_N), tl.float32)
+    for p in range(0, P, BLOCK_P):
+        total += load_tile(x_ptr, N, p + tl.arange(0, BLOCK_P).to(tl.int64), offs_n, P, N)
+    tl.store(out_ptr + offs_n, tl.sum(total, axis=0), mask=offs_n < N)
 
 
 @triton.jit

@@ -13,7 +13,17 @@ import triton.language as tl
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
-from liger_like.ops._common import as_rows, load_tile, op, require, require_choice, store_tile, use_kernel
+from liger_like.ops._common import (
+    launch,
+    load_tile,
+    op,
+    require,
+    require_choice,
+    store_tile,
+    use_kernel,
+    with_stride,
+)
+from liger_like.ops._tiles import Tile, tiled
 
 
 def swiglu_ref(gate: Tensor, up: Tensor | None = None) -> Tensor:
@@ -36,8 +46,12 @@ def _act_and_slope(x, ACT: tl.constexpr):
         sigmoid = tl.sigmoid(x)
         return x * sigmoid, sigmoid * (1.0 + x * (1.0 - sigmoid))
     elif ACT == "gelu":
-        cdf = 0.5 * (1.0 + tl.erf(x * 0.7071067811865476))
-        return x * cdf, cdf + x * tl.exp(-0.5 * x * x) * 0.3989422804014327
+        # Abramowitz & Stegun 7.1.26, within 1.5e-7: shares the slope's exponential, does not cancel in the tail
+        density = tl.exp(-0.5 * x * x)
+        t = 1.0 / (1.0 + 0.231641888 * tl.abs(x))
+        tail = t * (0.127414796 + t * (-0.142248368 + t * (0.7107068705 + t * (-0.7265760135 + t * 0.5307027145))))
+        cdf = tl.where(x < 0, density * tail, 1.0 - density * tail)
+        return x * cdf, cdf + x * density * 0.3989422804014327
     else:  # 0.5 (1 + tanh(u)) = sigmoid(2u), which does not cancel
         tl.static_assert(ACT == "gelu_tanh")
         sigmoid = tl.sigmoid(1.5957691216057308 * (x + 0.044715 * x * x * x))
@@ -45,87 +59,111 @@ def _act_and_slope(x, ACT: tl.constexpr):
         return x * sigmoid, sigmoid * (1.0 + x * (1.0 - sigmoid) * slope)
 
 
+@triton.jit
+def _block(N, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr):
+    """Rows and columns of a program; those of neighbours in memory run at the same time."""
+    blocks = tl.cdiv(N, BLOCK_N)
+    pid = tl.program_id(0)
+    offs_m = (pid // blocks).to(tl.int64) * BLOCK_M + tl.arange(0, BLOCK_M)
+    return offs_m, pid % blocks * BLOCK_N + tl.arange(0, BLOCK_N)
+
+
 @triton.jit(do_not_specialize=["M"])
 def _glu_fwd_kernel(
-    gate_ptr, up_ptr, y_ptr, stride_gm, stride_um, M, N, ACT: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr
-):
-    offs_m = tl.program_id(0).to(tl.int64) * BLOCK_M + tl.arange(0, BLOCK_M)
-    offs_n = tl.program_id(1) * BLOCK_N + tl.arange(0, BLOCK_N)
-    act, _ = _act_and_slope(load_tile(gate_ptr, stride_gm, offs_m, offs_n, M, N), ACT)
-    store_tile(y_ptr, N, offs_m, offs_n, M, N, act * load_tile(up_ptr, stride_um, offs_m, offs_n, M, N))
+    gate_ptr, up_ptr, y_ptr, stride_gm, stride_um, M, N,
+    ACT: tl.constexpr, EVEN: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
+):  # fmt: skip
+    offs_m, offs_n = _block(N, BLOCK_M, BLOCK_N)
+    gate = load_tile(gate_ptr, stride_gm, offs_m, offs_n, M, N, EVEN)
+    up = load_tile(up_ptr, stride_um, offs_m, offs_n, M, N, EVEN)
+    act, _ = _act_and_slope(gate, ACT)
+    store_tile(y_ptr, N, offs_m, offs_n, M, N, act * up, EVEN)
 
 
 @triton.jit(do_not_specialize=["M"])
 def _glu_bwd_kernel(
     dy_ptr, gate_ptr, up_ptr, dgate_ptr, dup_ptr, stride_dym, stride_gm, stride_um, stride_dm, M, N,
-    ACT: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
+    ACT: tl.constexpr, EVEN: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
 ):  # fmt: skip
-    offs_m = tl.program_id(0).to(tl.int64) * BLOCK_M + tl.arange(0, BLOCK_M)
-    offs_n = tl.program_id(1) * BLOCK_N + tl.arange(0, BLOCK_N)
-    act, slope = _act_and_slope(load_tile(gate_ptr, stride_gm, offs_m, offs_n, M, N), ACT)
-    dy = load_tile(dy_ptr, stride_dym, offs_m, offs_n, M, N)
+    offs_m, offs_n = _block(N, BLOCK_M, BLOCK_N)
+    gate = load_tile(gate_ptr, stride_gm, offs_m, offs_n, M, N, EVEN)
+    dy = load_tile(dy_ptr, stride_dym, offs_m, offs_n, M, N, EVEN)
     if dgate_ptr is not None:
-        up = load_tile(up_ptr, stride_um, offs_m, offs_n, M, N)
-        store_tile(dgate_ptr, stride_dm, offs_m, offs_n, M, N, dy * up * slope)
+        up = load_tile(up_ptr, stride_um, offs_m, offs_n, M, N, EVEN)
+    act, slope = _act_and_slope(gate, ACT)
+    if dgate_ptr is not None:
+        store_tile(dgate_ptr, stride_dm, offs_m, offs_n, M, N, dy * up * slope, EVEN)
     if dup_ptr is not None:
-        store_tile(dup_ptr, stride_dm, offs_m, offs_n, M, N, dy * act)
+        store_tile(dup_ptr, stride_dm, offs_m, offs_n, M, N, dy * act, EVEN)
 
 
-def _halves(gate: Tensor, up: Tensor | None) -> tuple[Tensor, Tensor]:
-    """Rows [M, N] of gate and up; views where the input is packed."""
-    rows = as_rows(gate)
-    return (rows, as_rows(up)) if up is not None else (rows[:, : rows.shape[1] // 2], rows[:, rows.shape[1] // 2 :])
+def _halves(gate: Tensor, up: Tensor | None) -> tuple[Tensor, Tensor, int, int]:
+    """Memory of gate and of up, and the strides of their rows; the two halves of the rows where they are packed."""
+    gate, stride_gm = with_stride(gate)
+    if up is None:
+        return gate, gate[..., gate.shape[-1] // 2 :], stride_gm, stride_gm
+    up, stride_um = with_stride(up)
+    return gate, up, stride_gm, stride_um
 
 
-def _tile(M: int, N: int) -> tuple[tuple[int, int], dict[str, int]]:
-    block_n = min(triton.next_power_of_2(N), 1024)
-    block_m = min(32, max(1, 512 // block_n))
-    return (triton.cdiv(M, block_m), triton.cdiv(N, block_n)), {"BLOCK_M": block_m, "BLOCK_N": block_n, "num_warps": 4}
+def _grid(M: int, N: int, tile: Tile) -> tuple[int]:
+    return (-(-M // tile.block_m) * -(-N // tile.block_n),)
+
+
+def _constants(N: int, act: str, tile: Tile) -> dict[str, Any]:
+    even = N % tile.block_n == 0
+    blocks = {"BLOCK_M": tile.block_m, "BLOCK_N": tile.block_n}
+    return {"ACT": act, "EVEN": even, **blocks, "num_warps": tile.num_warps}
 
 
 def _fwd_output(gate: Tensor, up: Tensor | None, act: str) -> Tensor:
-    return gate.new_empty(gate.shape) if up is not None else gate.new_empty((*gate.shape[:-1], gate.shape[-1] // 2))
+    if up is None:
+        return gate.new_empty((*gate.shape[:-1], gate.shape[-1] // 2))
+    return torch.empty_like(gate, memory_format=torch.contiguous_format)
 
 
 @op("glu_fwd(Tensor gate, Tensor? up, str act) -> Tensor", _fwd_output)
 def _glu_fwd(gate: Tensor, up: Tensor | None, act: str) -> Tensor:
     y = _fwd_output(gate, up, act)
-    gate, up = _halves(gate, up)
-    M, N = gate.shape
-    grid, tile = _tile(M, N)
-    _glu_fwd_kernel[grid](gate, up, y, gate.stride(0), up.stride(0), M, N, ACT=act, **tile)
+    gate, up, *strides = _halves(gate, up)
+    N = y.shape[-1]
+    M = y.numel() // N
+
+    def run(tile: Tile) -> None:
+        launch(_glu_fwd_kernel, _grid(M, N, tile), (gate, up, y), (*strides, M, N), **_constants(N, act, tile))
+
+    if M:
+        tiled("glu_fwd", y, N, run)
     return y
 
 
 def _bwd_outputs(dy: Tensor, gate: Tensor, up: Tensor | None, act: str, needs: list[bool]) -> tuple[Tensor, Tensor]:
-    dgate = gate.new_empty(gate.shape if needs[0] else 0)
-    return dgate, gate.new_empty(0) if up is None or not needs[1] else up.new_empty(up.shape)
+    dgate = torch.empty_like(gate, memory_format=torch.contiguous_format) if needs[0] else gate.new_empty(0)
+    wanted = up is not None and needs[1]
+    return dgate, torch.empty_like(up, memory_format=torch.contiguous_format) if wanted else gate.new_empty(0)
 
 
 @op("glu_bwd(Tensor dy, Tensor gate, Tensor? up, str act, bool[2] needs) -> (Tensor dgate, Tensor dup)", _bwd_outputs)
 def _glu_bwd(dy: Tensor, gate: Tensor, up: Tensor | None, act: str, needs: list[bool]) -> tuple[Tensor, Tensor]:
     dgate, dup = _bwd_outputs(dy, gate, up, act, needs)
-    packed = up is None
-    dy_rows = as_rows(dy)
-    gate_rows, up_rows = _halves(gate, up)
-    M, N = gate_rows.shape
-    dgate_rows, dup_rows = _halves(dgate, None) if packed else (dgate, dup)
-    grid, tile = _tile(M, N)
-    _glu_bwd_kernel[grid](
-        dy_rows,
-        gate_rows,
-        up_rows,
-        dgate_rows if needs[0] else None,
-        dup_rows if packed or needs[1] else None,
-        dy_rows.stride(0),
-        gate_rows.stride(0),
-        up_rows.stride(0),
-        2 * N if packed else N,
-        M,
-        N,
-        ACT=act,
-        **tile,
-    )
+    N = dy.shape[-1]
+    M = dy.numel() // N
+    stride_dm = 2 * N if up is None else N
+    halves = (dgate, dgate[..., N:]) if up is None else (dgate if needs[0] else None, dup if needs[1] else None)
+    dy, stride_dym = with_stride(dy)
+    gate, up, *strides = _halves(gate, up)
+
+    def run(tile: Tile) -> None:
+        launch(
+            _glu_bwd_kernel,
+            _grid(M, N, tile),
+            (dy, gate, up, *halves),
+            (stride_dym, *strides, stride_dm, M, N),
+            **_constants(N, act, tile),
+        )
+
+    if M:
+        tiled("glu_bwd", dy, N, run)
     return dgate, dup
 
 

@@ -15,18 +15,18 @@ from torch.autograd.function import once_differentiable
 
 from liger_like.ops._common import (
     accumulate,
-    as_rows,
+    launch,
     load_tile,
     load_vector,
-    num_programs,
     op,
     packed,
     require,
     require_eps,
-    row_tile,
     store_tile,
     use_kernel,
+    with_stride,
 )
+from liger_like.ops._tiles import Tile, partial_sums, row_constants, sum_partials, tiled
 
 
 def layer_norm_ref(x: Tensor, weight: Tensor | None = None, bias: Tensor | None = None, eps: float = 1e-5) -> Tensor:
@@ -40,91 +40,125 @@ def layer_norm_ref(x: Tensor, weight: Tensor | None = None, bias: Tensor | None 
     return y.to(x.dtype)
 
 
+@triton.jit
+def _block_moments(x, n, offs_n, N, BLOCK_N: tl.constexpr, EVEN: tl.constexpr):
+    """Mean of the block at column ``n``, the sum of squares around it, and how many columns it has."""
+    count = tl.minimum(N - n, BLOCK_N)
+    mean = tl.sum(x, axis=1) / count
+    centred = x - mean[:, None]
+    if not EVEN:
+        centred = tl.where((offs_n < N)[None, :], centred, 0.0)
+    return mean, tl.sum(centred * centred, axis=1), count
+
+
+@triton.jit
+def _normalise(x, mean, rstd, w_ptr, b_ptr, offs_n, N):
+    y = (x - mean[:, None]) * rstd[:, None]
+    if w_ptr is not None:
+        y *= load_vector(w_ptr, offs_n, N)[None, :]
+    if b_ptr is not None:
+        y += load_vector(b_ptr, offs_n, N)[None, :]
+    return y
+
+
 @triton.jit(do_not_specialize=["M"])
 def _layer_norm_fwd_kernel(
-    x_ptr, w_ptr, b_ptr, y_ptr, mean_ptr, rstd_ptr, stride_xm, M, N, eps, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr
-):
+    x_ptr, w_ptr, b_ptr, y_ptr, mean_ptr, rstd_ptr, stride_xm, M, N, eps,
+    EVEN: tl.constexpr, ONE_BLOCK: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
+):  # fmt: skip
     offs_m = tl.program_id(0).to(tl.int64) * BLOCK_M + tl.arange(0, BLOCK_M)
-    mean = tl.zeros((BLOCK_M,), tl.float32)
-    square = tl.zeros((BLOCK_M,), tl.float32)
-    for n in range(0, N, BLOCK_N):
-        offs_n = n + tl.arange(0, BLOCK_N)
-        x = load_tile(x_ptr, stride_xm, offs_m, offs_n, M, N)
-        count = tl.minimum(N - n, BLOCK_N)
-        block_mean = tl.sum(x, axis=1) / count
-        centred = tl.where((offs_n < N)[None, :], x - block_mean[:, None], 0.0)
-        delta = block_mean - mean
-        share = count / (n + count)
-        square += tl.sum(centred * centred, axis=1) + delta * delta * (n * share)
-        mean += delta * share
-    rstd = tl.rsqrt(square / N + eps)
+    offs_n = tl.arange(0, BLOCK_N)
+    if ONE_BLOCK:
+        x = load_tile(x_ptr, stride_xm, offs_m, offs_n, M, N, EVEN)
+        mean, square, _ = _block_moments(x, 0, offs_n, N, BLOCK_N, EVEN)
+        rstd = tl.rsqrt(square / N + eps)
+        store_tile(y_ptr, N, offs_m, offs_n, M, N, _normalise(x, mean, rstd, w_ptr, b_ptr, offs_n, N), EVEN)
+    else:
+        mean = tl.zeros((BLOCK_M,), tl.float32)
+        square = tl.zeros((BLOCK_M,), tl.float32)
+        for n in range(0, N, BLOCK_N):
+            x = load_tile(x_ptr, stride_xm, offs_m, n + offs_n, M, N, EVEN)
+            block_mean, block_square, count = _block_moments(x, n, n + offs_n, N, BLOCK_N, EVEN)
+            delta = block_mean - mean
+            share = count / (n + count)
+            square += block_square + delta * delta * (n * share)
+            mean += delta * share
+        rstd = tl.rsqrt(square / N + eps)
+        for n in range(0, N, BLOCK_N):
+            x = load_tile(x_ptr, stride_xm, offs_m, n + offs_n, M, N, EVEN)
+            y = _normalise(x, mean, rstd, w_ptr, b_ptr, n + offs_n, N)
+            store_tile(y_ptr, N, offs_m, n + offs_n, M, N, y, EVEN)
     tl.store(mean_ptr + offs_m, mean, mask=offs_m < M)
     tl.store(rstd_ptr + offs_m, rstd, mask=offs_m < M)
-    for n in range(0, N, BLOCK_N):
-        offs_n = n + tl.arange(0, BLOCK_N)
-        y = (load_tile(x_ptr, stride_xm, offs_m, offs_n, M, N) - mean[:, None]) * rstd[:, None]
-        if w_ptr is not None:
-            y *= load_vector(w_ptr, offs_n, N)[None, :]
-        if b_ptr is not None:
-            y += load_vector(b_ptr, offs_n, N)[None, :]
-        store_tile(y_ptr, N, offs_m, offs_n, M, N, y)
+
+
+@triton.jit
+def _products(dy_ptr, x_ptr, w_ptr, mean, rstd, stride_dym, stride_xm, offs_m, offs_n, M, N, EVEN: tl.constexpr):
+    """A block's normalised x, dy, and dy times the weight, in fp32."""
+    xhat = (load_tile(x_ptr, stride_xm, offs_m, offs_n, M, N, EVEN) - mean) * rstd
+    dy = load_tile(dy_ptr, stride_dym, offs_m, offs_n, M, N, EVEN)
+    return xhat, dy, dy if w_ptr is None else dy * load_vector(w_ptr, offs_n, N)[None, :]
 
 
 @triton.jit(do_not_specialize=["M"])
 def _layer_norm_bwd_kernel(
-    dy_ptr, x_ptr, w_ptr, mean_ptr, rstd_ptr, dx_ptr, dw_ptr, db_ptr, stride_dym, stride_xm, M, N,
-    ONE_BLOCK: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
+    dy_ptr, x_ptr, w_ptr, mean_ptr, rstd_ptr, dx_ptr, dparams_ptr, stride_dym, stride_xm, M, N,
+    EVEN: tl.constexpr, ONE_BLOCK: tl.constexpr, HAS_DB: tl.constexpr, STAGES: tl.constexpr, BLOCK_M: tl.constexpr,
+    BLOCK_N: tl.constexpr,
 ):  # fmt: skip
     pid = tl.program_id(0)
-    # persistent: a program owns a row of partial dw and db in fp32: no atomics, and sums that repeat bit for bit
-    step = tl.num_programs(0) * BLOCK_M
-    dw_one_block = tl.zeros((BLOCK_N,), tl.float32)
-    db_one_block = tl.zeros((BLOCK_N,), tl.float32)
-    for start in range(pid * BLOCK_M, M, step):
-        offs_m = start + tl.arange(0, BLOCK_M).to(tl.int64)
+    # persistent: a program owns fp32 rows of partial dw and db: no atomics, and sums that repeat bit for bit
+    blocks = tl.cdiv(M, BLOCK_M)
+    offs_n = tl.arange(0, BLOCK_N)
+    dw = tl.zeros((BLOCK_M, BLOCK_N), tl.float32)
+    db = tl.zeros((BLOCK_M, BLOCK_N), tl.float32)
+    if dparams_ptr is not None:
+        dw_ptr = dparams_ptr + pid.to(tl.int64) * N * (2 if HAS_DB else 1)
+    for block in tl.range(pid, blocks, tl.num_programs(0), num_stages=STAGES):
+        # the last rows first: what was written last, dy among it, is still in L2
+        offs_m = (blocks - 1 - block).to(tl.int64) * BLOCK_M + tl.arange(0, BLOCK_M)
         mean = tl.load(mean_ptr + offs_m, mask=offs_m < M, other=0.0)[:, None]
         rstd = tl.load(rstd_ptr + offs_m, mask=offs_m < M, other=0.0)[:, None]
-        total = tl.zeros((BLOCK_M,), tl.float32)
-        dot = tl.zeros((BLOCK_M,), tl.float32)
-        if dx_ptr is not None:
-            for n in range(0, N, BLOCK_N):
-                offs_n = n + tl.arange(0, BLOCK_N)
-                dy = load_tile(dy_ptr, stride_dym, offs_m, offs_n, M, N)
-                xhat = (load_tile(x_ptr, stride_xm, offs_m, offs_n, M, N) - mean) * rstd
-                if w_ptr is not None:
-                    dy *= load_vector(w_ptr, offs_n, N)[None, :]
-                total += tl.sum(dy, axis=1)
-                dot += tl.sum(dy * xhat, axis=1)
-        mean_dy, mean_dot = (total / N)[:, None], (dot / N)[:, None]
-        for n in range(0, N, BLOCK_N):
-            offs_n = n + tl.arange(0, BLOCK_N)
-            offs_p, mask_n = pid.to(tl.int64) * N + offs_n, offs_n < N
-            dy = load_tile(dy_ptr, stride_dym, offs_m, offs_n, M, N)
-            xhat = (load_tile(x_ptr, stride_xm, offs_m, offs_n, M, N) - mean) * rstd
-            if ONE_BLOCK:
-                dw_one_block += tl.sum(dy * xhat, axis=0)
-                db_one_block += tl.sum(dy, axis=0)
-            else:
-                if dw_ptr is not None:
-                    accumulate(dw_ptr, offs_p, mask_n, start >= step, tl.sum(dy * xhat, axis=0))
-                if db_ptr is not None:
-                    accumulate(db_ptr, offs_p, mask_n, start >= step, tl.sum(dy, axis=0))
+        if ONE_BLOCK:
+            xhat, dy, wdy = _products(
+                dy_ptr, x_ptr, w_ptr, mean, rstd, stride_dym, stride_xm, offs_m, offs_n, M, N, EVEN
+            )
+            dw += dy * xhat
+            if HAS_DB:
+                db += dy
             if dx_ptr is not None:
-                if w_ptr is not None:
-                    dy *= load_vector(w_ptr, offs_n, N)[None, :]
-                store_tile(dx_ptr, N, offs_m, offs_n, M, N, (dy - mean_dy - xhat * mean_dot) * rstd)
-    if ONE_BLOCK:
-        offs_n = tl.arange(0, BLOCK_N)
-        offs_p = pid.to(tl.int64) * N + offs_n
-        if dw_ptr is not None:
-            tl.store(dw_ptr + offs_p, dw_one_block, mask=offs_n < N)
-        if db_ptr is not None:
-            tl.store(db_ptr + offs_p, db_one_block, mask=offs_n < N)
+                mean_dy, mean_dot = tl.sum(wdy, axis=1) / N, tl.sum(wdy * xhat, axis=1) / N
+                dx = (wdy - mean_dy[:, None] - xhat * mean_dot[:, None]) * rstd
+                store_tile(dx_ptr, N, offs_m, offs_n, M, N, dx, EVEN)
+        else:
+            total = tl.zeros((BLOCK_M,), tl.float32)
+            dot = tl.zeros((BLOCK_M,), tl.float32)
+            for n in range(0, N, BLOCK_N):
+                xhat, dy, wdy = _products(
+                    dy_ptr, x_ptr, w_ptr, mean, rstd, stride_dym, stride_xm, offs_m, n + offs_n, M, N, EVEN
+                )
+                total += tl.sum(wdy, axis=1)
+                dot += tl.sum(wdy * xhat, axis=1)
+            for n in range(0, N, BLOCK_N):
+                xhat, dy, wdy = _products(
+                    dy_ptr, x_ptr, w_ptr, mean, rstd, stride_dym, stride_xm, offs_m, n + offs_n, M, N, EVEN
+                )
+                if dparams_ptr is not None:
+                    accumulate(dw_ptr, n + offs_n, n + offs_n < N, block != pid, tl.sum(dy * xhat, axis=0))
+                    if HAS_DB:
+                        accumulate(dw_ptr + N, n + offs_n, n + offs_n < N, block != pid, tl.sum(dy, axis=0))
+                if dx_ptr is not None:
+                    dx = (wdy - (total / N)[:, None] - xhat * (dot / N)[:, None]) * rstd
+                    store_tile(dx_ptr, N, offs_m, n + offs_n, M, N, dx, EVEN)
+    if dparams_ptr is not None and ONE_BLOCK:
+        tl.store(dw_ptr + offs_n, tl.sum(dw, axis=0), mask=offs_n < N)
+        if HAS_DB:
+            tl.store(dw_ptr + N + offs_n, tl.sum(db, axis=0), mask=offs_n < N)
 
 
 def _fwd_outputs(x: Tensor, weight: Tensor | None, bias: Tensor | None, eps: float) -> tuple[Tensor, Tensor, Tensor]:
     mean = x.new_empty(x.shape[:-1], dtype=torch.float32)
-    return x.new_empty(x.shape), mean, torch.empty_like(mean)
+    return torch.empty_like(x, memory_format=torch.contiguous_format), mean, torch.empty_like(mean)
 
 
 @op(
@@ -133,55 +167,68 @@ def _fwd_outputs(x: Tensor, weight: Tensor | None, bias: Tensor | None, eps: flo
 )
 def _layer_norm_fwd(x: Tensor, weight: Tensor | None, bias: Tensor | None, eps: float) -> tuple[Tensor, Tensor, Tensor]:
     y, mean, rstd = _fwd_outputs(x, weight, bias, eps)
-    rows = as_rows(x)
-    M, N = rows.shape
-    tile = row_tile(N, backward=False)
-    grid = (triton.cdiv(M, tile["BLOCK_M"]),)
-    _layer_norm_fwd_kernel[grid](rows, packed(weight), packed(bias), y, mean, rstd, rows.stride(0), M, N, eps, **tile)
+    M, N = rstd.numel(), x.shape[-1]
+    x, stride_xm = with_stride(x)
+    weight, bias = packed(weight), packed(bias)
+
+    def run(tile: Tile) -> None:
+        launch(
+            _layer_norm_fwd_kernel,
+            (-(-M // tile.block_m),),
+            (x, weight, bias, y, mean, rstd),
+            (stride_xm, M, N),
+            (eps,),
+            **row_constants(tile, N),
+        )
+
+    if M:
+        tiled("layer_norm_fwd", x, N, run)
     return y, mean, rstd
 
 
 def _bwd_outputs(
     dy: Tensor, x: Tensor, weight: Tensor | None, bias: Tensor | None, mean: Tensor, rstd: Tensor, needs: list[bool]
-) -> tuple[Tensor, Tensor, Tensor]:
-    wanted = (x if needs[0] else None, weight if needs[1] else None, bias if needs[2] else None)
-    dx, dw, db = (x.new_empty(0) if t is None else t.new_empty(t.shape) for t in wanted)
-    return dx, dw, db
+) -> tuple[Tensor, Tensor]:
+    dx = torch.empty_like(x, memory_format=torch.contiguous_format) if needs[0] else x.new_empty(0)
+    parameters = [t for t in (weight, bias) if t is not None and needs[1]]
+    if not parameters:
+        return dx, x.new_empty(0)
+    dtype = torch.promote_types(parameters[0].dtype, parameters[-1].dtype)
+    return dx, x.new_empty((1 if bias is None else 2, x.shape[-1]), dtype=dtype)
 
 
 @op(
-    "layer_norm_bwd(Tensor dy, Tensor x, Tensor? weight, Tensor? bias, Tensor mean, Tensor rstd, bool[3] needs)"
-    " -> (Tensor dx, Tensor dw, Tensor db)",
+    "layer_norm_bwd(Tensor dy, Tensor x, Tensor? weight, Tensor? bias, Tensor mean, Tensor rstd, bool[2] needs)"
+    " -> (Tensor dx, Tensor dparams)",
     _bwd_outputs,
 )
 def _layer_norm_bwd(
     dy: Tensor, x: Tensor, weight: Tensor | None, bias: Tensor | None, mean: Tensor, rstd: Tensor, needs: list[bool]
-) -> tuple[Tensor, Tensor, Tensor]:
-    dx, dw, db = _bwd_outputs(dy, x, weight, bias, mean, rstd, needs)
-    dy_rows, rows = as_rows(dy), as_rows(x)
-    M, N = rows.shape
-    tile = row_tile(N, backward=True)
-    programs = min(num_programs(x.device), triton.cdiv(M, tile["BLOCK_M"]))
-    dw_partial, db_partial = (x.new_empty((programs, N), dtype=torch.float32) if n else None for n in needs[1:])
-    _layer_norm_bwd_kernel[(programs,)](
-        dy_rows,
-        rows,
-        packed(weight),
-        mean,
-        rstd,
-        dx if needs[0] else None,
-        dw_partial,
-        db_partial,
-        dy_rows.stride(0),
-        rows.stride(0),
-        M,
-        N,
-        ONE_BLOCK=tile["BLOCK_N"] >= N,
-        **tile,
-    )
-    dw = dw if dw_partial is None else dw_partial.sum(0).to(dw.dtype)
-    db = db if db_partial is None else db_partial.sum(0).to(db.dtype)
-    return dx, dw, db
+) -> tuple[Tensor, Tensor]:
+    dx, dparams = _bwd_outputs(dy, x, weight, bias, mean, rstd, needs)
+    M, N = rstd.numel(), x.shape[-1]
+    dy, stride_dym = with_stride(dy)
+    x, stride_xm = with_stride(x)
+    weight = packed(weight)
+
+    def run(tile: Tile) -> None:
+        programs, partial = partial_sums(dparams, -(-M // tile.block_m), tile, whole=tile.block_n >= N)
+        launch(
+            _layer_norm_bwd_kernel,
+            (programs,),
+            (dy, x, weight, mean, rstd, dx if needs[0] else None, partial if needs[1] else None),
+            (stride_dym, stride_xm, M, N),
+            HAS_DB=bias is not None,
+            STAGES=tile.num_stages,
+            **row_constants(tile, N),
+        )
+        if needs[1]:
+            sum_partials(partial, dparams)
+
+    if M:
+        tiled("layer_norm_bwd", x, N, run)
+        return dx, dparams
+    return dx, dparams.zero_()
 
 
 class _LayerNorm(torch.autograd.Function):
@@ -194,9 +241,15 @@ class _LayerNorm(torch.autograd.Function):
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, dy: Tensor) -> Any:
-        needs = list(ctx.needs_input_grad[:3])
-        grads = _layer_norm_bwd(dy, *ctx.saved_tensors, needs)
-        return *(grad if needed else None for grad, needed in zip(grads, needs, strict=True)), None
+        x, weight, bias, mean, rstd = ctx.saved_tensors
+        needs_dx, needs_dw, needs_db = ctx.needs_input_grad[:3]
+        dx, dparams = _layer_norm_bwd(dy, x, weight, bias, mean, rstd, [needs_dx, needs_dw or needs_db])
+        return (
+            dx if needs_dx else None,
+            dparams[0].to(weight.dtype) if needs_dw else None,
+            dparams[1].to(bias.dtype) if needs_db else None,
+            None,
+        )
 
 
 def layer_norm(x: Tensor, weight: Tensor | None = None, bias: Tensor | None = None, eps: float = 1e-5) -> Tensor:

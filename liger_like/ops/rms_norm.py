@@ -16,20 +16,20 @@ from torch.autograd.function import once_differentiable
 
 from liger_like.ops._common import (
     accumulate,
-    as_rows,
+    launch,
     load_tile,
     load_vector,
-    num_programs,
     op,
     packed,
     require,
     require_choice,
     require_eps,
     round_to,
-    row_tile,
     store_tile,
     use_kernel,
+    with_stride,
 )
+from liger_like.ops._tiles import Tile, partial_sums, row_constants, sum_partials, tiled
 
 CASTING_MODES = ("llama", "gemma", "none")
 
@@ -58,176 +58,237 @@ def add_rms_norm_ref(
 
 
 @triton.jit
-def _load_sum(x_ptr, res_ptr, stride_xm, stride_rm, offs_m, offs_n, M, N, dtype: tl.constexpr):
-    x = load_tile(x_ptr, stride_xm, offs_m, offs_n, M, N)
+def _load_sum(x_ptr, res_ptr, stride_xm, stride_rm, offs_m, offs_n, M, N, dtype: tl.constexpr, EVEN: tl.constexpr):
+    x = load_tile(x_ptr, stride_xm, offs_m, offs_n, M, N, EVEN)
     if res_ptr is not None:
-        x = round_to(x + load_tile(res_ptr, stride_rm, offs_m, offs_n, M, N), dtype)
+        x = round_to(x + load_tile(res_ptr, stride_rm, offs_m, offs_n, M, N, EVEN), dtype)
     return x
+
+
+@triton.jit
+def sum_of_squares(x, dtype: tl.constexpr, CASTING: tl.constexpr):
+    """Of each row; every square rounded to ``dtype`` first where all steps are."""
+    return tl.sum(round_to(x * x, dtype) if CASTING == "none" else x * x, axis=1)
+
+
+@triton.jit
+def rsqrt_of_mean(square, N, eps, dtype: tl.constexpr, CASTING: tl.constexpr):
+    """1 / rms of rows of N from their sums of squares."""
+    if CASTING == "none":
+        return round_to(tl.rsqrt(round_to(round_to(square / N, dtype) + eps, dtype)), dtype)
+    else:
+        return tl.rsqrt(square / N + eps)
+
+
+@triton.jit
+def normalise(x, rstd, w_ptr, offs_n, N, offset, dtype: tl.constexpr, CASTING: tl.constexpr):
+    """Rows ``x`` in fp32 times ``rstd`` and, unless ``w_ptr`` is None, columns ``offs_n`` of the weight."""
+    y = x * rstd[:, None]
+    if CASTING != "gemma":
+        y = round_to(y, dtype)
+    if w_ptr is not None:
+        w = load_vector(w_ptr, offs_n, N) + offset
+        y *= (w if CASTING == "gemma" else round_to(w, w_ptr.dtype.element_ty))[None, :]
+    return y
 
 
 @triton.jit(do_not_specialize=["M"])
 def _rms_norm_fwd_kernel(
     x_ptr, res_ptr, w_ptr, y_ptr, s_ptr, rstd_ptr, stride_xm, stride_rm, M, N, eps, offset,
-    CASTING: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
+    CASTING: tl.constexpr, EVEN: tl.constexpr, ONE_BLOCK: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
 ):  # fmt: skip
     dtype: tl.constexpr = x_ptr.dtype.element_ty if s_ptr is None else s_ptr.dtype.element_ty
     offs_m = tl.program_id(0).to(tl.int64) * BLOCK_M + tl.arange(0, BLOCK_M)
-    square = tl.zeros((BLOCK_M,), tl.float32)
-    for n in range(0, N, BLOCK_N):
-        offs_n = n + tl.arange(0, BLOCK_N)
-        x = _load_sum(x_ptr, res_ptr, stride_xm, stride_rm, offs_m, offs_n, M, N, dtype)
+    offs_n = tl.arange(0, BLOCK_N)
+    if ONE_BLOCK:
+        x = _load_sum(x_ptr, res_ptr, stride_xm, stride_rm, offs_m, offs_n, M, N, dtype, EVEN)
         if s_ptr is not None:
-            store_tile(s_ptr, N, offs_m, offs_n, M, N, x)
-        square += tl.sum(round_to(x * x, dtype) if CASTING == "none" else x * x, axis=1)
-    if CASTING == "none":
-        rstd = round_to(tl.rsqrt(round_to(round_to(square / N, dtype) + eps, dtype)), dtype)
+            store_tile(s_ptr, N, offs_m, offs_n, M, N, x, EVEN)
+        rstd = rsqrt_of_mean(sum_of_squares(x, dtype, CASTING), N, eps, dtype, CASTING)
+        y = normalise(x, rstd, w_ptr, offs_n, N, offset, dtype, CASTING)
+        store_tile(y_ptr, N, offs_m, offs_n, M, N, y, EVEN)
     else:
-        rstd = tl.rsqrt(square / N + eps)
+        square = tl.zeros((BLOCK_M,), tl.float32)
+        for n in range(0, N, BLOCK_N):
+            x = _load_sum(x_ptr, res_ptr, stride_xm, stride_rm, offs_m, n + offs_n, M, N, dtype, EVEN)
+            if s_ptr is not None:
+                store_tile(s_ptr, N, offs_m, n + offs_n, M, N, x, EVEN)
+            square += sum_of_squares(x, dtype, CASTING)
+        rstd = rsqrt_of_mean(square, N, eps, dtype, CASTING)
+        for n in range(0, N, BLOCK_N):
+            x = _load_sum(x_ptr, res_ptr, stride_xm, stride_rm, offs_m, n + offs_n, M, N, dtype, EVEN)
+            y = normalise(x, rstd, w_ptr, n + offs_n, N, offset, dtype, CASTING)
+            store_tile(y_ptr, N, offs_m, n + offs_n, M, N, y, EVEN)
     tl.store(rstd_ptr + offs_m, rstd, mask=offs_m < M)
-    for n in range(0, N, BLOCK_N):
-        offs_n = n + tl.arange(0, BLOCK_N)
-        y = _load_sum(x_ptr, res_ptr, stride_xm, stride_rm, offs_m, offs_n, M, N, dtype) * rstd[:, None]
-        if CASTING != "gemma":
-            y = round_to(y, dtype)
-        if w_ptr is not None:
-            w = load_vector(w_ptr, offs_n, N) + offset
-            y *= (w if CASTING == "gemma" else round_to(w, w_ptr.dtype.element_ty))[None, :]
-        store_tile(y_ptr, N, offs_m, offs_n, M, N, y)
+
+
+@triton.jit
+def _products(dy_ptr, x_ptr, w_ptr, rstd, stride_dym, stride_xm, offs_m, offs_n, M, N, offset, EVEN: tl.constexpr):
+    """A block's normalised x, dy, and dy times the weight, in fp32."""
+    xhat = load_tile(x_ptr, stride_xm, offs_m, offs_n, M, N, EVEN) * rstd
+    dy = load_tile(dy_ptr, stride_dym, offs_m, offs_n, M, N, EVEN)
+    return xhat, dy, dy if w_ptr is None else dy * (load_vector(w_ptr, offs_n, N) + offset)[None, :]
+
+
+@triton.jit
+def _store_dx(xhat, wdy, mean, rstd, ds_ptr, dx_ptr, stride_dsm, offs_m, offs_n, M, N, EVEN: tl.constexpr):
+    dx = (wdy - xhat * mean[:, None]) * rstd
+    if ds_ptr is not None:
+        dx += load_tile(ds_ptr, stride_dsm, offs_m, offs_n, M, N, EVEN)
+    store_tile(dx_ptr, N, offs_m, offs_n, M, N, dx, EVEN)
 
 
 @triton.jit(do_not_specialize=["M"])
 def _rms_norm_bwd_kernel(
     dy_ptr, ds_ptr, x_ptr, w_ptr, rstd_ptr, dx_ptr, dw_ptr, stride_dym, stride_dsm, stride_xm, M, N, offset,
-    ONE_BLOCK: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
+    EVEN: tl.constexpr, ONE_BLOCK: tl.constexpr, STAGES: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
 ):  # fmt: skip
     pid = tl.program_id(0)
     # persistent: a program owns one fp32 row of partial dw, so there are no atomics and the sum repeats bit for bit
-    step = tl.num_programs(0) * BLOCK_M
-    dw_one_block = tl.zeros((BLOCK_N,), tl.float32)
-    for start in range(pid * BLOCK_M, M, step):
-        offs_m = start + tl.arange(0, BLOCK_M).to(tl.int64)
+    blocks = tl.cdiv(M, BLOCK_M)
+    offs_n = tl.arange(0, BLOCK_N)
+    dw = tl.zeros((BLOCK_M, BLOCK_N), tl.float32)
+    for block in tl.range(pid, blocks, tl.num_programs(0), num_stages=STAGES):
+        # the last rows first: what was written last, dy among it, is still in L2
+        offs_m = (blocks - 1 - block).to(tl.int64) * BLOCK_M + tl.arange(0, BLOCK_M)
         rstd = tl.load(rstd_ptr + offs_m, mask=offs_m < M, other=0.0)[:, None]
-        dot = tl.zeros((BLOCK_M,), tl.float32)
-        if dx_ptr is not None:
-            for n in range(0, N, BLOCK_N):
-                offs_n = n + tl.arange(0, BLOCK_N)
-                dy = load_tile(dy_ptr, stride_dym, offs_m, offs_n, M, N)
-                xhat = load_tile(x_ptr, stride_xm, offs_m, offs_n, M, N) * rstd
-                if w_ptr is not None:
-                    dy *= (load_vector(w_ptr, offs_n, N) + offset)[None, :]
-                dot += tl.sum(dy * xhat, axis=1)
-        mean_dot = (dot / N)[:, None]
-        for n in range(0, N, BLOCK_N):
-            offs_n = n + tl.arange(0, BLOCK_N)
-            dy = load_tile(dy_ptr, stride_dym, offs_m, offs_n, M, N)
-            xhat = load_tile(x_ptr, stride_xm, offs_m, offs_n, M, N) * rstd
-            if dw_ptr is not None:
-                dw = tl.sum(dy * xhat, axis=0)
-                if ONE_BLOCK:
-                    dw_one_block += dw
-                else:
-                    offs_dw = pid.to(tl.int64) * N + offs_n
-                    accumulate(dw_ptr, offs_dw, offs_n < N, start >= step, dw)
+        if ONE_BLOCK:
+            xhat, dy, wdy = _products(
+                dy_ptr, x_ptr, w_ptr, rstd, stride_dym, stride_xm, offs_m, offs_n, M, N, offset, EVEN
+            )
+            dw += dy * xhat
             if dx_ptr is not None:
-                if w_ptr is not None:
-                    dy *= (load_vector(w_ptr, offs_n, N) + offset)[None, :]
-                dx = (dy - xhat * mean_dot) * rstd
-                if ds_ptr is not None:
-                    dx += load_tile(ds_ptr, stride_dsm, offs_m, offs_n, M, N)
-                store_tile(dx_ptr, N, offs_m, offs_n, M, N, dx)
+                mean = tl.sum(wdy * xhat, axis=1) / N
+                _store_dx(xhat, wdy, mean, rstd, ds_ptr, dx_ptr, stride_dsm, offs_m, offs_n, M, N, EVEN)
+        else:
+            dot = tl.zeros((BLOCK_M,), tl.float32)
+            for n in range(0, N, BLOCK_N):
+                xhat, dy, wdy = _products(
+                    dy_ptr, x_ptr, w_ptr, rstd, stride_dym, stride_xm, offs_m, n + offs_n, M, N, offset, EVEN
+                )
+                dot += tl.sum(wdy * xhat, axis=1)
+            for n in range(0, N, BLOCK_N):
+                xhat, dy, wdy = _products(
+                    dy_ptr, x_ptr, w_ptr, rstd, stride_dym, stride_xm, offs_m, n + offs_n, M, N, offset, EVEN
+                )
+                if dw_ptr is not None:
+                    mask_n = n + offs_n < N
+                    accumulate(dw_ptr, pid.to(tl.int64) * N + n + offs_n, mask_n, block != pid, tl.sum(dy * xhat, 0))
+                if dx_ptr is not None:
+                    _store_dx(xhat, wdy, dot / N, rstd, ds_ptr, dx_ptr, stride_dsm, offs_m, n + offs_n, M, N, EVEN)
     if dw_ptr is not None and ONE_BLOCK:
-        offs_n = tl.arange(0, BLOCK_N)
-        tl.store(dw_ptr + pid.to(tl.int64) * N + offs_n, dw_one_block, mask=offs_n < N)
+        tl.store(dw_ptr + pid.to(tl.int64) * N + offs_n, tl.sum(dw, axis=0), mask=offs_n < N)
+
+
+def _like(x: Tensor, weight: Tensor | None, casting_mode: str) -> Tensor:
+    """Room for normalised rows of ``x``, in the dtype that the convention gives them."""
+    wider = weight is not None and casting_mode != "gemma"
+    dtype = torch.promote_types(x.dtype, weight.dtype) if wider else x.dtype
+    return torch.empty_like(x, dtype=dtype, memory_format=torch.contiguous_format)
+
+
+def _launch_fwd(
+    x: Tensor, residual: Tensor | None, weight: Tensor | None, y: Tensor, s: Tensor | None, rstd: Tensor,
+    eps: float, offset: float, casting_mode: str,
+) -> None:  # fmt: skip
+    M, N = rstd.numel(), x.shape[-1]
+    x, stride_xm = with_stride(x)
+    residual, stride_rm = (None, N) if residual is None else with_stride(residual)
+    weight = packed(weight)
+
+    def run(tile: Tile) -> None:
+        launch(
+            _rms_norm_fwd_kernel,
+            (-(-M // tile.block_m),),
+            (x, residual, weight, y, s, rstd),
+            (stride_xm, stride_rm, M, N),
+            (eps, offset),
+            CASTING=casting_mode,
+            **row_constants(tile, N),
+        )
+
+    if M:
+        tiled("rms_norm_fwd" if s is None else "add_rms_norm_fwd", x, N, run)
 
 
 def _fwd_outputs(
-    x: Tensor, residual: Tensor | None, weight: Tensor | None, eps: float, offset: float, casting_mode: str
-) -> tuple[Tensor, Tensor, Tensor]:
-    dtype = x.dtype if residual is None else torch.promote_types(x.dtype, residual.dtype)
-    s = x.new_empty(0 if residual is None else x.shape, dtype=dtype)
-    if weight is not None and casting_mode != "gemma":
-        dtype = torch.promote_types(dtype, weight.dtype)
-    return x.new_empty(x.shape, dtype=dtype), s, x.new_empty(x.shape[:-1], dtype=torch.float32)
+    x: Tensor, weight: Tensor | None, eps: float, offset: float, casting_mode: str
+) -> tuple[Tensor, Tensor]:
+    return _like(x, weight, casting_mode), x.new_empty(x.shape[:-1], dtype=torch.float32)
 
 
 @op(
-    "rms_norm_fwd(Tensor x, Tensor? residual, Tensor? weight, float eps, float offset, str casting_mode)"
-    " -> (Tensor y, Tensor s, Tensor rstd)",
+    "rms_norm_fwd(Tensor x, Tensor? weight, float eps, float offset, str casting_mode) -> (Tensor y, Tensor rstd)",
     _fwd_outputs,
 )
 def _rms_norm_fwd(
-    x: Tensor, residual: Tensor | None, weight: Tensor | None, eps: float, offset: float, casting_mode: str
+    x: Tensor, weight: Tensor | None, eps: float, offset: float, casting_mode: str
+) -> tuple[Tensor, Tensor]:
+    y, rstd = _fwd_outputs(x, weight, eps, offset, casting_mode)
+    _launch_fwd(x, None, weight, y, None, rstd, eps, offset, casting_mode)
+    return y, rstd
+
+
+def _add_fwd_outputs(
+    x: Tensor, residual: Tensor, weight: Tensor | None, eps: float, offset: float, casting_mode: str
 ) -> tuple[Tensor, Tensor, Tensor]:
-    y, s, rstd = _fwd_outputs(x, residual, weight, eps, offset, casting_mode)
-    rows = as_rows(x)
-    M, N = rows.shape
-    res = rows if residual is None else as_rows(residual)
-    tile = row_tile(N, backward=False)
-    _rms_norm_fwd_kernel[(triton.cdiv(M, tile["BLOCK_M"]),)](
-        rows,
-        None if residual is None else res,
-        packed(weight),
-        y,
-        None if residual is None else s,
-        rstd,
-        rows.stride(0),
-        res.stride(0),
-        M,
-        N,
-        eps,
-        offset,
-        CASTING=casting_mode,
-        **tile,
-    )
+    s = _like(x, residual, casting_mode="none")
+    return _like(s, weight, casting_mode), s, x.new_empty(x.shape[:-1], dtype=torch.float32)
+
+
+@op(
+    "add_rms_norm_fwd(Tensor x, Tensor residual, Tensor? weight, float eps, float offset, str casting_mode)"
+    " -> (Tensor y, Tensor s, Tensor rstd)",
+    _add_fwd_outputs,
+)
+def _add_rms_norm_fwd(
+    x: Tensor, residual: Tensor, weight: Tensor | None, eps: float, offset: float, casting_mode: str
+) -> tuple[Tensor, Tensor, Tensor]:
+    y, s, rstd = _add_fwd_outputs(x, residual, weight, eps, offset, casting_mode)
+    _launch_fwd(x, residual, weight, y, s, rstd, eps, offset, casting_mode)
     return y, s, rstd
 
 
 def _bwd_outputs(
-    dy: Tensor, ds: Tensor | None, x: Tensor, weight: Tensor | None, rstd: Tensor, offset: float, dx: bool, dw: bool
+    dy: Tensor, ds: Tensor | None, x: Tensor, weight: Tensor | None, rstd: Tensor, offset: float, needs: list[bool]
 ) -> tuple[Tensor, Tensor]:
-    return x.new_empty(x.shape if dx else 0), x.new_empty(0) if weight is None or not dw else torch.empty_like(weight)
+    dx = torch.empty_like(x, memory_format=torch.contiguous_format) if needs[0] else x.new_empty(0)
+    return dx, x.new_empty(0) if weight is None or not needs[1] else torch.empty_like(weight)
 
 
 @op(
-    "rms_norm_bwd(Tensor dy, Tensor? ds, Tensor x, Tensor? weight, Tensor rstd, float offset, bool needs_dx,"
-    " bool needs_dw) -> (Tensor dx, Tensor dw)",
+    "rms_norm_bwd(Tensor dy, Tensor? ds, Tensor x, Tensor? weight, Tensor rstd, float offset, bool[2] needs)"
+    " -> (Tensor dx, Tensor dw)",
     _bwd_outputs,
 )
 def _rms_norm_bwd(
-    dy: Tensor,
-    ds: Tensor | None,
-    x: Tensor,
-    weight: Tensor | None,
-    rstd: Tensor,
-    offset: float,
-    needs_dx: bool,
-    needs_dw: bool,
+    dy: Tensor, ds: Tensor | None, x: Tensor, weight: Tensor | None, rstd: Tensor, offset: float, needs: list[bool]
 ) -> tuple[Tensor, Tensor]:
-    dx, dw = _bwd_outputs(dy, ds, x, weight, rstd, offset, needs_dx, needs_dw)
-    dy_rows, rows = as_rows(dy), as_rows(x)
-    ds_rows = dy_rows if ds is None else as_rows(ds)
-    M, N = rows.shape
-    tile = row_tile(N, backward=True)
-    programs = min(num_programs(x.device), triton.cdiv(M, tile["BLOCK_M"]))
-    partial = x.new_empty((programs, N), dtype=torch.float32) if needs_dw else None
-    _rms_norm_bwd_kernel[(programs,)](
-        dy_rows,
-        None if ds is None else ds_rows,
-        rows,
-        packed(weight),
-        rstd,
-        dx if needs_dx else None,
-        partial,
-        dy_rows.stride(0),
-        ds_rows.stride(0),
-        rows.stride(0),
-        M,
-        N,
-        offset,
-        ONE_BLOCK=tile["BLOCK_N"] >= N,
-        **tile,
-    )
-    return dx, dw if partial is None else partial.sum(0).to(dw.dtype)
+    dx, dw = _bwd_outputs(dy, ds, x, weight, rstd, offset, needs)
+    M, N = rstd.numel(), x.shape[-1]
+    dy, stride_dym = with_stride(dy)
+    ds, stride_dsm = (None, N) if ds is None else with_stride(ds)
+    x, stride_xm = with_stride(x)
+    weight = packed(weight)
+
+    def run(tile: Tile) -> None:
+        programs, partial = partial_sums(dw, -(-M // tile.block_m), tile, whole=tile.block_n >= N)
+        launch(
+            _rms_norm_bwd_kernel,
+            (programs,),
+            (dy, ds, x, weight, rstd, dx if needs[0] else None, partial if needs[1] else None),
+            (stride_dym, stride_dsm, stride_xm, M, N),
+            (offset,),
+            STAGES=tile.num_stages,
+            **row_constants(tile, N),
+        )
+        if needs[1]:
+            sum_partials(partial, dw)
+
+    if M:
+        tiled("rms_norm_bwd" if ds is None else "add_rms_norm_bwd", x, N, run)
+        return dx, dw
+    return dx, dw.zero_()
 
 
 class _RMSNorm(torch.autograd.Function):
@@ -241,12 +302,16 @@ class _RMSNorm(torch.autograd.Function):
         offset: float,
         casting_mode: str,
     ) -> Any:
-        y, s, rstd = _rms_norm_fwd(x, residual, weight, eps, offset, casting_mode)
-        ctx.save_for_backward(x if residual is None else s, weight, rstd)
-        ctx.set_materialize_grads(False)
         ctx.offset, ctx.x_dtype = offset, x.dtype
-        ctx.residual_dtype = x.dtype if residual is None else residual.dtype
-        return y if residual is None else (y, s)
+        if residual is None:
+            y, rstd = _rms_norm_fwd(x, weight, eps, offset, casting_mode)
+            ctx.save_for_backward(x, weight, rstd)
+            return y
+        y, s, rstd = _add_rms_norm_fwd(x, residual, weight, eps, offset, casting_mode)
+        ctx.save_for_backward(s, weight, rstd)
+        ctx.set_materialize_grads(False)
+        ctx.residual_dtype = residual.dtype
+        return y, s
 
     @staticmethod
     @once_differentiable
@@ -255,8 +320,7 @@ class _RMSNorm(torch.autograd.Function):
         needs_x, needs_residual, needs_dw = ctx.needs_input_grad[:3]
         dx, dw = ds, None
         if dy is not None:
-            needs_dx = needs_x or needs_residual
-            dx, dw = _rms_norm_bwd(dy, ds, x, weight, rstd, ctx.offset, needs_dx, needs_dw)
+            dx, dw = _rms_norm_bwd(dy, ds, x, weight, rstd, ctx.offset, [needs_x or needs_residual, needs_dw])
         return (
             dx.to(ctx.x_dtype) if needs_x and dx is not None else None,
             dx.to(ctx.residual_dtype) if needs_residual and dx is not None else None,

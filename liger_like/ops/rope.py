@@ -1,21 +1,25 @@
 """RoPE: (y1, y2) = (x1 cos - x2 sin, x2 cos + x1 sin) for each pair of features   (Su et al., arXiv:2104.09864)
 
-q [B, H, S, D] and k [B, Hk, S, D] are rotated in one launch, a program per token, cos and sin [B or 1, S, C] read
-once per token. Features beyond the rotary width R are copied. Which features pair up is the ``layout``; the rotation
-is orthogonal, so the backward is the same kernel with sin negated and the input and output layouts exchanged. Maths
-in fp32, one rounding to the input dtype.
+q [B, H, S, D] and k [B, Hk, S, D] are rotated in one launch, a token's heads by one program or a few, so that cos and
+sin [B or 1, S, C] are read once for all of them. Features beyond the rotary width R are copied. Which features pair up
+is the ``layout``; the rotation is orthogonal, so the backward is the same kernel with sin negated and the input and
+output layouts exchanged. Maths in fp32, one rounding to the input dtype. The kernel can normalise the heads first:
+see ``qk_norm_rope``.
 """
 
-from typing import Any
+import functools
+from typing import Any, NamedTuple
 
 import torch
 import triton
 import triton.language as tl
 from torch import Tensor
 from torch.autograd.function import once_differentiable
+from triton import next_power_of_2
 
-from liger_like.ops._common import op, require, require_choice, use_kernel
-from liger_like.ops.rms_norm import rms_norm, rms_norm_ref
+from liger_like.ops._common import launch, op, packed, require, require_choice, round_to, use_kernel
+from liger_like.ops._tiles import Tile, tiled
+from liger_like.ops.rms_norm import normalise, rsqrt_of_mean, sum_of_squares
 
 LAYOUTS = ("half", "interleaved", "interleaved_in_half_out")
 COS_LAYOUTS = ("full", "half", "repeat")
@@ -55,51 +59,208 @@ def rope_ref(
 
 
 @triton.jit
-def _rotate_heads(
-    x_ptr, y_ptr, stride_xh, stride_yh, cos, sin, H, HALF, REST,
-    IN_INTERLEAVED: tl.constexpr, OUT_INTERLEAVED: tl.constexpr, BLOCK_H: tl.constexpr, BLOCK_D: tl.constexpr,
-    BLOCK_R: tl.constexpr,
+def pairs(HALF: tl.constexpr, INTERLEAVED: tl.constexpr, BLOCK_D: tl.constexpr):
+    """Positions of the first and of the second feature of each pair."""
+    offs = tl.arange(0, BLOCK_D)
+    return (2 * offs, 2 * offs + 1) if INTERLEAVED else (offs, HALF + offs)
+
+
+@triton.jit
+def load_heads(
+    ptr, stride_h, offs_h, H, HALF: tl.constexpr, REST: tl.constexpr, INTERLEAVED: tl.constexpr,
+    BLOCK_D: tl.constexpr, BLOCK_R: tl.constexpr,
 ):  # fmt: skip
-    offs_d = tl.arange(0, BLOCK_D)
-    in1, in2 = (2 * offs_d, 2 * offs_d + 1) if IN_INTERLEAVED else (offs_d, HALF + offs_d)
-    out1, out2 = (2 * offs_d, 2 * offs_d + 1) if OUT_INTERLEAVED else (offs_d, HALF + offs_d)
-    for h in range(0, H, BLOCK_H):
-        offs_h = h + tl.arange(0, BLOCK_H).to(tl.int64)
-        x_rows, y_rows = x_ptr + (offs_h * stride_xh)[:, None], y_ptr + (offs_h * stride_yh)[:, None]
-        mask = (offs_h < H)[:, None] & (offs_d < HALF)[None, :]
-        x1 = tl.load(x_rows + in1[None, :], mask=mask, other=0.0).to(tl.float32)
-        x2 = tl.load(x_rows + in2[None, :], mask=mask, other=0.0).to(tl.float32)
-        tl.store(y_rows + out1[None, :], x1 * cos - x2 * sin, mask=mask)
-        tl.store(y_rows + out2[None, :], x2 * cos + x1 * sin, mask=mask)
+    """First and second features of the pairs [heads, HALF] and the features that do not turn, in fp32."""
+    rows, mask_h = ptr + (offs_h.to(tl.int64) * stride_h)[:, None], (offs_h < H)[:, None]
+    if INTERLEAVED:
+        offs = tl.arange(0, 2 * BLOCK_D)[None, :]
+        pairs = tl.load(rows + offs, mask=mask_h & (offs < 2 * HALF), other=0.0).to(tl.float32)
+        x1, x2 = tl.split(tl.reshape(pairs, (pairs.shape[0], BLOCK_D, 2)))
+    else:
+        offs = tl.arange(0, BLOCK_D)[None, :]
+        mask = mask_h & (offs < HALF)
+        x1 = tl.load(rows + offs, mask=mask, other=0.0).to(tl.float32)
+        x2 = tl.load(rows + HALF + offs, mask=mask, other=0.0).to(tl.float32)
+    rest = x1
+    if REST > 0:
+        offs = tl.arange(0, BLOCK_R)[None, :]
+        rest = tl.load(rows + 2 * HALF + offs, mask=mask_h & (offs < REST), other=0.0).to(tl.float32)
+    return x1, x2, rest
+
+
+@triton.jit
+def store_heads(
+    ptr, stride_h, offs_h, H, x1, x2, rest, HALF: tl.constexpr, REST: tl.constexpr, INTERLEAVED: tl.constexpr,
+    BLOCK_D: tl.constexpr, BLOCK_R: tl.constexpr,
+):  # fmt: skip
+    """Store what ``load_heads`` would load."""
+    rows, mask_h = ptr + (offs_h.to(tl.int64) * stride_h)[:, None], (offs_h < H)[:, None]
+    if INTERLEAVED:
+        offs = tl.arange(0, 2 * BLOCK_D)[None, :]
+        tl.store(rows + offs, tl.interleave(x1, x2), mask=mask_h & (offs < 2 * HALF))
+    else:
+        offs = tl.arange(0, BLOCK_D)[None, :]
+        mask = mask_h & (offs < HALF)
+        tl.store(rows + offs, x1, mask=mask)
+        tl.store(rows + HALF + offs, x2, mask=mask)
+    if REST > 0:
+        offs = tl.arange(0, BLOCK_R)[None, :]
+        tl.store(rows + 2 * HALF + offs, rest, mask=mask_h & (offs < REST))
+
+
+@triton.jit
+def load_angle(cos_ptr, sin_ptr, offs, HALF: tl.constexpr, COS_STEP: tl.constexpr):
+    """A token's cos and sin [1, HALF] in fp32."""
+    cos = tl.load(cos_ptr + offs * COS_STEP, mask=offs < HALF, other=0.0).to(tl.float32)
+    sin = tl.load(sin_ptr + offs * COS_STEP, mask=offs < HALF, other=0.0).to(tl.float32)
+    return cos[None, :], sin[None, :]
+
+
+@triton.jit
+def rstd_of_heads(
+    x1, x2, rest, eps, dtype: tl.constexpr, CASTING: tl.constexpr, HALF: tl.constexpr, REST: tl.constexpr
+):
+    """1 / rms of heads in the parts that ``load_heads`` gives."""
+    square = sum_of_squares(x1, dtype, CASTING) + sum_of_squares(x2, dtype, CASTING)
+    if REST > 0:
+        square += sum_of_squares(rest, dtype, CASTING)
+    return rsqrt_of_mean(square, 2 * HALF + REST, eps, dtype, CASTING)
+
+
+@triton.jit
+def _turn_heads(
+    x_ptr, y_ptr, w_ptr, stride_xh, stride_yh, offs_h, H, cos, sin, eps, offset, CASTING: tl.constexpr,
+    HALF: tl.constexpr, REST: tl.constexpr, IN_INTERLEAVED: tl.constexpr, OUT_INTERLEAVED: tl.constexpr,
+    BLOCK_D: tl.constexpr, BLOCK_R: tl.constexpr,
+):  # fmt: skip
+    """Normalise heads, unless ``CASTING`` is None, and rotate them."""
+    x1, x2, rest = load_heads(x_ptr, stride_xh, offs_h, H, HALF, REST, IN_INTERLEAVED, BLOCK_D, BLOCK_R)
+    if CASTING is not None:
+        dtype: tl.constexpr = x_ptr.dtype.element_ty
+        out_dtype: tl.constexpr = y_ptr.dtype.element_ty
+        rstd = rstd_of_heads(x1, x2, rest, eps, dtype, CASTING, HALF, REST)
+        D: tl.constexpr = 2 * HALF + REST
+        offs_1, offs_2 = pairs(HALF, IN_INTERLEAVED, BLOCK_D)
+        x1 = round_to(normalise(x1, rstd, w_ptr, offs_1, D, offset, dtype, CASTING), out_dtype)
+        x2 = round_to(normalise(x2, rstd, w_ptr, offs_2, D, offset, dtype, CASTING), out_dtype)
         if REST > 0:
-            offs_r = 2 * HALF + tl.arange(0, BLOCK_R)
-            mask_r = (offs_h < H)[:, None] & (offs_r < 2 * HALF + REST)[None, :]
-            tl.store(y_rows + offs_r[None, :], tl.load(x_rows + offs_r[None, :], mask=mask_r), mask=mask_r)
+            rest = normalise(rest, rstd, w_ptr, 2 * HALF + tl.arange(0, BLOCK_R), D, offset, dtype, CASTING)
+    y1, y2 = x1 * cos - x2 * sin, x2 * cos + x1 * sin
+    store_heads(y_ptr, stride_yh, offs_h, H, y1, y2, rest, HALF, REST, OUT_INTERLEAVED, BLOCK_D, BLOCK_R)
 
 
 @triton.jit(do_not_specialize=["S"])
 def _rope_kernel(
-    q_ptr, k_ptr, cos_ptr, sin_ptr, q_out_ptr, k_out_ptr,
-    stride_qb, stride_qh, stride_qs, stride_kb, stride_kh, stride_ks, stride_cb, stride_cs, stride_sb, stride_ss,
-    stride_qob, stride_qoh, stride_qos, stride_kob, stride_koh, stride_kos, S, H, HK, HALF, REST, sign,
-    COS_STEP: tl.constexpr, IN_INTERLEAVED: tl.constexpr, OUT_INTERLEAVED: tl.constexpr,
-    BLOCK_H: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_R: tl.constexpr,
+    q_ptr, k_ptr, cos_ptr, sin_ptr, qw_ptr, kw_ptr, q_out_ptr, k_out_ptr,
+    stride_qb, stride_qh, stride_qs, stride_kb, stride_kh, stride_ks, stride_cs,
+    stride_qob, stride_qoh, stride_qos, stride_kob, stride_koh, stride_kos, S, H, HK, eps, offset, sign,
+    CASTING: tl.constexpr, HALF: tl.constexpr, REST: tl.constexpr, COS_STEP: tl.constexpr, COS_BATCHED: tl.constexpr,
+    IN_INTERLEAVED: tl.constexpr, OUT_INTERLEAVED: tl.constexpr, BLOCK_H: tl.constexpr, BLOCK_HK: tl.constexpr,
+    BLOCK_D: tl.constexpr, BLOCK_R: tl.constexpr,
 ):  # fmt: skip
-    pid = tl.program_id(0).to(tl.int64)
-    b, s = pid // S, pid % S
-    offs_d = tl.arange(0, BLOCK_D)
-    mask_d = offs_d < HALF
-    cos = tl.load(cos_ptr + b * stride_cb + s * stride_cs + offs_d * COS_STEP, mask=mask_d, other=0.0).to(tl.float32)
-    sin = tl.load(sin_ptr + b * stride_sb + s * stride_ss + offs_d * COS_STEP, mask=mask_d, other=0.0).to(tl.float32)
-    cos, sin = cos[None, :], sign * sin[None, :]
-    _rotate_heads(
-        q_ptr + b * stride_qb + s * stride_qs, q_out_ptr + b * stride_qob + s * stride_qos, stride_qh, stride_qoh,
-        cos, sin, H, HALF, REST, IN_INTERLEAVED, OUT_INTERLEAVED, BLOCK_H, BLOCK_D, BLOCK_R,
+    pid = tl.program_id(0)
+    b, s = (pid // S).to(tl.int64), (pid % S).to(tl.int64)
+    offs = (b * S + s if COS_BATCHED else s) * stride_cs
+    cos, sin = load_angle(cos_ptr + offs, sin_ptr + offs, tl.arange(0, BLOCK_D), HALF, COS_STEP)
+    sin *= sign
+    _turn_heads(
+        q_ptr + b * stride_qb + s * stride_qs, q_out_ptr + b * stride_qob + s * stride_qos, qw_ptr, stride_qh,
+        stride_qoh, tl.program_id(1) * BLOCK_H + tl.arange(0, BLOCK_H), H, cos, sin, eps, offset, CASTING, HALF, REST,
+        IN_INTERLEAVED, OUT_INTERLEAVED, BLOCK_D, BLOCK_R,
     )  # fmt: skip
-    _rotate_heads(
-        k_ptr + b * stride_kb + s * stride_ks, k_out_ptr + b * stride_kob + s * stride_kos, stride_kh, stride_koh,
-        cos, sin, HK, HALF, REST, IN_INTERLEAVED, OUT_INTERLEAVED, BLOCK_H, BLOCK_D, BLOCK_R,
+    _turn_heads(
+        k_ptr + b * stride_kb + s * stride_ks, k_out_ptr + b * stride_kob + s * stride_kos, kw_ptr, stride_kh,
+        stride_koh, tl.program_id(1) * BLOCK_HK + tl.arange(0, BLOCK_HK), HK, cos, sin, eps, offset, CASTING, HALF,
+        REST, IN_INTERLEAVED, OUT_INTERLEAVED, BLOCK_D, BLOCK_R,
     )  # fmt: skip
+
+
+class Layouts(NamedTuple):
+    """How features pair up in memory, and where heads stand; the options of ``rope``."""
+
+    layout: str
+    cos_layout: str
+    unsqueeze_dim: int
+
+    def strides(self, x: Tensor) -> tuple[int, int, int]:
+        """Strides of batch, heads and tokens."""
+        b, h, s, _ = x.stride()
+        return (b, h, s) if self.unsqueeze_dim == 1 else (b, s, h)
+
+    def sizes(self, q: Tensor, k: Tensor) -> tuple[int, int, int, int]:
+        """Batch, tokens, heads of q and of k."""
+        heads = self.unsqueeze_dim
+        return q.shape[0], q.shape[3 - heads], q.shape[heads], k.shape[heads]
+
+
+@functools.cache
+def turn_constants(layouts: Layouts, D: int, C: int, inverse: bool) -> dict[str, Any]:
+    """The constants of a kernel that rotates heads of D features by cos [..., C], or rotates them back."""
+    half = C if layouts.cos_layout == "half" else C // 2
+    mixed, interleaved = layouts.layout == "interleaved_in_half_out", layouts.layout == "interleaved"
+    return {
+        "HALF": half,
+        "REST": D - 2 * half,
+        "COS_STEP": 2 if layouts.cos_layout == "repeat" else 1,
+        "IN_INTERLEAVED": interleaved or (mixed and not inverse),
+        "OUT_INTERLEAVED": interleaved or (mixed and inverse),
+        "BLOCK_D": next_power_of_2(half),
+        "BLOCK_R": next_power_of_2(max(1, D - 2 * half)),
+    }
+
+
+@functools.cache
+def head_blocks(tile: Tile, H: int, HK: int) -> tuple[int, dict[str, int]]:
+    """Programs that share a token, and their blocks of heads and warps: fewer of these where the heads are few."""
+    split = -(-H // tile.block_m)
+    block_h, block_hk = next_power_of_2(-(-H // split)), next_power_of_2(-(-HK // split))
+    num_warps = max(1, tile.num_warps * block_h // tile.block_m)
+    return split, {"BLOCK_H": block_h, "BLOCK_HK": block_hk, "num_warps": num_warps}
+
+
+def angles(cos: Tensor, sin: Tensor) -> tuple[Tensor, Tensor, bool]:
+    """cos and sin with dense columns and evenly spaced rows, and whether each batch has its own."""
+    batched = cos.dim() == 3 and cos.shape[0] > 1 and cos.stride(0) != 0
+    uneven = batched and cos.stride(0) != cos.shape[1] * cos.stride(1)
+    if uneven or cos.stride() != sin.stride() or cos.stride(-1) != 1:
+        cos, sin = cos.contiguous(), sin.contiguous()
+        batched = cos.dim() == 3 and cos.shape[0] > 1
+    return cos, sin, batched
+
+
+def dense(x: Tensor) -> Tensor:
+    """``x`` with a contiguous last dimension."""
+    return x if x.stride(-1) == 1 else x.contiguous()
+
+
+def launch_fwd(
+    q: Tensor, k: Tensor, weights: tuple[Tensor | None, Tensor | None], cos: Tensor, sin: Tensor,
+    outs: tuple[Tensor, Tensor], layouts: Layouts, eps: float, offset: float, casting: str | None, inverse: bool,
+) -> None:  # fmt: skip
+    """Rotate q and k into ``outs``, or back; normalised first, unless ``casting`` is None."""
+    q, k = dense(q), dense(k)
+    cos, sin, batched = angles(cos, sin)
+    B, S, H, HK = layouts.sizes(q, k)
+    D = q.shape[-1]
+    strides = [layouts.strides(t) for t in (q, k, *outs)]
+    constants = turn_constants(layouts, D, cos.shape[-1], inverse)
+
+    def run(tile: Tile) -> None:
+        split, blocks = head_blocks(tile, H, HK)
+        launch(
+            _rope_kernel,
+            (B * S, split),
+            (q, k, cos, sin, *map(packed, weights), *outs),
+            (*strides[0], *strides[1], cos.stride(-2), *strides[2], *strides[3], S, H, HK),
+            (eps, offset, -1.0 if inverse else 1.0),
+            CASTING=casting,
+            COS_BATCHED=batched,
+            **constants,
+            **blocks,
+        )
+
+    if q.numel() or k.numel():
+        tiled("rope" if casting is None else "qk_norm_rope", q, D, run, constants["HALF"])
 
 
 def _outputs(q: Tensor, k: Tensor, *args: Any) -> tuple[Tensor, Tensor]:
@@ -115,39 +276,8 @@ def _rope(
     q: Tensor, k: Tensor, cos: Tensor, sin: Tensor, layout: str, cos_layout: str, unsqueeze_dim: int, inverse: bool
 ) -> tuple[Tensor, Tensor]:
     outs = _outputs(q, k)
-    q, k, cos, sin = (t if t.stride(-1) == 1 else t.contiguous() for t in (q, k, cos, sin))
-    # [B, H, S, D] views of everything
-    heads = [t.transpose(1, 2) if unsqueeze_dim == 2 else t for t in (q, k, *outs)]
-    B, H, S, D = heads[0].shape
-    cos, sin = (t.expand(B, S, t.shape[-1]) for t in (cos, sin))
-    half = cos.shape[-1] if cos_layout == "half" else cos.shape[-1] // 2
-    block_d, block_r = triton.next_power_of_2(half), triton.next_power_of_2(max(1, D - 2 * half))
-    _rope_kernel[(B * S,)](
-        heads[0],
-        heads[1],
-        cos,
-        sin,
-        heads[2],
-        heads[3],
-        *heads[0].stride()[:3],
-        *heads[1].stride()[:3],
-        *cos.stride()[:2],
-        *sin.stride()[:2],
-        *heads[2].stride()[:3],
-        *heads[3].stride()[:3],
-        S,
-        H,
-        heads[1].shape[1],
-        half,
-        D - 2 * half,
-        -1.0 if inverse else 1.0,
-        COS_STEP=2 if cos_layout == "repeat" else 1,
-        IN_INTERLEAVED=layout == "interleaved" or (layout == "interleaved_in_half_out" and not inverse),
-        OUT_INTERLEAVED=layout == "interleaved" or (layout == "interleaved_in_half_out" and inverse),
-        BLOCK_H=min(32, max(1, 1024 // max(block_d, block_r))),
-        BLOCK_D=block_d,
-        BLOCK_R=block_r,
-    )
+    layouts = Layouts(layout, cos_layout, unsqueeze_dim)
+    launch_fwd(q, k, (None, None), cos, sin, outs, layouts, 0.0, 0.0, None, inverse)
     return outs
 
 
@@ -168,7 +298,8 @@ class _RoPE(torch.autograd.Function):
         return dq, dk, None, None, None, None, None
 
 
-def _check(q: Tensor, k: Tensor, cos: Tensor, sin: Tensor, layout: str, cos_layout: str, unsqueeze_dim: int) -> None:
+def check(q: Tensor, k: Tensor, cos: Tensor, sin: Tensor, layout: str, cos_layout: str, unsqueeze_dim: int) -> None:
+    """Raise unless the arguments of ``rope`` fit together."""
     require_choice("layout", layout, LAYOUTS)
     require_choice("cos_layout", cos_layout, COS_LAYOUTS)
     require_choice("unsqueeze_dim", unsqueeze_dim, (1, 2))
@@ -221,50 +352,7 @@ def rope(
     Raises TypeError for tensors that are not floating point, ValueError for shapes, devices or layouts that do not
     fit. See Su et al., arXiv:2104.09864.
     """
-    _check(q, k, cos, sin, layout, cos_layout, unsqueeze_dim)
+    check(q, k, cos, sin, layout, cos_layout, unsqueeze_dim)
     if cos.requires_grad or sin.requires_grad or not (use_kernel(q) and use_kernel(k)):
         return rope_ref(q, k, cos, sin, layout=layout, cos_layout=cos_layout, unsqueeze_dim=unsqueeze_dim)
     return _RoPE.apply(q, k, cos, sin, layout, cos_layout, unsqueeze_dim)
-
-
-def qk_norm_rope_ref(
-    q: Tensor,
-    k: Tensor,
-    q_weight: Tensor,
-    k_weight: Tensor,
-    cos: Tensor,
-    sin: Tensor,
-    eps: float = 1e-6,
-    *,
-    offset: float = 0.0,
-    casting_mode: str = "llama",
-    **layouts: Any,
-) -> tuple[Tensor, Tensor]:
-    """The definition, in plain torch."""
-    q = rms_norm_ref(q, q_weight, eps, offset=offset, casting_mode=casting_mode)
-    k = rms_norm_ref(k, k_weight, eps, offset=offset, casting_mode=casting_mode)
-    return rope_ref(q, k, cos, sin, **layouts)
-
-
-def qk_norm_rope(
-    q: Tensor,
-    k: Tensor,
-    q_weight: Tensor,
-    k_weight: Tensor,
-    cos: Tensor,
-    sin: Tensor,
-    eps: float = 1e-6,
-    *,
-    offset: float = 0.0,
-    casting_mode: str = "llama",
-    layout: str = "half",
-    cos_layout: str = "full",
-    unsqueeze_dim: int = 1,
-) -> tuple[Tensor, Tensor]:
-    """RMS-normalise the head dimension of ``q`` and ``k`` by ``q_weight`` and ``k_weight`` [D], then rotate them.
-
-    ``rope(rms_norm(q), rms_norm(k))``; arguments, results and errors are those of ``rms_norm`` and ``rope``.
-    """
-    q = rms_norm(q, q_weight, eps, offset=offset, casting_mode=casting_mode)
-    k = rms_norm(k, k_weight, eps, offset=offset, casting_mode=casting_mode)
-    return rope(q, k, cos, sin, layout=layout, cos_layout=cos_layout, unsqueeze_dim=unsqueeze_dim)
