@@ -32,7 +32,7 @@ from triton.experimental.gluon._runtime import GluonASTSource
 from triton.runtime.jit import JITFunction, create_function_from_signature
 
 from liger_like import testing
-from liger_like.ops import _accumulate, _common
+from liger_like.ops import _accumulate, _common, _tiles
 
 # GPU -> what Triton compiles for, and the KiB of shared memory (LDS) that one program can have there
 TARGETS = {
@@ -47,8 +47,10 @@ TARGETS = {
     "gfx950": (GPUTarget("hip", "gfx950", 64), 160),
 }
 DTYPES = (torch.float32, torch.float16, torch.bfloat16)
-WIDTHS = [2**k for k in range(1, 15)]  # wider rows are walked in blocks
+WIDTHS = [*(2**k for k in range(1, 16)), *(3 * 2**k for k in range(3, 14))]  # blocks that are full, and that are not
 HEAD_WIDTHS = [2**k for k in range(1, 10)]
+TILE_OPTIONS = ("BLOCK", "num_", "STAGES", "EVEN", "ONE_BLOCK")
+SHARE = 4  # variants of a tile, where it is for fewer GPUs
 # kernels that not every GPU gets
 ONLY = {
     _accumulate._add_products_kernel: ("sm_90", "sm_100"),
@@ -57,11 +59,12 @@ ONLY = {
 
 
 class Launch(NamedTuple):
-    """A kernel and what it was called with."""
+    """A kernel, what it was called with, and the GPUs that it may be called on like that."""
 
     kernel: JITFunction[Any]
     args: tuple[Any, ...]
     options: dict[str, Any]
+    gpus: tuple[str, ...]
 
     def specialise(self, target: GPUTarget) -> tuple[ASTSource, dict[str, Any]]:
         """The source and options that Triton's launcher would compile on ``target``."""
@@ -128,10 +131,11 @@ def calls() -> Iterator[tuple[testing.OpSpec, torch.dtype, dict[str, Any], dict[
 def record() -> list[Launch]:
     """Run the ops over dtypes, options and widths; return their launches, each specialisation once."""
     launches: dict[str, Launch] = {}
-    made = []
+    made: list[Launch] = []
+    gpus: tuple[str, ...] = tuple(TARGETS)
 
     def run(kernel: JITFunction[Any], *args: Any, grid: Any, warmup: bool, **options: Any) -> None:
-        made.append(Launch(kernel, args, options))
+        made.append(Launch(kernel, args, options, ONLY.get(kernel, gpus)))
         source, compiled_with = made[-1].specialise(TARGETS["sm_90"][0])
         launches.setdefault(f"{source.hash()} {compiled_with}", made[-1])
 
@@ -142,12 +146,17 @@ def record() -> list[Launch]:
             testing.run(spec.fn, spec.inputs(dtype, "cpu", **shape), options)
             if not made:
                 sys.exit(f"{spec.name} launched no kernel for {dtype}, {shape}, {options}")
+        gpus = ("sm_90",)
+        with patch.object(_tiles, "architecture", lambda device: 9), patch.dict(_tiles._CHOSEN, clear=True):
+            for spec, dtype, shape, options in calls():
+                if dtype != torch.float32 and "V" not in shape:
+                    testing.run(spec.fn, spec.inputs(dtype, "cpu", **shape), options)
         # products that on a CPU are torch's; M and N with and without 16 as a divisor
         flags, factors = (False, True), (None, torch.ones(1))
         for architecture, again, factor, M, N in itertools.product((9, 10), flags, factors, (128, 136), (64, 72)):
             a, b = (torch.empty(32, columns, dtype=torch.bfloat16) for columns in (M, N))
             total = torch.empty(M, N, dtype=torch.float16)
-            with patch.object(_accumulate, "_architecture", lambda device, it=architecture: it):
+            with patch.object(_accumulate, "architecture", lambda device, it=architecture: it):
                 exponents = _accumulate.exponents_like(total)
                 _accumulate.add_products(total, exponents, a, b, again=again, factor=factor)
     return list(launches.values())
@@ -174,19 +183,20 @@ def verdict(gpu: str, future: Future[Cost]) -> tuple[Cost | None, str]:
 
 
 def plan() -> list[tuple[int, str]]:
-    """Launches and GPUs to compile: every tile for every GPU.
+    """Launches and GPUs to compile: every tile for every GPU that may get it.
 
     The variants of a tile (dtypes, options, alignments) are spread over the GPUs: all for all would take an hour.
     """
-    jobs, tiles = [], defaultdict(list)
+    tiles = defaultdict(list)
     for index, launch in enumerate(LAUNCHES):
-        tile = {key: value for key, value in launch.options.items() if key.startswith(("BLOCK", "num_"))}
-        if launch.kernel in ONLY:
-            jobs += [(index, gpu) for gpu in ONLY[launch.kernel]]
-        else:
-            tiles[launch.kernel, str(tile)].append(index)
+        tile = {key: value for key, value in launch.options.items() if key.startswith(TILE_OPTIONS)}
+        # a kernel for few GPUs, which were chosen with care: every variant
+        tiles[launch.kernel, str(tile), index if launch.kernel in ONLY else launch.gpus].append(index)
+    jobs = []
     for variants in tiles.values():
-        jobs += [(variants[i * len(variants) // len(TARGETS)], gpu) for i, gpu in enumerate(TARGETS)]
+        gpus = LAUNCHES[variants[0]].gpus
+        turns = max(len(gpus), min(len(variants), SHARE))
+        jobs += [(variants[i * len(variants) // turns], gpus[i % len(gpus)]) for i in range(turns)]
     return jobs
 
 

@@ -25,6 +25,7 @@ FILES = (
     "test/test_chunked_loss.py",
     "test/test_losses.py",
     "test/test_norms_and_rope.py",
+    "test/test_tiles.py",
     "test/test_ops.py",
     "test/test_gpu.py",
 )  # the quickest first
@@ -42,10 +43,12 @@ class Mutant(NamedTuple):
 
 # file -> pytest's -k for the tests that its bugs must fail
 TESTS = {
-    "_common.py": "test_ops",
+    "_common.py": "test_ops or test_tiles",
+    "_tiles.py": "test_ops or test_tiles",
     "rms_norm.py": "rms_norm or norms",
     "layer_norm.py": "layer_norm or norms",
     "rope.py": "rope",
+    "qk_norm_rope.py": "qk_norm_rope",
     "glu.py": "glu",
     "_loss.py": "cross_entropy or test_losses",
     "cross_entropy.py": "cross_entropy or test_losses",
@@ -70,36 +73,71 @@ MUTANTS = [
     Mutant(
         "_common.py", "return x.to(dtype).to(tl.float32)", "return x", "a cast that the reference makes is left out"
     ),
-    Mutant("rms_norm.py", "rstd = tl.rsqrt(square / N + eps)", "rstd = tl.rsqrt(square / N)", "eps is missing"),
+    Mutant("_common.py", "x.stride(0)\n", "x.shape[-1]\n", "rows of a wider tensor are read as dense"),
     Mutant(
-        "rms_norm.py",
-        "rstd = tl.rsqrt(square / N + eps)",
-        "rstd = tl.rsqrt(square / BLOCK_N + eps)",
-        "mean over the block",
+        "_common.py",
+        "total += load_tile(x_ptr, N, p +",
+        "total = load_tile(x_ptr, N, p +",
+        "of many partial sums the last ones count",
     ),
-    Mutant("rms_norm.py", "(dy - xhat * mean_dot) * rstd", "(dy + xhat * mean_dot) * rstd", "swapped sign in dx"),
-    Mutant("rms_norm.py", "mean_dot = (dot / N)[:, None]", "mean_dot = dot[:, None]", "1/N is missing in dx"),
-    Mutant("rms_norm.py", "dw_one_block += dw", "dw_one_block = dw", "dw keeps the last rows only"),
-    Mutant("rms_norm.py", "start >= step", "start > step", "dw of wide rows starts one round late"),
+    Mutant(
+        "_common.py",
+        "16 + n % 16 for n in sizes",
+        "16 for n in sizes",
+        "a kernel for strides divisible by 16 is run with others",
+        gpu_only=True,
+    ),
+    Mutant(
+        "_common.py", "bits & 15 or", "", "a kernel for aligned memory is run with memory that is not", gpu_only=True
+    ),
+    Mutant("_tiles.py", '"EVEN": even', '"EVEN": True', "reads beyond rows that do not fill their block"),
+    Mutant("_tiles.py", "if partial is not total:", "if False:", "partial sums are never summed"),
+    Mutant("rms_norm.py", "return tl.rsqrt(square / N + eps)", "return tl.rsqrt(square / N)", "eps is missing"),
+    Mutant("rms_norm.py", "(wdy - xhat * mean[:, None])", "(wdy + xhat * mean[:, None])", "swapped sign in dx"),
+    Mutant("rms_norm.py", "mean = tl.sum(wdy * xhat, axis=1) / N", "mean = tl.sum(wdy * xhat, axis=1)", "no 1/N in dx"),
+    Mutant("rms_norm.py", "dw += dy * xhat", "dw = dy * xhat", "dw keeps the last rows only"),
+    Mutant("rms_norm.py", "block != pid, tl.sum", "block > pid + 1, tl.sum", "dw of wide rows starts one round late"),
+    Mutant("rms_norm.py", "blocks - 1 - block", "blocks - block", "the first rows have no gradient"),
     Mutant("rms_norm.py", "dx += load_tile(ds_ptr", "dx -= load_tile(ds_ptr", "the residual's gradient is subtracted"),
     Mutant(
         "layer_norm.py",
-        "x - block_mean[:, None], 0.0)",
-        "x - block_mean[:, None], -block_mean[:, None])",
+        "tl.where((offs_n < N)[None, :], centred, 0.0)",
+        "tl.where((offs_n < N)[None, :], centred, -mean[:, None])",
         "variance of the padding",
     ),
     Mutant("layer_norm.py", "delta * delta * (n * share)", "delta * delta * n", "Welford's weight dropped"),
-    Mutant("layer_norm.py", "(dy - mean_dy - xhat * mean_dot)", "(dy - xhat * mean_dot)", "dx forgets the mean of dy"),
     Mutant(
-        "layer_norm.py", "db_one_block += tl.sum(dy, axis=0)", "db_one_block += tl.sum(dy * xhat, axis=0)", "db is dw"
+        "layer_norm.py",
+        "(wdy - mean_dy[:, None] - xhat * mean_dot[:, None])",
+        "(wdy - xhat * mean_dot[:, None])",
+        "dx forgets the mean of dy",
     ),
+    Mutant("layer_norm.py", "db += dy\n", "db += dy * xhat\n", "db is dw"),
+    Mutant("layer_norm.py", "(2 if HAS_DB else 1)", "1", "programs overwrite each other's db"),
     Mutant("rope.py", "x1 * cos - x2 * sin", "x1 * cos + x2 * sin", "rotates the other way"),
-    Mutant("rope.py", "sign * sin[None, :]", "sin[None, :]", "the backward rotates forward"),
-    Mutant("rope.py", "COS_STEP=2 if cos_layout", "COS_STEP=1 if cos_layout", "repeated cosines read as halves"),
+    Mutant("rope.py", "sin *= sign", "pass", "the backward rotates forward"),
+    Mutant("rope.py", '"COS_STEP": 2 if', '"COS_STEP": 1 if', "repeated cosines read as halves"),
     Mutant(
-        "rope.py", "offs_r < 2 * HALF + REST", "offs_r < HALF + REST", "drops part of the features that do not turn"
+        "rope.py",
+        "tl.store(rows + 2 * HALF + offs, rest, mask=mask_h & (offs < REST))",
+        "tl.store(rows + 2 * HALF + offs, rest, mask=mask_h & (offs < REST // 2))",
+        "drops part of the features that do not turn",
     ),
-    Mutant("rope.py", "        heads[1].shape[1],\n", "        1,\n", "one key head only"),
+    Mutant("rope.py", "b * S + s if COS_BATCHED else s", "s", "every batch turns by the angles of the first"),
+    Mutant("rope.py", "next_power_of_2(-(-HK // split))", "1", "one key head for each program only"),
+    Mutant("rope.py", "square += sum_of_squares(rest, dtype, CASTING)", "pass", "the norm forgets what does not turn"),
+    Mutant("rope.py", "uneven or cos.stride() != sin.stride()", "uneven", "sin is read with the strides of cos"),
+    Mutant(
+        "qk_norm_rope.py",
+        "y1 * cos + y2 * sin, y2 * cos - y1 * sin",
+        "y1 * cos - y2 * sin, y2 * cos + y1 * sin",
+        "gradients turn forward",
+    ),
+    Mutant(
+        "qk_norm_rope.py", "dot += tl.sum(dn * x, axis=1)", "pass", "the mean forgets the features that do not turn"
+    ),
+    Mutant("qk_norm_rope.py", "dkw1 + dw1", "dw1", "dw of the last token's keys only"),
+    Mutant("qk_norm_rope.py", "dw_ptr + D, dkw1", "dw_ptr, dkw1", "the gradient of k's weight lands on that of q's"),
     Mutant(
         "glu.py",
         "return x * sigmoid, sigmoid * (1.0 + x * (1.0 - sigmoid))\n    elif",
@@ -107,8 +145,10 @@ MUTANTS = [
         "SiLU's slope lacks a term",
     ),
     Mutant("glu.py", "0.044715 * x * x * x", "0.044175 * x * x * x", "two digits of GELU's constant swapped"),
+    Mutant("glu.py", "0.127414796", "0.127414976", "two digits of erf's constant swapped"),
+    Mutant("glu.py", "pid % blocks * BLOCK_N", "pid % blocks", "blocks of columns overlap"),
     Mutant("glu.py", "dy * up * slope", "dy * up * slope * 1.01", "one percent too much gradient"),
-    Mutant("glu.py", "2 * N if packed else N", "N", "packed gradient written with the wrong stride"),
+    Mutant("glu.py", "2 * N if up is None else N", "N", "packed gradient written with the wrong stride"),
     Mutant(
         "cross_entropy.py",
         "tl.where(v_start + offs_v == label, dz - hot, dz)",
