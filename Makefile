@@ -13,7 +13,7 @@ py := $(VENV)/bin/python
 ready := $(VENV)/.ready
 endif
 
-.PHONY: demo test check compile-check mutants bench bench-losses bench-ops
+.PHONY: demo test check compile-check mutants bench bench-losses bench-ops tune
 
 demo: $(ready)
 	$(py) examples/train.py
@@ -43,6 +43,10 @@ bench-losses: $(ready)
 
 bench-ops: $(ready)
 	$(py) -m benchmark.memory_bound
+
+# make tune, or make tune OP=rms_norm,rope
+tune: $(ready)
+	$(py) -m benchmark.tune $(OP)
 
 .cache/triton-%: | $(ready)
 	$(py) -m pip install --no-deps --target $@ triton==$*
