@@ -33,6 +33,7 @@ from triton.runtime.jit import JITFunction, create_function_from_signature
 
 from liger_like import testing
 from liger_like.ops import _accumulate, _common, _tiles
+from liger_like.ops.attention import _tiles as _attention_tiles
 
 # GPU -> what Triton compiles for, and the KiB of shared memory (LDS) that one program can have there
 TARGETS = {
@@ -49,8 +50,15 @@ TARGETS = {
 DTYPES = (torch.float32, torch.float16, torch.bfloat16)
 WIDTHS = [*(2**k for k in range(1, 16)), *(3 * 2**k for k in range(3, 14))]  # blocks that are full, and that are not
 HEAD_WIDTHS = [2**k for k in range(1, 10)]
+ATTENTION_WIDTHS = (16, 80, 96, 128, 192, 256)
 TILE_OPTIONS = ("BLOCK", "num_", "STAGES", "EVEN", "ONE_BLOCK")
 SHARE = 4  # variants of a tile, where it is for fewer GPUs
+# what ``ops.attention`` calls them when it picks a tile
+CLASSES = {
+    "hopper": ("sm_90",),
+    "large": ("sm_80", "sm_100", "gfx950"),
+    "small": ("sm_86", "sm_89", "sm_120", "gfx90a", "gfx942"),
+}
 # kernels that not every GPU gets
 ONLY = {
     _accumulate._add_products_kernel: ("sm_90", "sm_100"),
@@ -77,7 +85,10 @@ class Launch(NamedTuple):
 
 
 class Cost(NamedTuple):
-    """Registers per thread, bytes of registers spilled to memory, KiB of shared memory."""
+    """Registers per thread, bytes of registers spilled to memory, KiB of shared memory.
+
+    Of a kernel that multiplies matrices the loops decide: what is kept for after them costs nothing in memory.
+    """
 
     registers: int
     spilled: int
@@ -99,16 +110,27 @@ def cost(kernel: Any) -> Cost:
         dump = triton.knobs.nvidia.cuobjdump.path
         usage = subprocess.run([dump, "--dump-resource-usage", file.name], capture_output=True, text=True, check=True)
         registers, stack = (int(re.search(rf"{field}:(\d+)", usage.stdout)[1]) for field in ("REG", "STACK"))
-        # a stack frame may be more than spills (or less: alignment): what counts is whether the code stores to it
-        sass = (
-            subprocess.run([dump, "-sass", file.name], capture_output=True, text=True, check=True) if stack else usage
-        )
-    return Cost(registers, stack if re.search(r"\bSTL\b", sass.stdout) else 0, shared)
+        # a stack frame may be more than spills (or less: alignment): what counts is whether the code uses it
+        sass = subprocess.run([dump, "-sass", file.name], capture_output=True, text=True, check=True) if stack else None
+    return Cost(registers, stack if sass and spills(sass.stdout) else 0, shared)
+
+
+def spills(sass: str) -> bool:
+    """Whether machine code moves registers to memory, or, if it multiplies matrices, does so in a loop."""
+    code = [(int(at, 16), text) for at, text in re.findall(r"/\*([0-9a-f]{4,})\*/\s+(.*?);", sass)]
+    moves = [at for at, text in code if re.search(r"\b(STL|LDL)\b", text)]
+    if "MMA" not in sass:
+        return bool(moves)
+    jumps = ((at, re.search(r"\bBRA\b.*?0x([0-9a-f]+)", text)) for at, text in code)
+    loops = [(int(to[1], 16), at) for at, to in jumps if to and int(to[1], 16) < at]
+    return any(start <= at <= end for at in moves for start, end in loops)
 
 
 def calls() -> Iterator[tuple[testing.OpSpec, torch.dtype, dict[str, Any], dict[str, Any]]]:
     """Every op, dtype, shape and options; few rows but real widths, since a tile depends on the width, not the rows."""
     for spec in testing.SPECS:
+        if "attention" in spec.name:
+            continue
         shapes = []
         for shape in (*spec.test_shapes, *spec.bench_shapes):
             few = shape | ({"lead": (2,)} if "lead" in shape else {"B": 1, "S": 2})
@@ -126,6 +148,24 @@ def calls() -> Iterator[tuple[testing.OpSpec, torch.dtype, dict[str, Any], dict[
                     shapes.append(wide)
         for dtype, shape, options in itertools.product(DTYPES, shapes, spec.options):
             yield spec, dtype, shape, options
+
+
+def attention_calls() -> Iterator[tuple[testing.OpSpec, torch.dtype, dict[str, Any], dict[str, Any]]]:
+    """Attention with heads of every width, over long rows, one row and many keys, and packed sequences."""
+    heads: dict[str, Any] = {"H": 4, "Hk": 2}
+    shapes: dict[str, list[dict[str, Any]]] = {
+        "flash_attention": [
+            heads | {"B": 1, "S": 200, "Sk": 200},
+            heads | {"B": 1, "S": 200, "Sk": 200, "bias": "hsk", "padded": True, "sinks": True},
+            heads | {"B": 1, "S": 1, "Sk": 2000, "padded": True},
+        ],
+        "flash_attention_varlen": [heads | {"lengths": ((150, 150), (50, 60)), "sinks": True}],
+    }
+    flags = ({"deterministic": False}, {"deterministic": True})
+    for spec in testing.SPECS:
+        for shape, D, dtype in itertools.product(shapes.get(spec.name, ()), ATTENTION_WIDTHS, DTYPES):
+            for options, flag in itertools.product(spec.options, flags):
+                yield spec, dtype, shape | {"D": D, "Dv": min(D, 128)}, options | flag
 
 
 def record() -> list[Launch]:
@@ -151,6 +191,13 @@ def record() -> list[Launch]:
             for spec, dtype, shape, options in calls():
                 if dtype != torch.float32 and "V" not in shape:
                     testing.run(spec.fn, spec.inputs(dtype, "cpu", **shape), options)
+        for name, members in CLASSES.items():
+            gpus = members
+            _attention_tiles._tile.cache_clear()
+            with patch.object(_attention_tiles, "gpu_class", lambda device, name=name: name):
+                for spec, dtype, shape, options in attention_calls():
+                    testing.run(spec.fn, spec.inputs(dtype, "cpu", **shape), options)
+        gpus = ("sm_90",)
         # products that on a CPU are torch's; M and N with and without 16 as a divisor
         flags, factors = (False, True), (None, torch.ones(1))
         for architecture, again, factor, M, N in itertools.product((9, 10), flags, factors, (128, 136), (64, 72)):
@@ -193,8 +240,10 @@ def plan() -> list[tuple[int, str]]:
         # a kernel for few GPUs, which were chosen with care: every variant
         tiles[launch.kernel, str(tile), index if launch.kernel in ONLY else launch.gpus].append(index)
     jobs = []
-    for variants in tiles.values():
+    for turn, variants in enumerate(tiles.values()):
         gpus = LAUNCHES[variants[0]].gpus
+        if LAUNCHES[variants[0]].kernel.__name__.startswith("_attention") and len(gpus) > 1:
+            gpus = (gpus[turn % len(gpus)],)  # these take seconds: one GPU of a class in turn
         turns = max(len(gpus), min(len(variants), SHARE))
         jobs += [(variants[i * len(variants) // turns], gpus[i % len(gpus)]) for i in range(turns)]
     return jobs
