@@ -1,5 +1,6 @@
 """Kernels as plain functions on one device, differentiable, in the shapes and dtypes that their docstrings state."""
 
+from liger_like.ops.attention import flash_attention, flash_attention_varlen
 from liger_like.ops.cross_entropy import cross_entropy
 from liger_like.ops.glu import geglu, swiglu
 from liger_like.ops.layer_norm import layer_norm
@@ -12,6 +13,8 @@ __all__ = [
     "LossOutput",
     "add_rms_norm",
     "cross_entropy",
+    "flash_attention",
+    "flash_attention_varlen",
     "fused_linear_cross_entropy",
     "geglu",
     "layer_norm",

@@ -100,6 +100,11 @@ def with_stride(x: Tensor) -> tuple[Tensor, int]:
     return x, x.stride(0)
 
 
+def dense(x: Tensor) -> Tensor:
+    """``x`` with a contiguous last dimension."""
+    return x if x.stride(-1) == 1 else x.contiguous()
+
+
 def packed(vector: Tensor | None) -> Tensor | None:
     """``vector`` with stride 1, as kernels read vectors; copies only where it has another."""
     return None if vector is None else vector.contiguous()
@@ -163,6 +168,20 @@ def sum_rows_kernel(x_ptr, out_ptr, P, N, BLOCK_P: tl.constexpr, BLOCK_N: tl.con
 def accumulate(ptr, offs, mask, again, value):
     """Add ``value`` to the program's own memory, or store it there if this is not ``again``."""
     tl.store(ptr + offs, value + tl.load(ptr + offs, mask=mask & again, other=0.0), mask=mask)
+
+
+@triton.jit
+def tanh_and_slope(x, EXACT: tl.constexpr):
+    """tanh(x) and its derivative in fp32; ``EXACT``: to a relative error, not just an absolute one."""
+    # e = exp(-2|x|), tanh |x| = (1 - e) / (1 + e), its slope 4e / (1 + e)^2; near 0, where that cancels, the series
+    e = tl.exp(-2.0 * tl.abs(x))
+    y = tl.where(x < 0.0, e - 1.0, 1.0 - e) / (1.0 + e)
+    if EXACT:
+        x2 = x * x
+        near = -17.0 / 315 + x2 * (62.0 / 2835 - 1382.0 / 155925 * x2)
+        near = x * (1.0 + x2 * (-1.0 / 3 + x2 * (2.0 / 15 + x2 * near)))
+        y = tl.where(x2 < 0.1, near, y)
+    return y, 4.0 * e / ((1.0 + e) * (1.0 + e))
 
 
 @triton.jit

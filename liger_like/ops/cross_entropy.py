@@ -19,7 +19,7 @@ import triton.language as tl
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
-from liger_like.ops._common import as_rows, is_last_backward, op, packed, require, use_kernel
+from liger_like.ops._common import as_rows, is_last_backward, op, packed, require, tanh_and_slope, use_kernel
 from liger_like.ops._loss import (
     OPTIONS_SCHEMA,
     Options,
@@ -65,15 +65,9 @@ def _cap_scores(raw, inside, softcap, logit_scale):
     z = raw
     slope = tl.full(raw.shape, logit_scale, tl.float32)
     if softcap is not None:
-        # e = exp(-2|x|), tanh |x| = (1 - e) / (1 + e), its slope 4e / (1 + e)^2; near 0, where that cancels, the series
-        x = raw / softcap
-        x2 = x * x
-        e = tl.exp(-2.0 * tl.abs(x))
-        far = tl.where(x < 0.0, e - 1.0, 1.0 - e) / (1.0 + e)
-        near = -17.0 / 315 + x2 * (62.0 / 2835 - 1382.0 / 155925 * x2)
-        near = x * (1.0 + x2 * (-1.0 / 3 + x2 * (2.0 / 15 + x2 * near)))
-        z = tl.where(inside, tl.where(x2 < 0.1, near, far) * softcap, float("-inf"))
-        slope *= 4.0 * e / ((1.0 + e) * (1.0 + e))
+        capped, slope_of_tanh = tanh_and_slope(raw / softcap, True)
+        z = tl.where(inside, capped * softcap, float("-inf"))
+        slope *= slope_of_tanh
     return z, slope
 
 

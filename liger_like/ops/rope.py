@@ -17,7 +17,7 @@ from torch import Tensor
 from torch.autograd.function import once_differentiable
 from triton import next_power_of_2
 
-from liger_like.ops._common import launch, op, packed, require, require_choice, round_to, use_kernel
+from liger_like.ops._common import dense, launch, op, packed, require, require_choice, round_to, use_kernel
 from liger_like.ops._tiles import Tile, tiled
 from liger_like.ops.rms_norm import normalise, rsqrt_of_mean, sum_of_squares
 
@@ -226,11 +226,6 @@ def angles(cos: Tensor, sin: Tensor) -> tuple[Tensor, Tensor, bool]:
         cos, sin = cos.contiguous(), sin.contiguous()
         batched = cos.dim() == 3 and cos.shape[0] > 1
     return cos, sin, batched
-
-
-def dense(x: Tensor) -> Tensor:
-    """``x`` with a contiguous last dimension."""
-    return x if x.stride(-1) == 1 else x.contiguous()
 
 
 def launch_fwd(

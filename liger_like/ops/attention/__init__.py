@@ -1,0 +1,262 @@
+"""Flash attention: o_i = sum_j p_ij v_j with p_ij = exp(s_ij - lse_i), s_ij = softcap(scale q_i . k_j) + bias_ij, and
+lse_i = log(sum_j exp(s_ij) + exp(sink))   (Dao et al., arXiv:2205.14135, arXiv:2307.08691)
+
+q [B, S, H, D], k [B, Sk, Hk, D], v [B, Sk, Hk, Dv], o [B, S, H, Dv] in the dtype of q; lse [B, H, S] in fp32, natural
+log. Query head h attends with key head h // (H / Hk). A query at position i + Sk - S sees the keys of its window, and
+never all scores exist: not forward, not backward. Products take the dtype of the input, everything else is fp32.
+"""
+
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.autograd.function import once_differentiable
+
+from liger_like.ops._common import require, use_kernel
+from liger_like.ops.attention._backward import attention_bwd, attention_delta
+from liger_like.ops.attention._forward import attention_fwd
+
+MAX_HEAD_WIDTH = 256
+Result = Tensor | tuple[Tensor, Tensor]
+
+
+def _window(causal: bool, window: tuple[int, int]) -> tuple[int, int]:
+    """Keys that a query sees to its left and to its right; -1: all."""
+    left, right = window
+    return left, 0 if causal else right
+
+
+def _attend_ref(
+    q: Tensor, k: Tensor, v: Tensor, seen: Tensor, scale: float | None, softcap: float | None, sinks: Tensor | None,
+    bias: Tensor | None,
+) -> tuple[Tensor, Tensor]:  # fmt: skip
+    """Output and lse where ``seen`` (broadcast to [B, H, S, Sk]) says which keys a query sees."""
+    acc = torch.promote_types(q.dtype, torch.float32)
+    q, k, v = (t.transpose(1, 2) for t in (q, k, v))
+    k, v = (t.repeat_interleave(q.shape[1] // t.shape[1], 1) for t in (k, v))
+    s = (q @ k.transpose(-1, -2)).to(acc) * (q.shape[-1] ** -0.5 if scale is None else scale)
+    if softcap is not None:
+        s = softcap * torch.tanh(s / softcap)
+    if bias is not None:
+        s = s + bias.to(acc)
+    s = s.masked_fill(~seen, -torch.inf)
+    none = (s == -torch.inf).all(-1, keepdim=True)
+    s = s.masked_fill(none, 0)  # not -inf, of which a softmax has no gradient
+    if sinks is not None:
+        s = torch.cat((s, sinks.to(acc)[:, None, None].expand(*s.shape[:-1], 1)), -1)
+    p = s.softmax(-1).masked_fill(none, 0)[..., : k.shape[2]].to(v.dtype)
+    lse = s.logsumexp(-1) if s.shape[-1] else s.new_zeros(s.shape[:-1])
+    return (p @ v).transpose(1, 2), lse.masked_fill(none.squeeze(-1), -torch.inf)
+
+
+def _in_window(queries: Tensor, keys: Tensor, window: tuple[int, int]) -> Tensor:
+    """Whether the query at a position sees the key at a position [S, Sk]."""
+    left, right = window
+    distance = keys[None, :] - queries[:, None]
+    seen = torch.ones_like(distance, dtype=torch.bool)
+    seen = seen if left < 0 else seen & (distance >= -left)
+    return seen if right < 0 else seen & (distance <= right)
+
+
+def flash_attention_ref(
+    q: Tensor, k: Tensor, v: Tensor, *, causal: bool = False, scale: float | None = None,
+    window: tuple[int, int] = (-1, -1), softcap: float | None = None, sinks: Tensor | None = None,
+    bias: Tensor | None = None, key_padding_mask: Tensor | None = None, deterministic: bool | None = None,
+    return_lse: bool = False,
+) -> Result:  # fmt: skip
+    """The definition, in plain torch."""
+    S, Sk = q.shape[1], k.shape[1]
+    queries, keys = (torch.arange(n, device=q.device) for n in (S, Sk))
+    seen = _in_window(queries + Sk - S, keys, _window(causal, window))
+    if key_padding_mask is not None:
+        seen = seen & key_padding_mask[:, None, None, :]
+        k, v = (t.masked_fill(~key_padding_mask[:, :, None, None], 0) for t in (k, v))  # padding may hold NaN
+    out, lse = _attend_ref(q, k, v, seen, scale, softcap, sinks, bias)
+    return (out, lse) if return_lse else out
+
+
+def flash_attention_varlen_ref(
+    q: Tensor, k: Tensor, v: Tensor, cu_seqlens_q: Tensor, cu_seqlens_k: Tensor, max_seqlen_q: int, max_seqlen_k: int,
+    *, causal: bool = False, scale: float | None = None, window: tuple[int, int] = (-1, -1),
+    softcap: float | None = None, sinks: Tensor | None = None, deterministic: bool | None = None,
+    return_lse: bool = False,
+) -> Result:  # fmt: skip
+    """The definition, in plain torch."""
+    last = len(cu_seqlens_q) - 2  # rows behind the last sequence belong to none
+    sides = []
+    for t, cu in ((q, cu_seqlens_q), (k, cu_seqlens_k)):
+        rows = torch.arange(len(t), device=q.device)
+        sequence = torch.bucketize(rows, cu, right=True) - 1
+        sides.append((sequence, rows - cu[(sequence + 1).clamp(max=last + 1)]))  # positions count from a sequence's end
+    (of_q, queries), (of_k, keys) = sides
+    seen = _in_window(queries, keys, _window(causal, window)) & (of_q[:, None] == of_k) & (of_q <= last)[:, None]
+    k, v = (t.masked_fill((of_k > last)[:, None, None], 0) for t in (k, v))
+    out, lse = _attend_ref(*(t.unsqueeze(0) for t in (q, k, v)), seen, scale, softcap, sinks, None)
+    return (out[0], lse[0]) if return_lse else out[0]
+
+
+class _Attention(torch.autograd.Function):
+    @staticmethod
+    def forward(
+        ctx: Any, q: Tensor, k: Tensor, v: Tensor, sinks: Tensor | None, bias: Tensor | None, deterministic: bool,
+        *masking: Any,
+    ) -> tuple[Tensor, Tensor]:  # fmt: skip
+        out, lse = attention_fwd(q, k, v, sinks, bias, *masking)
+        ctx.save_for_backward(q, k, v, sinks, bias, *masking[:4], out, lse)
+        ctx.deterministic, ctx.scalars = deterministic, masking[4:]
+        ctx.set_materialize_grads(False)
+        return out, lse
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, dout: Tensor | None, dlse: Tensor | None) -> Any:
+        q, k, v, sinks, bias, *masks, out, lse = ctx.saved_tensors
+        needs = list(ctx.needs_input_grad[:5])
+        if dout is None and dlse is None:
+            return (None,) * len(ctx.needs_input_grad)
+        dout = torch.zeros_like(out) if dout is None else dout
+        rows, dsinks = attention_delta(dout, out, lse, dlse, sinks)
+        dq, dk, dv, dbias = attention_bwd(
+            dout, q, k, v, rows, bias, *masks, *ctx.scalars, ctx.deterministic, [*needs[:3], needs[4]]
+        )
+        grads = (dq, dk, dv, dsinks, dbias)
+        found = (grad if need else None for grad, need in zip(grads, needs, strict=True))
+        return *found, *(None,) * (len(ctx.needs_input_grad) - 5)
+
+
+def _check(
+    q: Tensor, k: Tensor, v: Tensor, scale: float | None, window: tuple[int, int], softcap: float | None,
+    sinks: Tensor | None,
+) -> None:  # fmt: skip
+    for name, tensor in (("q", q), ("k", k), ("v", v)):
+        require(name, tensor, like=q)
+        if tensor.dtype != q.dtype:
+            raise TypeError(f"{name} must have the dtype of q, {q.dtype}, got {tensor.dtype}")
+        if tensor.dim() != q.dim():
+            raise ValueError(f"{name} must have {q.dim()} dimensions, as q, got shape {list(tensor.shape)}")
+    (H, D), Hk = q.shape[-2:], k.shape[-2]
+    if k.shape[-1] != D or k.shape[:-3] != q.shape[:-3]:
+        raise ValueError(f"k must have the batch and the head width of q, {list(q.shape)}, got {list(k.shape)}")
+    if v.shape[:-1] != k.shape[:-1]:
+        raise ValueError(f"v must have the shape of k but for the head width, {list(k.shape)}, got {list(v.shape)}")
+    if not Hk or H % Hk:
+        raise ValueError(f"the heads of k, {Hk}, must divide those of q, {H}")
+    if scale is not None and not scale > 0:
+        raise ValueError(f"scale must be positive, got {scale}")
+    if softcap is not None and not softcap > 0:
+        raise ValueError(f"softcap must be positive, got {softcap}")
+    if len(window) != 2 or any(not isinstance(side, int) or side < -1 for side in window):
+        raise ValueError(f"window must be two integers, at least -1 (which is no bound), got {window!r}")
+    if sinks is not None:
+        require("sinks", sinks, like=q, shape=(H,))
+
+
+def _use_kernel(q: Tensor, v: Tensor) -> bool:
+    return use_kernel(q) and max(q.shape[-1], v.shape[-1]) <= MAX_HEAD_WIDTH
+
+
+def _deterministic(asked: bool | None) -> bool:
+    return torch.are_deterministic_algorithms_enabled() if asked is None else asked
+
+
+def flash_attention(
+    q: Tensor, k: Tensor, v: Tensor, *, causal: bool = False, scale: float | None = None,
+    window: tuple[int, int] = (-1, -1), softcap: float | None = None, sinks: Tensor | None = None,
+    bias: Tensor | None = None, key_padding_mask: Tensor | None = None, deterministic: bool | None = None,
+    return_lse: bool = False,
+) -> Result:  # fmt: skip
+    """Attention of ``q`` [B, S, H, D] over ``k`` [B, Sk, Hk, D] and ``v`` [B, Sk, Hk, Dv]: [B, S, H, Dv].
+
+    ``causal`` and ``window=(left, right)`` (keys seen beside a query's own position; -1: all) count positions from the
+    end, so that the last query stands at the last key. ``scale``: of the products, None for D**-0.5. ``softcap``:
+    scores are ``softcap * tanh(scale q.k / softcap)``. ``sinks`` [H]: a learned score per head that joins the
+    softmax's denominator. ``bias``, broadcastable to [B, H, S, Sk], is added to the scores. ``key_padding_mask``
+    [B, Sk], bool: False for keys that nobody sees, whatever they hold. ``return_lse`` also returns the log of the
+    denominator [B, H, S] in fp32, differentiable. A row that sees no key gives 0, and an lse of -inf.
+
+    Gradients for q, k, v, sinks and bias; the scores are never in memory. ``deterministic``: whether the backward
+    repeats bit for bit (None: if ``torch.use_deterministic_algorithms`` says so). Any strides with dense features.
+    bf16, fp16 and fp32 with D and Dv up to 256; others, and other devices, run the plain-torch reference.
+
+    Raises TypeError or ValueError for arguments that do not fit. See Dao, arXiv:2307.08691.
+    """
+    _check(q, k, v, scale, window, softcap, sinks)
+    if q.dim() != 4:
+        raise ValueError(f"q must have 4 dimensions, got shape {list(q.shape)}")
+    (B, S, H, D), Sk = q.shape, k.shape[1]
+    if bias is not None:
+        if Sk:
+            require("bias", bias, like=q)
+        if bias.dim() > 4 or any(n not in (1, m) for n, m in zip(bias.shape[::-1], (Sk, S, H, B), strict=False)):
+            raise ValueError(f"bias must be broadcastable to {[B, H, S, Sk]}, got {list(bias.shape)}")
+    if key_padding_mask is not None and (key_padding_mask.shape != (B, Sk) or key_padding_mask.dtype != torch.bool):
+        raise ValueError(
+            f"key_padding_mask must be bool {[B, Sk]}, got {key_padding_mask.dtype} {list(key_padding_mask.shape)}"
+        )
+    if not _use_kernel(q, v):
+        options = {"causal": causal, "scale": scale, "window": window, "softcap": softcap, "sinks": sinks}
+        options |= {"bias": bias, "key_padding_mask": key_padding_mask, "return_lse": return_lse}
+        return flash_attention_ref(q, k, v, **options)
+    out, lse = _Attention.apply(
+        q,
+        k,
+        v,
+        sinks,
+        bias if bias is None else bias[(None,) * (4 - bias.dim())],
+        _deterministic(deterministic),
+        key_padding_mask if key_padding_mask is None else key_padding_mask.contiguous(),
+        None,
+        None,
+        None,
+        S,
+        Sk,
+        D**-0.5 if scale is None else scale,
+        softcap,
+        *_window(causal, window),
+    )
+    return (out, lse) if return_lse else out
+
+
+def flash_attention_varlen(
+    q: Tensor, k: Tensor, v: Tensor, cu_seqlens_q: Tensor, cu_seqlens_k: Tensor, max_seqlen_q: int, max_seqlen_k: int,
+    *, causal: bool = False, scale: float | None = None, window: tuple[int, int] = (-1, -1),
+    softcap: float | None = None, sinks: Tensor | None = None, deterministic: bool | None = None,
+    return_lse: bool = False,
+) -> Result:  # fmt: skip
+    """Attention within packed sequences: ``q`` [T, H, D] over ``k`` [Tk, Hk, D] and ``v`` [Tk, Hk, Dv]: [T, H, Dv].
+
+    Sequence i has the rows ``cu_seqlens_q[i]`` to ``cu_seqlens_q[i + 1]`` of q and those of ``cu_seqlens_k`` (both
+    int32 or int64 [n + 1], starting with 0, not falling) of k and v, either possibly none. ``max_seqlen_q`` and
+    ``max_seqlen_k``: the lengths of the longest, or more. Rows behind the last sequence see nothing. lse is [H, T].
+    Otherwise as ``flash_attention``; only pairs of rows that see one another cost time.
+    """
+    _check(q, k, v, scale, window, softcap, sinks)
+    if q.dim() != 3:
+        raise ValueError(f"q must have 3 dimensions, got shape {list(q.shape)}")
+    for name, cu in (("cu_seqlens_q", cu_seqlens_q), ("cu_seqlens_k", cu_seqlens_k)):
+        if cu.dtype not in (torch.int32, torch.int64) or cu.device != q.device:
+            raise TypeError(f"{name} must be int32 or int64 on {q.device}, got {cu.dtype} on {cu.device}")
+        if cu.shape != cu_seqlens_q.shape or cu.dim() != 1 or not cu.shape[0]:
+            raise ValueError(f"{name} must have the shape [n + 1] of cu_seqlens_q, got {list(cu.shape)}")
+    if not _use_kernel(q, v):
+        options = {"causal": causal, "scale": scale, "window": window, "softcap": softcap, "sinks": sinks}
+        lengths = cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k
+        return flash_attention_varlen_ref(q, k, v, *lengths, **options, return_lse=return_lse)
+    out, lse = _Attention.apply(
+        q.unsqueeze(0),
+        k.unsqueeze(0),
+        v.unsqueeze(0),
+        sinks,
+        None,
+        _deterministic(deterministic),
+        None,
+        cu_seqlens_q.contiguous(),
+        cu_seqlens_k.contiguous(),
+        None,
+        max_seqlen_q,
+        max_seqlen_k,
+        q.shape[-1] ** -0.5 if scale is None else scale,
+        softcap,
+        *_window(causal, window),
+    )
+    return (out[0], lse[0]) if return_lse else out[0]

@@ -1,0 +1,134 @@
+"""Tiles of the attention kernels: for Hopper, and for other GPUs with much or little shared memory. Chosen so that no
+register is spilled in a loop; which of those is the fastest was not measured yet.
+"""
+
+import functools
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from liger_like.ops._common import architecture
+from liger_like.ops.attention._setup import Masking
+
+
+class Tile(NamedTuple):
+    """Rows of queries and of keys in a block, and how the kernel is launched."""
+
+    block_m: int
+    block_n: int
+    num_warps: int
+    num_stages: int
+
+    def constants(self) -> dict[str, int]:
+        """As the kernels take them."""
+        return {
+            "BLOCK_M": self.block_m,
+            "BLOCK_N": self.block_n,
+            "num_warps": self.num_warps,
+            "num_stages": self.num_stages,
+        }
+
+
+# kernel ("all": dk, dv and dq in one pass) -> widest head -> tile, and the one for scores with a softcap or a bias
+Tiles = dict[str, dict[int, tuple[Tile | None, Tile | None]]]
+TILES: dict[str, Tiles] = {
+    "hopper": {
+        "fwd": {
+            128: (Tile(128, 128, 8, 2), Tile(128, 64, 8, 3)),
+            192: (Tile(128, 64, 8, 3), Tile(128, 64, 8, 3)),
+            256: (Tile(128, 64, 8, 2), Tile(64, 64, 8, 2)),
+        },
+        "dkv": {
+            64: (Tile(64, 128, 8, 2), Tile(64, 64, 8, 2)),
+            128: (Tile(64, 128, 8, 2), Tile(32, 64, 8, 1)),
+            192: (Tile(64, 64, 8, 2), Tile(32, 64, 8, 1)),
+            256: (Tile(32, 64, 8, 1), Tile(16, 16, 4, 1)),
+        },
+        "all": {
+            64: (Tile(64, 128, 8, 2), Tile(64, 64, 8, 2)),
+            192: (Tile(64, 64, 8, 2), Tile(32, 64, 8, 1)),
+            256: (None, None),
+        },
+        "dq": {
+            64: (Tile(128, 128, 8, 2), Tile(128, 64, 8, 2)),
+            128: (Tile(128, 128, 8, 2), Tile(64, 64, 8, 1)),
+            192: (Tile(128, 64, 8, 2), Tile(64, 64, 8, 1)),
+            256: (Tile(128, 64, 8, 1), Tile(64, 64, 8, 1)),
+        },
+        "dbias": {256: (Tile(64, 64, 8, 1), Tile(64, 64, 8, 1))},
+    },
+    "large": {
+        "fwd": {
+            64: (Tile(128, 128, 8, 2), Tile(128, 64, 8, 2)),
+            128: (Tile(128, 64, 8, 2), Tile(64, 32, 4, 2)),
+            192: (Tile(128, 64, 8, 3), Tile(32, 32, 4, 1)),
+            256: (Tile(64, 32, 4, 1), Tile(32, 32, 4, 1)),
+        },
+        "dkv": {
+            64: (Tile(64, 64, 4, 1), Tile(32, 64, 4, 1)),
+            128: (Tile(16, 32, 4, 1), Tile(16, 32, 4, 1)),
+            192: (Tile(32, 32, 4, 1), Tile(32, 32, 4, 1)),
+            256: (Tile(32, 32, 4, 1), Tile(16, 16, 4, 1)),
+        },
+        "all": {256: (None, None)},
+        "dq": {
+            64: (Tile(64, 64, 4, 1), Tile(64, 32, 4, 1)),
+            128: (Tile(64, 32, 4, 1), Tile(32, 32, 4, 1)),
+            256: (Tile(32, 32, 4, 1), Tile(32, 32, 4, 1)),
+        },
+        "dbias": {
+            64: (Tile(64, 64, 4, 1), Tile(64, 64, 4, 1)),
+            192: (Tile(32, 64, 4, 1), Tile(32, 64, 4, 1)),
+            256: (Tile(16, 32, 4, 1), Tile(16, 32, 4, 1)),
+        },
+    },
+    "small": {
+        "fwd": {
+            128: (Tile(64, 32, 4, 1), Tile(32, 32, 4, 1)),
+            256: (Tile(32, 16, 4, 1), Tile(16, 16, 4, 1)),
+        },
+        "dkv": {
+            64: (Tile(32, 32, 4, 1), Tile(32, 32, 4, 1)),
+            256: (Tile(16, 16, 4, 1), Tile(16, 16, 4, 1)),
+        },
+        "all": {256: (None, None)},
+        "dq": {
+            128: (Tile(32, 32, 4, 1), Tile(32, 16, 4, 1)),
+            256: (Tile(16, 16, 4, 1), Tile(16, 16, 4, 1)),
+        },
+        "dbias": {256: (Tile(16, 16, 4, 1), Tile(16, 16, 4, 1))},
+    },
+}
+FP32: Tiles = {
+    "fwd": {64: (Tile(32, 32, 4, 1), Tile(32, 32, 4, 1)), 256: (Tile(16, 16, 4, 1), Tile(16, 16, 4, 1))},
+    "dkv": {256: (Tile(16, 16, 4, 1), Tile(16, 16, 4, 1))},
+    "all": {256: (None, None)},
+    "dq": {256: (Tile(16, 16, 4, 1), Tile(16, 16, 4, 1))},
+    "dbias": {256: (Tile(16, 16, 4, 1), Tile(16, 16, 4, 1))},
+}
+
+
+@functools.cache
+def gpu_class(device: torch.device) -> str:
+    """Which tiles a GPU takes: "hopper", else "large" or "small" by the shared memory that a program can have."""
+    if device.type != "cuda":
+        return "small"
+    if architecture(device) == 9:
+        return "hopper"
+    properties = torch.cuda.get_device_properties(device)
+    memory = getattr(properties, "shared_memory_per_block_optin", properties.shared_memory_per_block)
+    return "large" if memory >= 160 << 10 else "small"
+
+
+def tile_for(kernel: str, q: Tensor, v: Tensor, masking: Masking) -> Tile | None:
+    """The tile for the heads of q and v on their GPU, or None if every one spills registers."""
+    rich = masking.softcap is not None or masking.bias is not None
+    return _tile(kernel, gpu_class(q.device), max(q.shape[-1], v.shape[-1]), q.element_size(), rich)
+
+
+@functools.cache
+def _tile(kernel: str, gpu: str, width: int, itemsize: int, rich: bool) -> Tile | None:
+    table = FP32[kernel] if itemsize == 4 else TILES[gpu][kernel]
+    plain, with_more = next(tiles for widest, tiles in table.items() if width <= widest)
+    return with_more if rich else plain
