@@ -59,7 +59,7 @@ def table(chosen: dict[str, dict[int, _tiles.Tile]]) -> str:
 
 
 def main() -> None:
-    tunable = {spec.name: spec for spec in testing.SPECS if "V" not in spec.bench_shapes[0]}
+    tunable = {spec.name: spec for spec in testing.SPECS if {"N", "R"} & spec.bench_shapes[0].keys()}
     parser = argparse.ArgumentParser(prog="python -m benchmark.tune")
     parser.add_argument("ops", nargs="?", default=",".join(tunable), help="names, separated by commas")
     names = parser.parse_args().ops.split(",")

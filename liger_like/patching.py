@@ -1,7 +1,8 @@
 """Patching of Hugging Face models: modules that are recognised run kernels, everything else is left alone and reported.
 
-A module is patched by giving it a subclass of its own class, of the same name, that overrides its forward; ``unpatch``
-gives the class back. Nothing else of the model changes and nothing outside of it. What is recognised, and what runs in
+A module is patched by giving it a subclass of its own class, of the same name, that overrides its forward; attention is
+patched by giving the modules of a model a view of their config that names another implementation. ``unpatch`` gives
+class and config back. Nothing else of the model changes and nothing outside of it. What is recognised, and what runs in
 its place, is in ``liger_like.patches``.
 """
 
@@ -15,12 +16,13 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor, nn
 
-from liger_like.patches import Recogniser, Trial, UnrecognisedError, where
+from liger_like.patches import Recogniser, Trial, UnrecognisedError, attention, where
 from liger_like.patches.glu_mlp import GLUMLP
 from liger_like.patches.lm_head import LMHead
 from liger_like.patches.rms_norm import RMSNorm
 from liger_like.patches.rope import Rope
 
+ATTENTION = attention.Attention()
 PATCHED, ALREADY, SKIPPED, ABSENT = "patched", "already patched", "skipped", "absent"
 RECOGNISERS = {recogniser.pattern: recogniser for recogniser in (RMSNorm(), Rope(), GLUMLP(), LMHead())}
 
@@ -103,7 +105,7 @@ def patch(
     norm: bool = True,
     rope: bool = True,
     mlp: bool = True,
-    attention: bool = True,
+    attention: bool = False,
     loss: bool = True,
     strict: bool = False,
     verify: str = "fingerprint",
@@ -113,7 +115,9 @@ def patch(
     A module is recognised by the form of its forward, confirmed by running original and replacement on a small module
     of its class; ``verify="numeric"`` also runs both on the module itself, forward and backward, and leaves it alone if
     they differ. In training with labels the loss is computed without logits, and the output's ``logits`` are None.
-    Calling it again patches what was not patched before.
+    ``attention`` has not been measured on a GPU yet, so it must be asked for: it obeys the masks that eager attention
+    has, and where attention weights are wanted, eager attention computes them. Calling it again patches what was not
+    patched before.
 
     Raises TypeError if ``model`` is no torch.nn.Module; ValueError for an unknown ``verify``, or with ``strict=True``
     if a module that looks like a pattern would be left alone; then nothing is patched.
@@ -136,13 +140,17 @@ def patch(
         swaps += [swap for _, swap in found if swap is not None]
         if wanted[pattern] and not found:
             rows.append(Row(pattern, "", "", 0, ABSENT, "the model has none"))
+    configs: dict[int, bool] = {}
     if attention:
-        rows.append(Row("attention", "", "", 0, ABSENT, "no attention kernel yet: the model's own implementation runs"))
+        found_attention, configs = _examine_attention(model, verify)
+        rows += found_attention or [Row(ATTENTION.pattern, "", "", 0, ABSENT, "the model has none")]
     report = PatchReport(model, tuple(rows))
     if strict and any(row.status == SKIPPED for row in rows):
         raise ValueError(f"strict=True, but modules would be left alone:\n{report}")
     for module, cls in swaps:
         module.__class__ = cls
+    if any(configs.values()):
+        _give_views(model, configs)
     return report
 
 
@@ -163,6 +171,10 @@ def unpatch(model: nn.Module) -> None:
         module.__class__ = origin.cls
         for name in RECOGNISERS[origin.pattern].state:
             vars(module).pop(name, None)
+    for module in model.modules():
+        original = getattr(vars(module).get("config"), "_liger_like_original", None)
+        if original is not None:
+            module.config = original
 
 
 class AutoModelForCausalLM:
@@ -222,6 +234,35 @@ def _examine(
         (fate(PATCHED, variant, error=error, of=part), _swap(part, recogniser.pattern, variant))
         for part, variant in recogniser.swaps(module, variant)
     ]
+
+
+def _examine_attention(model: nn.Module, verify: str) -> tuple[list[Row], dict[int, bool]]:
+    """A row for each attention, and for the config of each, by id, whether it shall name the implementation.
+
+    All modules of one config have one implementation, so those that are recognised are left alone beside others.
+    """
+    found: list[tuple[Any, Row]] = []
+    for module in filter(ATTENTION.looks_like, model.modules()):
+        fate = functools.partial(Row, ATTENTION.pattern, type(module).__name__)
+        config: Any = getattr(module, "config", None)
+        try:
+            variant = ATTENTION.variant(module, model)
+            if config._attn_implementation == attention.NAME:
+                row = fate(variant, 1, ALREADY)
+            else:
+                error = _verify(ATTENTION, module, variant, live=verify == "numeric")
+                row = fate(variant, 1, PATCHED, error=error)
+        except UnrecognisedError as reason:
+            row = fate("", 1, SKIPPED, str(reason))
+        found.append((config, row))
+    others = {id(config): row for config, row in found if row.status == SKIPPED}
+    rows = [
+        dataclasses.replace(row, status=SKIPPED, reason=f"shares its config with {others[id(config)].cls}", error=None)
+        if row.status == PATCHED and id(config) in others
+        else row
+        for config, row in found
+    ]
+    return _grouped(rows), {id(config): row.status == PATCHED for (config, _), row in zip(found, rows, strict=True)}
 
 
 def _verify(recogniser: Recogniser, module: nn.Module, variant: str, *, live: bool) -> float | None:
@@ -299,6 +340,55 @@ def _reduce_ex(self: Any, protocol: Any) -> Any:
 def _instance(cls: Any, pattern: str, variant: str) -> Any:
     patched: Any = _subclass(cls, pattern, variant)
     return patched.__new__(patched)
+
+
+def _give_views(model: nn.Module, chosen: dict[int, bool]) -> None:
+    """Give the modules of ``model`` views of the ``chosen`` configs and of those that have such parts."""
+    views: dict[int, Any] = {}
+
+    def view_of(config: Any) -> Any:
+        if id(config) not in views:
+            parts = {name: getattr(config, name, None) for name in config.sub_configs}
+            own = {name: part if part is None else view_of(part) for name, part in parts.items()}
+            has_views = any(own[name] is not part for name, part in parts.items())
+            views[id(config)] = config
+            if chosen.get(id(config), has_views):
+                views[id(config)] = _view(config, attention.NAME, own)
+            elif has_views:
+                views[id(config)] = _view(config, config._attn_implementation, own)
+        return views[id(config)]
+
+    for module in model.modules():
+        if hasattr(config := vars(module).get("config"), "_attn_implementation_internal"):
+            module.config = view_of(config)
+
+
+def _view(config: Any, implementation: str, parts: dict[str, Any]) -> Any:
+    """A config that shares every attribute with ``config`` but for its attention implementation and its parts."""
+    attention.register()  # a copy may come to life in another process
+    original = getattr(config, "_liger_like_original", config)
+    cls: Any = type(original)
+    view: Any = object.__new__(_view_class(cls))
+    object.__setattr__(view, "__dict__", vars(original))
+    view._liger_like_original, view._attn_implementation_internal = original, implementation
+    for name, part in parts.items():
+        setattr(view, name, part)
+    return view
+
+
+@functools.cache
+def _view_class(cls: Any) -> type[Any]:
+    """A subclass of a config's class that passes for it; its slots come before the attributes that it shares."""
+    parts = tuple(cls.sub_configs)
+
+    def reduce_ex(self: Any, protocol: Any) -> Any:
+        own = {name: getattr(self, name) for name in parts}
+        return _view, (self._liger_like_original, self._attn_implementation_internal, own)
+
+    body = {"__module__": cls.__module__, "__qualname__": cls.__qualname__, "__class__": property(lambda self: cls)}
+    slots = ("_liger_like_original", "_attn_implementation_internal", *parts)
+    body |= {"__slots__": slots, "__reduce_ex__": reduce_ex}
+    return types.new_class(cls.__name__, (cls,), exec_body=lambda namespace: namespace.update(body))
 
 
 def _grouped(rows: list[Row]) -> list[Row]:

@@ -1,18 +1,38 @@
 """The table of ops and the one comparison rule; tests, benchmarks and the README are driven by them.
 
 The rule: for every output and gradient, with random upstream gradients, ``||kernel - fp64|| <= k ||torch in the same
-dtype - fp64|| + 1e-6 ||fp64||``, k = 1.1 for norms, activations, RoPE and losses.
+dtype - fp64|| + 1e-6 ||fp64||``, k = 1.1 for norms, activations, RoPE and losses, k = 2 for attention.
 """
 
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
-from functools import partial
 from typing import Any
 
 import torch
 from torch import Tensor
 
 from liger_like import ops
+from liger_like._cases import (
+    Cost,
+    Inputs,
+    attention_cost,
+    attention_inputs,
+    attention_varlen_cost,
+    attention_varlen_inputs,
+    glu_cost,
+    glu_inputs,
+    linear_loss_cost,
+    linear_loss_inputs,
+    loss_cost,
+    loss_inputs,
+    norm_cost,
+    norm_inputs,
+    rope_cost,
+    rope_inputs,
+    with_longest,
+    with_lora,
+)
+from liger_like.ops.attention import flash_attention_ref, flash_attention_varlen_ref
 from liger_like.ops.cross_entropy import cross_entropy_ref
 from liger_like.ops.glu import geglu_ref, swiglu_ref
 from liger_like.ops.layer_norm import layer_norm_ref
@@ -21,17 +41,14 @@ from liger_like.ops.qk_norm_rope import qk_norm_rope_ref
 from liger_like.ops.rms_norm import add_rms_norm_ref, rms_norm_ref
 from liger_like.ops.rope import rope_ref
 
-Inputs = dict[str, Tensor]
-Cost = tuple[int, int, int]
-
 
 @dataclass(frozen=True)
 class OpSpec:
     """One row of the table. ``inputs(dtype, device, **shape)`` makes random arguments; those to differentiate require a
     gradient.
 
-    ``cost(itemsize, **shape)`` gives the bytes that the forward must move, those that the backward must (each input
-    read once, each output written once) and the FLOPs of the matrix products of both.
+    ``cost(itemsize, **shape, **options)`` gives the bytes that the forward must move, those that the backward must
+    (each input read once, each output written once) and the FLOPs of the matrix products of both. ``k``: of the rule.
     """
 
     name: str
@@ -44,6 +61,7 @@ class OpSpec:
     bench_shapes: tuple[dict[str, Any], ...]
     cost: Callable[..., Cost]
     paper: str
+    k: float = 1.1
 
 
 @dataclass(frozen=True)
@@ -121,87 +139,6 @@ def assert_accurate(
     )
 
 
-def _randn(*shape: int, dtype: torch.dtype, device: str, scale: float = 1.0, grad: bool = True) -> Tensor:
-    return (torch.randn(*shape, device=device) * scale).to(dtype).requires_grad_(grad)
-
-
-def _labels(lead: tuple[int, ...], V: int, device: str, ignored: float = 0.2) -> Tensor:
-    labels = torch.randint(0, V, lead, device=device)
-    return labels.masked_fill(torch.rand(lead, device=device) < ignored, -100)
-
-
-def _norm_inputs(dtype: torch.dtype, device: str, lead: tuple[int, ...], N: int, **flags: bool) -> Inputs:
-    randn = partial(_randn, dtype=dtype, device=device)
-    names = ["x"] + [n for n in ("residual", "weight", "bias") if flags.get(n)]
-    return {n: randn(*(lead if n in ("x", "residual") else ()), N) for n in names}
-
-
-def _rope_inputs(
-    dtype: torch.dtype,
-    device: str,
-    B: int,
-    H: int,
-    Hk: int,
-    S: int,
-    D: int,
-    R: int,
-    layout: str = "full",
-    batched: bool = True,
-    weights: bool = False,
-) -> Inputs:
-    randn = partial(_randn, dtype=dtype, device=device)
-    q, k = (randn(B, S, heads, D).detach().transpose(1, 2).requires_grad_() for heads in (H, Hk))
-    angle = torch.rand(*((B,) if batched else ()), S, R // 2, device=device) * 6.3
-    angle = {"full": torch.cat((angle, angle), -1), "half": angle, "repeat": angle.repeat_interleave(2, -1)}[layout]
-    norms = {n: randn(D) for n in ("q_weight", "k_weight")} if weights else {}
-    return {"q": q, "k": k, **norms, "cos": angle.cos().to(dtype), "sin": angle.sin().to(dtype)}
-
-
-def _glu_inputs(dtype: torch.dtype, device: str, lead: tuple[int, ...], N: int, packed: bool = False) -> Inputs:
-    randn = partial(_randn, dtype=dtype, device=device, scale=2.0)
-    return {"gate": randn(*lead, 2 * N)} if packed else {n: randn(*lead, N) for n in ("gate", "up")}
-
-
-def _loss_inputs(
-    dtype: torch.dtype, device: str, lead: tuple[int, ...], V: int, weighted: bool = False, int32: bool = False
-) -> Inputs:
-    inputs = {"logits": _randn(*lead, V, dtype=dtype, device=device, scale=3.0), "target": _labels(lead, V, device)}
-    if int32:
-        inputs["target"] = inputs["target"].int()
-    return inputs | ({"weight": torch.rand(V, device=device)} if weighted else {})
-
-
-def _linear_loss_inputs(
-    dtype: torch.dtype,
-    device: str,
-    lead: tuple[int, ...],
-    H: int,
-    V: int,
-    bias: bool = False,
-    weighted: bool = False,
-    rank: int = 0,
-) -> Inputs:
-    randn = partial(_randn, dtype=dtype, device=device)
-    inputs = {"x": randn(*lead, H), "weight": randn(V, H, scale=2 * H**-0.5)}
-    inputs["target"] = _labels(lead, V, device)
-    if bias:
-        inputs["bias"] = randn(V)
-    if weighted:
-        inputs["class_weight"] = torch.rand(V, device=device)
-    if rank:
-        inputs |= {"lora_a": randn(rank, H, scale=H**-0.5), "lora_b": randn(V, rank)}
-    return inputs
-
-
-def _with_lora(fn: Callable[..., Any]) -> Callable[..., Any]:
-    def call(**kwargs: Any) -> Any:
-        if "lora_a" in kwargs:
-            kwargs["lora"] = kwargs.pop("lora_a"), kwargs.pop("lora_b"), 0.5
-        return fn(**kwargs)
-
-    return call
-
-
 def _product(axes: Iterable[dict[str, Any]], *more: Iterable[dict[str, Any]]) -> tuple[dict[str, Any], ...]:
     rest = _product(*more) if more else ({},)
     return tuple(a | b for a in axes for b in rest)
@@ -233,38 +170,13 @@ _LOSS_OPTIONS: tuple[dict[str, Any], ...] = (
     {"label_smoothing": 0.1, "z_loss": 1e-3, "softcap": 5.0, "logit_scale": 1.1},
     {"num_items": 11, "reduction": "mean"},
 )
-
-
-def _norm_cost(vectors: int, residual: int = 0) -> Callable[..., Cost]:
-    """The backward reads the weight alone of the ``vectors``; dx is the gradient of a residual, too."""
-
-    def cost(itemsize: int, lead: tuple[int, ...], N: int, **_: Any) -> Cost:
-        M, row = torch.Size(lead).numel(), N * itemsize
-        return ((2 + 2 * residual) * M + vectors) * row, ((3 + residual) * M + 1 + vectors) * row, 0
-
-    return cost
-
-
-def _rope_cost(itemsize: int, B: int, H: int, Hk: int, S: int, D: int, R: int, weights: bool = False, **_: Any) -> Cost:
-    """A rotation is undone without its inputs, a norm is not."""
-    heads, tables, vectors = B * S * (H + Hk) * D, 2 * B * S * R, 2 * D * weights
-    return (2 * heads + tables + vectors) * itemsize, ((2 + weights) * heads + tables + 2 * vectors) * itemsize, 0
-
-
-def _glu_cost(itemsize: int, lead: tuple[int, ...], N: int, **_: Any) -> Cost:
-    size = torch.Size(lead).numel() * N * itemsize
-    return 3 * size, 5 * size, 0
-
-
-def _loss_cost(itemsize: int, lead: tuple[int, ...], V: int, **_: Any) -> Cost:
-    size = torch.Size(lead).numel() * V * itemsize
-    return size, 2 * size, 0
-
-
-def _linear_loss_cost(itemsize: int, lead: tuple[int, ...], H: int, V: int, **_: Any) -> Cost:
-    """The gradients come from the forward's reading of x and the weight."""
-    T = torch.Size(lead).numel()
-    return (T + V) * H * itemsize, (T + V) * H * itemsize, 6 * T * H * V
+_MASKS: tuple[dict[str, Any], ...] = (
+    {"causal": True, "return_lse": True},
+    {"window": (9, 4), "softcap": 3.0, "scale": 0.3},
+)
+_FEW = {"H": 2, "Hk": 1, "D": 48, "Dv": 16}
+_GROUPS = {"H": 32, "Hk": 8}
+_DOCUMENTS = (5000, 137, 3000, 1024, 2911, 64, 3500, 748)  # 16384 tokens
 
 
 SPECS = (
@@ -273,11 +185,11 @@ SPECS = (
         "x * rsqrt(mean(x^2) + eps) * (w + offset)",
         ops.rms_norm,
         rms_norm_ref,
-        _norm_inputs,
+        norm_inputs,
         _CASTING,
         (*_product(_NORM_SHAPES, (_WEIGHT,)), {"lead": (7,), "N": 64}),
         _product(_NORM_BENCH, (_WEIGHT,)),
-        _norm_cost(1),
+        norm_cost(1),
         "arXiv:1910.07467",
     ),
     OpSpec(
@@ -285,11 +197,11 @@ SPECS = (
         "s = x + residual; rms_norm(s), s",
         ops.add_rms_norm,
         add_rms_norm_ref,
-        _norm_inputs,
+        norm_inputs,
         _CASTING,
         _product(_NORM_SHAPES, ({"weight": True, "residual": True},)),
         _product(_NORM_BENCH[1:3], ({"weight": True, "residual": True},)),
-        _norm_cost(1, residual=1),
+        norm_cost(1, residual=1),
         "arXiv:1910.07467",
     ),
     OpSpec(
@@ -297,7 +209,7 @@ SPECS = (
         "(x - mean(x)) * rsqrt(var(x) + eps) * w + b",
         ops.layer_norm,
         layer_norm_ref,
-        _norm_inputs,
+        norm_inputs,
         ({}, {"eps": 1e-3}),
         (
             *_product(_NORM_SHAPES, ({"weight": True, "bias": True},)),
@@ -305,7 +217,7 @@ SPECS = (
             {"lead": (7,), "N": 64},
         ),
         _product(_NORM_BENCH[1:3], ({"weight": True, "bias": True},)),
-        _norm_cost(2),
+        norm_cost(2),
         "arXiv:1607.06450",
     ),
     OpSpec(
@@ -313,7 +225,7 @@ SPECS = (
         "x * cos + rotate(x) * sin, for q and k",
         ops.rope,
         rope_ref,
-        _rope_inputs,
+        rope_inputs,
         ({}, {"layout": "interleaved"}, {"layout": "interleaved_in_half_out"}),
         (
             *_product((_HEADS,), ({"R": 24}, {"R": 10, "batched": False})),
@@ -321,7 +233,7 @@ SPECS = (
             {"B": 0, "H": 2, "Hk": 1, "S": 3, "D": 8, "R": 8},
         ),
         (_HF_HEADS,),
-        _rope_cost,
+        rope_cost,
         "arXiv:2104.09864",
     ),
     OpSpec(
@@ -329,7 +241,7 @@ SPECS = (
         "rope(rms_norm(q), rms_norm(k))",
         ops.qk_norm_rope,
         qk_norm_rope_ref,
-        _rope_inputs,
+        rope_inputs,
         ({}, {"casting_mode": "gemma", "offset": 1.0, "layout": "interleaved"}),
         (
             {**_HEADS, "R": 24, "weights": True},
@@ -337,7 +249,7 @@ SPECS = (
             {"B": 1, "H": 2, "Hk": 1, "S": 3, "D": 264, "R": 128, "weights": True},
         ),
         ({**_HF_HEADS, "weights": True},),
-        _rope_cost,
+        rope_cost,
         "arXiv:2302.05442",
     ),
     OpSpec(
@@ -345,11 +257,11 @@ SPECS = (
         "silu(gate) * up",
         ops.swiglu,
         swiglu_ref,
-        _glu_inputs,
+        glu_inputs,
         ({},),
         _GLU_SHAPES,
         _GLU_BENCH,
-        _glu_cost,
+        glu_cost,
         "arXiv:2002.05202",
     ),
     OpSpec(
@@ -357,11 +269,11 @@ SPECS = (
         "gelu(gate) * up",
         ops.geglu,
         geglu_ref,
-        _glu_inputs,
+        glu_inputs,
         ({}, {"approximate": "none"}),
         _GLU_SHAPES,
         _GLU_BENCH,
-        _glu_cost,
+        glu_cost,
         "arXiv:2002.05202",
     ),
     OpSpec(
@@ -369,22 +281,22 @@ SPECS = (
         "logsumexp(z) - z[target], with smoothing, z-loss, softcap, class weights",
         ops.cross_entropy,
         cross_entropy_ref,
-        _loss_inputs,
+        loss_inputs,
         _LOSS_OPTIONS,
         (
             *_product(_ROWS, ({"V": 53}, {"V": 128, "weighted": True, "int32": True})),
             *({"lead": (3,), "V": v} for v in (4095, 4096, 4097, 9001)),
         ),
         ({"lead": (8192,), "V": 32000}, {"lead": (8192,), "V": 128256}, {"lead": (4096,), "V": 256000}),
-        _loss_cost,
+        loss_cost,
         "arXiv:1512.00567",
     ),
     OpSpec(
         "fused_linear_cross_entropy",
         "cross_entropy(x W^T + b), in chunks of tokens",
-        _with_lora(ops.fused_linear_cross_entropy),
-        _with_lora(fused_linear_cross_entropy_ref),
-        _linear_loss_inputs,
+        with_lora(ops.fused_linear_cross_entropy),
+        with_lora(fused_linear_cross_entropy_ref),
+        linear_loss_inputs,
         (
             {},
             *({"chunk_rows": 16, **options} for options in _LOSS_OPTIONS),
@@ -402,7 +314,44 @@ SPECS = (
             {"lead": (t,), "H": h, "V": v}
             for t, h, v in ((8192, 4096, 128256), (16384, 2048, 128256), (8192, 2304, 256000), (16384, 4096, 32000))
         ),
-        _linear_loss_cost,
+        linear_loss_cost,
         "arXiv:2410.10989",
+    ),
+    OpSpec(
+        "flash_attention",
+        "softmax(softcap(scale q k^T) + bias) v, with causal mask, window, sinks, padding",
+        ops.flash_attention,
+        flash_attention_ref,
+        attention_inputs,
+        ({}, *_MASKS),
+        (
+            {"B": 2, "S": 12, "Sk": 40, **_FEW, "sinks": True, "bias": "hk", "padded": True},
+            {"B": 1, "S": 70, "Sk": 70, "H": 1, "Hk": 1, "D": 32},
+            {"B": 0, "S": 5, "Sk": 5, "H": 2, "Hk": 1, "D": 16},
+        ),
+        (
+            *_product(({"B": 4, "S": 4096, "Sk": 4096, **_GROUPS},), ({"D": d} for d in (128, 64, 96, 256))),
+            {"B": 1, "S": 16384, "Sk": 16384, **_GROUPS, "D": 128},
+            {"B": 16, "S": 1024, "Sk": 1024, **_GROUPS, "D": 128},
+        ),
+        attention_cost,
+        "arXiv:2307.08691",
+        k=2,
+    ),
+    OpSpec(
+        "flash_attention_varlen",
+        "flash_attention within each of the packed sequences",
+        with_longest(ops.flash_attention_varlen),
+        with_longest(flash_attention_varlen_ref),
+        attention_varlen_inputs,
+        ({}, *_MASKS),
+        (
+            {"lengths": ((14, 40), (0, 7), (3, 9)), **_FEW, "sinks": True},
+            {"lengths": ((17, 17), (38, 38)), "H": 2, "Hk": 2, "D": 32},
+        ),
+        ({"lengths": tuple((n, n) for n in _DOCUMENTS), **_GROUPS, "D": 128},),
+        attention_varlen_cost,
+        "arXiv:2307.08691",
+        k=2,
     ),
 )

@@ -2,6 +2,7 @@ import os
 
 import pytest
 import torch
+from hypothesis import settings
 
 if not torch.cuda.is_available():
     os.environ["TRITON_INTERPRET"] = (
@@ -9,6 +10,11 @@ if not torch.cuda.is_available():
     )
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
+# the same examples in every run: a failure is a commit's, not a day's
+settings.register_profile(
+    "repeatable", derandomize=True, deadline=None, print_blob=True, max_examples=100 if DEVICE == "cuda" else 10
+)
+settings.load_profile("repeatable")
 
 
 def pytest_collection_modifyitems(items):
@@ -30,9 +36,38 @@ def _repeatable():
 
 @pytest.fixture
 def poisoned():
-    """Memory that torch hands out unfilled holds NaN (integers: their maximum), so that a read of it shows."""
+    """Memory that torch hands out unfilled holds NaN (integers: their maximum), so that a read of it shows.
+
+    Ops that have a way which repeats bit for bit, and one that does not, take the former.
+    """
     torch.use_deterministic_algorithms(True, warn_only=True)
     assert torch.utils.deterministic.fill_uninitialized_memory
     assert torch.empty(3).isnan().all()
     yield
     torch.use_deterministic_algorithms(False)
+
+
+@pytest.fixture
+def one_pass(monkeypatch):
+    """The interpreter takes the way of a backward in one pass where that is allowed, as GPUs with a tile for it do."""
+    if DEVICE == "cpu":
+        from liger_like.ops.attention import _backward
+
+        tile_for = _backward.tile_for
+        monkeypatch.setattr(_backward, "tile_for", lambda name, *args: tile_for(name, *args) or tile_for("dkv", *args))
+
+
+@pytest.fixture
+def launched(monkeypatch):
+    """Names of the kernels that are launched, and their grids."""
+    from liger_like.ops.attention import _backward, _bias, _forward
+
+    kernels = []
+    for module in (_forward, _backward, _bias):
+
+        def launch(kernel, grid, *args, true=module.launch, **options):
+            kernels.append((kernel.fn.__name__, grid))
+            true(kernel, grid, *args, **options)
+
+        monkeypatch.setattr(module, "launch", launch)
+    return kernels

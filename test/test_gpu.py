@@ -8,11 +8,14 @@ import triton
 from test_ops import differentiable, each_case, each_op, small
 
 from liger_like import ops
+from liger_like._cases import attention_inputs
 from liger_like.ops import _accumulate, _tiles
+from liger_like.ops.attention import _backward, _bias, _forward
 from liger_like.testing import SPECS, assert_accurate, compare
 
 pytestmark = pytest.mark.gpu
 LINEAR = next(s for s in SPECS if s.name == "fused_linear_cross_entropy")
+ATTENTION = next(s for s in SPECS if s.name == "flash_attention")
 each_way = pytest.mark.parametrize("options", [{}, {"recompute": True}, {"reduction": "none"}], ids=str)
 
 
@@ -59,7 +62,7 @@ def redraw(inputs, upstream):
 
 
 @each_case
-def test_cuda_graph_equals_eager(spec, options):
+def test_cuda_graph_equals_eager(spec, options, poisoned):
     inputs = spec.inputs(torch.bfloat16, "cuda", **small(spec))
     if "target" in inputs:
         inputs["target"].clamp_(
@@ -90,7 +93,7 @@ def test_cuda_graph_with_ignored_tokens(options):
 
 
 @each_op
-def test_two_streams(spec):
+def test_two_streams(spec, poisoned):
     streams = [torch.cuda.Stream() for _ in range(2)]
     cases = [spec.inputs(torch.bfloat16, "cuda", **small(spec)) for _ in streams]
     expected, upstream = zip(*(forward_backward(spec, inputs, {}) for inputs in cases), strict=True)
@@ -109,7 +112,8 @@ def compiled_kernels():
     """How many variants of each kernel are compiled."""
     accumulate = _accumulate.add_products, _accumulate.hopper.add_products
     norms = ops.rms_norm, ops.layer_norm, ops.qk_norm_rope, _tiles.sum_partials
-    modules = *norms, ops.rope, ops.swiglu, ops.cross_entropy, *accumulate
+    attention = _forward._splits, _backward._group_splits, _bias.attention_dbias
+    modules = *norms, ops.rope, ops.swiglu, ops.cross_entropy, *accumulate, *attention
     kernels = {v for f in modules for v in f.__globals__.values() if isinstance(v, triton.runtime.jit.JITFunction)}
     return {kernel: sum(len(cache[0]) for cache in kernel.device_caches.values()) for kernel in kernels}
 
@@ -117,18 +121,20 @@ def compiled_kernels():
 @each_op
 def test_lengths_do_not_recompile(spec):
     shape = small(spec)
+    shape.pop("bias", None)  # its strides are lengths
 
     options = {k: v for k, v in spec.options[-1].items() if k != "chunk_rows"}  # those have a test of their own
 
     def call(rows):
-        lengths = {"S": rows} if "S" in shape else {"lead": (rows,)}
+        lengths = {"lead": (rows,), "S": rows, "Sk": rows + 13, "lengths": ((rows, rows + 13), (5, 5))}
+        lengths = {name: length for name, length in lengths.items() if name in shape}
         forward_backward(spec, spec.inputs(torch.bfloat16, "cuda", **{**shape, **lengths}), options)
 
     call(3)
-    before = sum(compiled_kernels().values())
+    before = compiled_kernels()
     for rows in range(2, 102):
         call(rows)
-    assert sum(compiled_kernels().values()) - before <= 2
+    assert sum(compiled_kernels().values()) - sum(before.values()) <= 2
 
 
 @each_way
@@ -299,7 +305,7 @@ def test_label_out_of_range_raises_by_the_next_call():
 
 @pytest.mark.skipif(torch.cuda.device_count() < 2, reason="needs two GPUs")
 @each_op
-def test_second_gpu(spec):
+def test_second_gpu(spec, poisoned):
     inputs = spec.inputs(torch.bfloat16, "cuda:1", **small(spec))
     first = spec.inputs(torch.bfloat16, "cuda:0", **small(spec))
     with torch.no_grad():
@@ -308,3 +314,105 @@ def test_second_gpu(spec):
     got, upstream = forward_backward(spec, inputs, {})
     want, _ = forward_backward(spec, first, {}, [t.to("cuda:0") for t in upstream])
     assert all(torch.equal(a.to(b.device), b) for a, b in zip(got, want, strict=True))
+
+
+WIDTHS = [*((d, d) for d in (16, 32, 64, 80, 96, 112, 128, 192, 256)), (192, 128)]
+MASKS = [{}, {"causal": True}, {"causal": True, "window": (100, -1)}, {"softcap": 20.0}]
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32], ids=str)
+@pytest.mark.parametrize("widths", WIDTHS, ids=str)
+def test_attention_over_many_blocks(widths, dtype):
+    D, Dv = widths
+    shape = {"B": 2, "S": 700, "Sk": 901, "H": 4, "Hk": 2, "D": D, "Dv": Dv, "sinks": True, "padded": True}
+    make = lambda: attention_inputs(dtype, "cuda", **shape)  # noqa: E731
+    for mask in MASKS:
+        for deterministic in (False, True):
+            options = {**mask, "deterministic": deterministic}
+            assert_accurate(ops.flash_attention, ATTENTION.ref, make, options, draws=4, k=2)
+
+
+def test_attention_repeats_bit_for_bit():
+    inputs = attention_inputs(torch.bfloat16, "cuda", B=2, S=1000, Sk=1000, H=8, Hk=2, D=128, sinks=True, bias="hk")
+    options = {"causal": True, "deterministic": True}
+    first, upstream = forward_backward(ATTENTION, inputs, options)
+    for _ in range(200):
+        again, _ = forward_backward(ATTENTION, inputs, options, upstream)
+        assert all(torch.equal(a, b) for a, b in zip(first, again, strict=True))
+
+
+def close(got, expected):
+    return (got.float() - expected.float()).norm() <= 1e-2 * expected.float().norm()
+
+
+@pytest.mark.parametrize("deterministic", [False, True])
+def test_attention_of_more_than_2_31_scores(deterministic):
+    S = 50_000
+    inputs = attention_inputs(torch.bfloat16, "cuda", B=1, S=S, Sk=S, H=1, Hk=1, D=64)
+    (out, *grads), (dout,) = forward_backward(ATTENTION, inputs, {"causal": True, "deterministic": deterministic})
+    q, k, v = (t.detach()[0, :, 0].float().requires_grad_() for t in inputs.values())
+    for rows in torch.arange(S, device="cuda").split(2000):
+        s = (q[rows] @ k.T / 8).masked_fill(torch.arange(S, device="cuda") > rows[:, None], -torch.inf)
+        expected = s.softmax(-1) @ v
+        assert close(out[0, rows, 0], expected)
+        expected.backward(dout[0, rows, 0].float())
+    assert all(close(grad[0, :, 0], t.grad) for grad, t in zip(grads, (q, k, v), strict=True))
+
+
+def test_bias_of_more_than_2_31_elements():
+    S = 47_000
+    inputs = attention_inputs(torch.bfloat16, "cuda", B=1, S=S, Sk=S, H=1, Hk=1, D=16, bias="sk")
+    (out, dq, *_, dbias), (dout,) = forward_backward(ATTENTION, inputs, {})
+    tail = {n: t.detach()[..., -8:, :] if n == "bias" else t.detach() for n, t in inputs.items()}
+    tail["q"] = tail["q"][:, -8:]
+    tail = {n: t.requires_grad_() for n, t in tail.items()}
+    (same_out, same_dq, *_, same_dbias), _ = forward_backward(ATTENTION, tail, {}, (dout[:, -8:],))
+    pairs = (out[:, -8:], same_out), (dq[:, -8:], same_dq), (dbias[..., -8:, :], same_dbias)
+    assert all(close(got, expected) for got, expected in pairs)
+
+
+@pytest.mark.parametrize("deterministic", [False, True])
+def test_more_than_2_31_elements_of_queries(deterministic):
+    S = 2**31 // 4096 + 9
+    inputs = attention_inputs(torch.bfloat16, "cuda", B=1, S=S, Sk=96, H=32, Hk=1, D=128)
+    options = {"deterministic": deterministic}
+    (out, dq, *_), (dout,) = forward_backward(ATTENTION, inputs, options)
+    tail = {n: t.detach()[:, -40:].requires_grad_() if n == "q" else t for n, t in inputs.items()}
+    (same_out, same_dq, *_), _ = forward_backward(ATTENTION, tail, options, (dout[:, -40:],))
+    assert close(out[:, -40:], same_out)
+    assert close(dq[:, -40:], same_dq)
+
+
+def test_more_than_2_31_elements_of_keys():
+    Sk = 2**31 // 1024 + 9
+    inputs = attention_inputs(torch.bfloat16, "cuda", B=1, S=4, Sk=Sk, H=32, Hk=8, D=128)
+    options = {"causal": True, "window": (300, -1)}
+    (out, *grads), upstream = forward_backward(ATTENTION, inputs, options)
+    tail = {n: t.detach()[:, -400:].requires_grad_() for n, t in inputs.items()}
+    (same_out, *same_grads), _ = forward_backward(ATTENTION, tail, options, upstream)
+    assert close(out, same_out)
+    assert all(close(a[:, -400:], b) for a, b in zip(grads, same_grads, strict=True))
+    assert not any(grad[:, :-400].any() for grad in grads[1:])
+
+
+def test_rows_far_apart(poisoned):
+    """300 rows whose last one starts more than 2^31 elements behind the first."""
+    memory = torch.randn(300, 2**23 + 16, device="cuda", dtype=torch.bfloat16)
+    far = {n: memory[:, 64 * i : 64 * (i + 1)].view(1, 300, 1, 64) for i, n in enumerate("qkv")}
+    upstream = (torch.randn(1, 300, 1, 64, device="cuda", dtype=torch.bfloat16),)
+    results = []
+    for inputs in (far, {n: t.contiguous() for n, t in far.items()}):
+        leaves = {n: t.detach().requires_grad_() for n, t in inputs.items()}
+        results.append(forward_backward(ATTENTION, leaves, {"causal": True}, upstream)[0])
+    assert all(torch.equal(a, b) for a, b in zip(*results, strict=True))
+
+
+def test_decoding_over_growing_keys_compiles_few_kernels():
+    q = torch.randn(1, 1, 8, 64, device="cuda", dtype=torch.bfloat16)
+    before = compiled_kernels()
+    for Sk in range(1, 5000, 37):
+        k = torch.randn(1, Sk, 2, 64, device="cuda", dtype=torch.bfloat16)
+        ops.flash_attention(q, k, k, causal=True)
+    new = {kernel: n - before.get(kernel, 0) for kernel, n in compiled_kernels().items()}
+    assert new.pop(_forward._merge_kernel) <= 6  # one for each power of 2 of the parts, up to 64
+    assert max(new.values()) <= 2

@@ -2,7 +2,7 @@
 
 import torch
 from conftest import DEVICE
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from liger_like.testing import SPECS, assert_accurate
@@ -11,11 +11,6 @@ SPEC = {spec.name: spec for spec in SPECS}
 leads = st.lists(st.integers(0, 7), min_size=1, max_size=3).map(tuple)
 widths = st.integers(2, 300)
 flags = st.booleans()
-# the same examples in every run: a failure is a commit's, not a day's
-settings.register_profile(
-    "repeatable", derandomize=True, deadline=None, print_blob=True, max_examples=100 if DEVICE == "cuda" else 10
-)
-settings.load_profile("repeatable")
 
 
 def check(name, shape, options):

@@ -1,0 +1,214 @@
+"""What rows of the table of ops share: how random inputs are made, and what an op must move and multiply."""
+
+from collections.abc import Callable
+from functools import partial
+from typing import Any
+
+import torch
+from torch import Tensor
+
+Inputs = dict[str, Tensor]
+Cost = tuple[int, int, int]
+
+
+def _randn(*shape: int, dtype: torch.dtype, device: str, scale: float = 1.0, grad: bool = True) -> Tensor:
+    return (torch.randn(*shape, device=device) * scale).to(dtype).requires_grad_(grad)
+
+
+def _labels(lead: tuple[int, ...], V: int, device: str, ignored: float = 0.2) -> Tensor:
+    labels = torch.randint(0, V, lead, device=device)
+    return labels.masked_fill(torch.rand(lead, device=device) < ignored, -100)
+
+
+def norm_inputs(dtype: torch.dtype, device: str, lead: tuple[int, ...], N: int, **flags: bool) -> Inputs:
+    randn = partial(_randn, dtype=dtype, device=device)
+    names = ["x"] + [n for n in ("residual", "weight", "bias") if flags.get(n)]
+    return {n: randn(*(lead if n in ("x", "residual") else ()), N) for n in names}
+
+
+def rope_inputs(
+    dtype: torch.dtype,
+    device: str,
+    B: int,
+    H: int,
+    Hk: int,
+    S: int,
+    D: int,
+    R: int,
+    layout: str = "full",
+    batched: bool = True,
+    weights: bool = False,
+) -> Inputs:
+    randn = partial(_randn, dtype=dtype, device=device)
+    q, k = (randn(B, S, heads, D).detach().transpose(1, 2).requires_grad_() for heads in (H, Hk))
+    angle = torch.rand(*((B,) if batched else ()), S, R // 2, device=device) * 6.3
+    angle = {"full": torch.cat((angle, angle), -1), "half": angle, "repeat": angle.repeat_interleave(2, -1)}[layout]
+    norms = {n: randn(D) for n in ("q_weight", "k_weight")} if weights else {}
+    return {"q": q, "k": k, **norms, "cos": angle.cos().to(dtype), "sin": angle.sin().to(dtype)}
+
+
+def glu_inputs(dtype: torch.dtype, device: str, lead: tuple[int, ...], N: int, packed: bool = False) -> Inputs:
+    randn = partial(_randn, dtype=dtype, device=device, scale=2.0)
+    return {"gate": randn(*lead, 2 * N)} if packed else {n: randn(*lead, N) for n in ("gate", "up")}
+
+
+def loss_inputs(
+    dtype: torch.dtype, device: str, lead: tuple[int, ...], V: int, weighted: bool = False, int32: bool = False
+) -> Inputs:
+    inputs = {"logits": _randn(*lead, V, dtype=dtype, device=device, scale=3.0), "target": _labels(lead, V, device)}
+    if int32:
+        inputs["target"] = inputs["target"].int()
+    return inputs | ({"weight": torch.rand(V, device=device)} if weighted else {})
+
+
+def linear_loss_inputs(
+    dtype: torch.dtype,
+    device: str,
+    lead: tuple[int, ...],
+    H: int,
+    V: int,
+    bias: bool = False,
+    weighted: bool = False,
+    rank: int = 0,
+) -> Inputs:
+    randn = partial(_randn, dtype=dtype, device=device)
+    inputs = {"x": randn(*lead, H), "weight": randn(V, H, scale=2 * H**-0.5)}
+    inputs["target"] = _labels(lead, V, device)
+    if bias:
+        inputs["bias"] = randn(V)
+    if weighted:
+        inputs["class_weight"] = torch.rand(V, device=device)
+    if rank:
+        inputs |= {"lora_a": randn(rank, H, scale=H**-0.5), "lora_b": randn(V, rank)}
+    return inputs
+
+
+def with_lora(fn: Callable[..., Any]) -> Callable[..., Any]:
+    def call(**kwargs: Any) -> Any:
+        if "lora_a" in kwargs:
+            kwargs["lora"] = kwargs.pop("lora_a"), kwargs.pop("lora_b"), 0.5
+        return fn(**kwargs)
+
+    return call
+
+
+def attention_inputs(
+    dtype: torch.dtype,
+    device: str,
+    B: int,
+    S: int,
+    Sk: int,
+    H: int,
+    Hk: int,
+    D: int,
+    Dv: int | None = None,
+    sinks: bool = False,
+    bias: str | None = None,
+    padded: bool = False,
+) -> Inputs:
+    """``bias``: out of the letters of "bhsk" those of the axes along which it is not broadcast. ``padded``: keys are
+    hidden here and there, not the first.
+    """
+    randn = partial(_randn, dtype=dtype, device=device)
+    inputs = {"q": randn(B, S, H, D), "k": randn(B, Sk, Hk, D), "v": randn(B, Sk, Hk, Dv or D)}
+    if sinks:
+        inputs["sinks"] = randn(H)
+    if bias is not None:
+        inputs["bias"] = randn(*(n if axis in bias else 1 for axis, n in zip("bhsk", (B, H, S, Sk), strict=True)))
+    if padded:
+        inputs["key_padding_mask"] = torch.rand(B, Sk, device=device) < 0.7
+        inputs["key_padding_mask"][:, :1] = True
+    return inputs
+
+
+def attention_varlen_inputs(
+    dtype: torch.dtype,
+    device: str,
+    lengths: tuple[tuple[int, int], ...],
+    H: int,
+    Hk: int,
+    D: int,
+    Dv: int | None = None,
+    sinks: bool = False,
+    behind: int = 0,
+) -> Inputs:
+    """``lengths`` of queries and of keys of the sequences; ``behind``: rows that follow the last one."""
+    cu = torch.tensor([(0, 0), *lengths], dtype=torch.int32).cumsum(0, dtype=torch.int32)
+    T, Tk = (cu[-1] + behind).tolist()
+    batch = attention_inputs(dtype, device, 1, T, Tk, H, Hk, D, Dv, sinks)
+    rows = {n: batch[n].detach()[0].requires_grad_() for n in ("q", "k", "v")}
+    return {**batch, **rows, **dict(zip(("cu_seqlens_q", "cu_seqlens_k"), cu.T.contiguous().to(device), strict=True))}
+
+
+def with_longest(fn: Callable[..., Any]) -> Callable[..., Any]:
+    """No sequence is longer than all of them, where the options do not say how long the longest are."""
+
+    def call(q: Tensor, k: Tensor, **kwargs: Any) -> Any:
+        return fn(**{"q": q, "k": k, "max_seqlen_q": len(q), "max_seqlen_k": len(k), **kwargs})
+
+    return call
+
+
+def norm_cost(vectors: int, residual: int = 0) -> Callable[..., Cost]:
+    """The backward reads the weight alone of the ``vectors``; dx is the gradient of a residual, too."""
+
+    def cost(itemsize: int, lead: tuple[int, ...], N: int, **_: Any) -> Cost:
+        M, row = torch.Size(lead).numel(), N * itemsize
+        return ((2 + 2 * residual) * M + vectors) * row, ((3 + residual) * M + 1 + vectors) * row, 0
+
+    return cost
+
+
+def rope_cost(itemsize: int, B: int, H: int, Hk: int, S: int, D: int, R: int, weights: bool = False, **_: Any) -> Cost:
+    """A rotation is undone without its inputs, a norm is not."""
+    heads, tables, vectors = B * S * (H + Hk) * D, 2 * B * S * R, 2 * D * weights
+    return (2 * heads + tables + vectors) * itemsize, ((2 + weights) * heads + tables + 2 * vectors) * itemsize, 0
+
+
+def glu_cost(itemsize: int, lead: tuple[int, ...], N: int, **_: Any) -> Cost:
+    size = torch.Size(lead).numel() * N * itemsize
+    return 3 * size, 5 * size, 0
+
+
+def loss_cost(itemsize: int, lead: tuple[int, ...], V: int, **_: Any) -> Cost:
+    size = torch.Size(lead).numel() * V * itemsize
+    return size, 2 * size, 0
+
+
+def linear_loss_cost(itemsize: int, lead: tuple[int, ...], H: int, V: int, **_: Any) -> Cost:
+    """The gradients come from the forward's reading of x and the weight."""
+    T = torch.Size(lead).numel()
+    return (T + V) * H * itemsize, (T + V) * H * itemsize, 6 * T * H * V
+
+
+def _attention_flops(S: int, Sk: int, H: int, D: int, Dv: int, causal: bool, window: tuple[int, int]) -> int:
+    """Of the forward's two products and the backward's five, over the keys that queries see."""
+    left, right = (Sk + S if side < 0 else side for side in (window[0], 0 if causal else window[1]))
+    queries = torch.arange(Sk - S, Sk)
+    seen = int(((queries + right + 1).clamp(0, Sk) - (queries - left).clamp(0, Sk)).sum())
+    return 2 * seen * H * (4 * D + 3 * Dv)
+
+
+def _attention_bytes(itemsize: int, T: int, Tk: int, H: int, Hk: int, D: int, Dv: int) -> tuple[int, int]:
+    """Of q, k, v, the output and lse; of them and the gradients."""
+    inputs, output, lse = (T * H * D + Tk * Hk * (D + Dv)) * itemsize, T * H * Dv * itemsize, 4 * T * H
+    return inputs + output + lse, 2 * (inputs + output) + lse
+
+
+def attention_cost(
+    itemsize: int, B: int, S: int, Sk: int, H: int, Hk: int, D: int, causal: bool = False,
+    window: tuple[int, int] = (-1, -1), Dv: int | None = None, **_: Any,
+) -> Cost:  # fmt: skip
+    Dv = Dv or D
+    moved = _attention_bytes(itemsize, B * S, B * Sk, H, Hk, D, Dv)
+    return *moved, B * _attention_flops(S, Sk, H, D, Dv, causal, window)
+
+
+def attention_varlen_cost(
+    itemsize: int, lengths: tuple[tuple[int, int], ...], H: int, Hk: int, D: int, causal: bool = False,
+    window: tuple[int, int] = (-1, -1), Dv: int | None = None, **_: Any,
+) -> Cost:  # fmt: skip
+    Dv = Dv or D
+    T, Tk = map(sum, zip(*lengths, strict=True))
+    moved = _attention_bytes(itemsize, T, Tk, H, Hk, D, Dv)
+    return *moved, sum(_attention_flops(S, Sk, H, D, Dv, causal, window) for S, Sk in lengths)

@@ -1,0 +1,87 @@
+"""Attention: which kernels are launched, and how their work is split and ordered."""
+
+import pytest
+import torch
+from test_attention import DTYPES, EVERYTHING, both_ways, check
+
+from liger_like import ops
+from liger_like._cases import attention_inputs
+from liger_like.ops.attention import _backward, _forward
+from liger_like.testing import run
+
+pytestmark = pytest.mark.usefixtures("one_pass")
+
+
+def test_backward_of_a_frozen_part_launches_only_what_it_needs(launched, device):
+    inputs = attention_inputs(torch.float32, device, **EVERYTHING)
+    for trained, expected in (
+        ({"q"}, {"_delta_kernel", "_attention_dq_kernel"}),
+        ({"k"}, {"_delta_kernel", "_attention_dkv_kernel"}),
+        ({"bias"}, {"_delta_kernel", "_attention_dbias_kernel"}),
+        ({"q", "v"}, {"_delta_kernel", "_attention_dkv_kernel"}),
+    ):
+        run(ops.flash_attention, {n: t.detach().requires_grad_(n in trained) for n, t in inputs.items()}, {})
+        assert {name for name, _ in launched[1:]} == expected
+        launched.clear()
+
+
+DECODES = {
+    "plain": ({"S": 1}, {}),
+    "sinks": ({"S": 2, "sinks": True}, {"softcap": 3.0}),
+    "window": ({"S": 4, "sinks": True}, {"causal": True, "window": (150, -1)}),
+    "mask": ({"S": 3, "padded": True}, {"causal": True}),
+    "bias": ({"S": 1, "bias": "hsk", "sinks": True}, {}),
+}
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@pytest.mark.parametrize("name", DECODES)
+def test_few_queries_split_the_keys(name, dtype, launched, device, poisoned):
+    more, options = DECODES[name]
+    Sk = 330 if device == "cpu" else 5000
+
+    def make():
+        inputs = attention_inputs(dtype, device, B=1, Sk=Sk, H=2, Hk=1, D=16, **more)
+        if "padded" in more:
+            inputs["key_padding_mask"][:, Sk // 5 : Sk * 3 // 5] = False  # the parts in the middle see nothing
+        return inputs
+
+    check(make, options, draws=1 if dtype == torch.float32 else 3)
+    assert launched[0][1][1] > 2  # parts
+    assert launched[1][0] == "_merge_kernel"
+
+
+def test_split_rows_without_keys(launched, device, poisoned):
+    Sk = 300 if device == "cpu" else 5000
+    inputs = attention_inputs(torch.float32, device, B=2, S=2, Sk=Sk, H=2, Hk=1, D=16, sinks=True, padded=True)
+    inputs["key_padding_mask"][0] = False
+    got = run(ops.flash_attention, inputs, {"return_lse": True})
+    assert launched[1][0] == "_merge_kernel"
+    assert got["out1"][0].eq(-torch.inf).all()
+    assert all(got[n][0].eq(0).all() for n in ("out0", "dq", "dk", "dv"))
+    assert all(got[n][1].isfinite().all() for n in ("out0", "out1", "dq", "dk", "dv"))
+
+
+@both_ways
+@pytest.mark.parametrize("H", [4, 5])
+def test_few_key_heads_split_their_group(H, deterministic, launched, device, poisoned):
+    make = lambda: attention_inputs(torch.float32, device, B=1, S=9, Sk=12, H=H, Hk=1, D=48, Dv=16)  # noqa: E731
+    check(make, {"deterministic": deterministic}, draws=2)
+    assert next(grid for name, grid in launched if name == "_attention_dkv_kernel")[1] > 2
+
+
+@pytest.mark.parametrize("section", [1, 3])
+def test_order_of_programs_does_not_matter(section, monkeypatch, device, poisoned):
+    inputs = attention_inputs(torch.float32, device, B=1, S=65, Sk=65, H=4, Hk=4, D=16)
+    expected = run(ops.flash_attention, inputs, {"causal": True})
+    for module in (_forward, _backward):
+        monkeypatch.setattr(module, "section_of", lambda *_: section)
+    for name, t in run(ops.flash_attention, inputs, {"causal": True}).items():
+        assert torch.equal(t, expected[name]), name
+
+
+def test_section_fits_the_cache():
+    k = v = torch.empty(1, 4096, 8, 128, dtype=torch.float16)
+    assert _forward.section_of(k, v, 4096, 4) == 8 * 4  # 2 MiB for each key head
+    assert _forward.section_of(k, v, 2**30, 4) == 4
+    assert _forward.section_of(k, v, 0, 1) > 0
