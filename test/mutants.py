@@ -16,6 +16,7 @@ from pathlib import Path
 from typing import NamedTuple
 
 import torch
+from attention_mutants import ATTENTION
 from rich.console import Console
 from rich.table import Table
 
@@ -26,6 +27,8 @@ FILES = (
     "test/test_losses.py",
     "test/test_norms_and_rope.py",
     "test/test_tiles.py",
+    "test/test_attention.py",
+    "test/test_attention_varlen.py",
     "test/test_ops.py",
     "test/test_gpu.py",
 )  # the quickest first
@@ -55,6 +58,7 @@ TESTS = {
     "linear_cross_entropy.py": "linear_cross_entropy or test_losses or test_chunked_loss",
     "_chunked_loss.py": "test_losses or test_chunked_loss",
     "_accumulate.py": "test_chunked_loss",
+    **{f"attention/{file}": "attention" for file, *_ in ATTENTION},
 }
 MUTANTS = [
     Mutant(
@@ -316,6 +320,7 @@ MUTANTS = [
         "int32 offsets of rows",
         gpu_only=True,
     ),
+    *(Mutant(f"attention/{file}", *bug) for file, *bug in ATTENTION),
 ]
 
 

@@ -2,8 +2,9 @@
 
 import pytest
 import torch
+from torch.nn.attention.flex_attention import flex_attention
 
-from benchmark import losses, losses_report, markdown, measure, memory_bound, memory_bound_report
+from benchmark import attention, losses, losses_report, markdown, measure, memory_bound, memory_bound_report
 from liger_like import testing
 from liger_like.ops.linear_cross_entropy import fused_linear_cross_entropy_ref
 
@@ -224,3 +225,21 @@ def test_refill() -> None:
     assert all(t.isfinite().all() for t in (*inputs.values(), *upstream))
     setting.refill()
     torch.testing.assert_close(setting.step(), expected, rtol=0, atol=0)
+
+
+@pytest.mark.filterwarnings("ignore:flex_attention called without torch.compile")
+@pytest.mark.parametrize(
+    ("name", "shape", "options"),
+    [
+        ("flash_attention", {"B": 2, "S": 40, "Sk": 40}, {"causal": True, "window": (9, 0)}),
+        ("flash_attention_varlen", {"lengths": ((20, 20), (30, 30))}, {"causal": True}),
+    ],
+)
+def test_attention_and_flex_see_the_same_keys(name, shape, options):
+    case = attention.Case(attention.SPECS[name], {**shape, "H": 2, "Hk": 2, "D": 16}, options)
+    inputs = case.spec.inputs(torch.float32, "cpu", **case.shape)
+    q, k, v = (inputs[n].detach() for n in ("q", "k", "v"))
+    ours = attention.contestants(case, inputs)["liger_like"](q, k, v)
+    batch = [(t if t.dim() == 4 else t.unsqueeze(0)).transpose(1, 2) for t in (q, k, v)]
+    expected = flex_attention(*batch, block_mask=attention.block_mask(case, inputs)).transpose(1, 2)
+    torch.testing.assert_close(ours, expected.reshape(ours.shape))

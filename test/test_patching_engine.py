@@ -1,6 +1,7 @@
 """Recognition, reports, and patching that leaves no trace."""
 
 import copy
+import functools
 import pickle
 import subprocess
 import sys
@@ -14,7 +15,9 @@ from transformers.models.llama import modeling_llama
 
 import liger_like.patching
 from liger_like.patches import lm_head, rms_norm, rope
-from liger_like.patching import AutoModelForCausalLM, patch, unpatch
+from liger_like.patching import AutoModelForCausalLM, unpatch
+
+patch = functools.partial(liger_like.patching.patch, attention=True)
 
 
 def object_graph(model):
@@ -62,6 +65,7 @@ def test_patching_again_patches_the_rest(device):
         "rope": "already patched",
         "glu_mlp": "patched",
         "lm_head": "patched",
+        "attention": "already patched",
     }
     assert all(row.status == "already patched" for row in patch(model, strict=True).patched)
     before = object_graph(tiny("Llama", device))
@@ -148,7 +152,7 @@ def test_report(device):
     assert (mlp.count, mlp.status, mlp.error) == (2, "skipped", None)
     assert set(report.patched) | set(report.skipped) == set(report.rows)
     (attention,) = rows(report, "attention")
-    assert attention.status == "absent"
+    assert (attention.variant, attention.count, attention.status) == ("plain", 2, "patched")
 
 
 def test_strict_raises_and_patches_nothing(device):

@@ -31,12 +31,41 @@ FAMILIES = {
     "SmolLM3": {"no_rope_layers": [1, 0]},
     "Granite": {"logits_scaling": 3.0, "residual_multiplier": 0.5, "embedding_multiplier": 2.0},
 }
+# families that are here for their attention
+ATTENTION = {
+    "Llama": {},
+    "Mistral": {"sliding_window": 5},
+    "Gemma2": {**FAMILIES["Gemma2"], "sliding_window": 5, "attn_logit_softcapping": 2.0},
+    "Gemma3": {
+        "head_dim": 16,
+        "sliding_window": 5,
+        "query_pre_attn_scalar": 9,
+        "layer_types": ["sliding_attention", "full_attention"],
+    },
+    "Qwen3": {"head_dim": 16},
+    "GptOss": {
+        "sliding_window": 5,
+        "num_local_experts": 4,
+        "num_experts_per_tok": 4,
+        "experts_implementation": "eager",
+    },
+    "DeepseekV3": {
+        "head_dim": None,
+        "num_key_value_heads": 4,
+        "q_lora_rank": 8,
+        "kv_lora_rank": 8,
+        "qk_rope_head_dim": 8,
+        "qk_nope_head_dim": 16,
+        "v_head_dim": 16,
+        "first_k_dense_replace": 2,
+    },
+}
 
 
 def tiny(family, device="cpu", dtype=torch.float32, **config):
     """A model in training mode with random weights, norms and biases included."""
-    config = getattr(transformers, f"{family}Config")(**CONFIG | FAMILIES.get(family, {}) | config)
-    model = getattr(transformers, f"{family}ForCausalLM")(config)
+    cls = getattr(transformers, f"{family}ForCausalLM")
+    model = cls(cls.config_class(**CONFIG | FAMILIES.get(family, ATTENTION.get(family, {})) | config))
     with torch.no_grad():
         for parameter in model.parameters():
             parameter.add_(torch.randn_like(parameter) * 0.1)

@@ -1,0 +1,318 @@
+"""Attention of every family that calls transformers' attention interface, and the masks that it is given.
+
+Under the name ``liger_like`` an attention function and a mask function are registered; a config that names them makes
+its model call both. The masks say all there is to know about which query sees which key, as they do for eager
+attention. Those that come to a window, padding and packed documents are never made; others are, as a bias.
+"""
+
+import ast
+import copy
+import functools
+import inspect
+import re
+import textwrap
+from collections.abc import Callable
+from types import FunctionType
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor, nn
+
+from liger_like.ops.attention import flash_attention, flash_attention_varlen
+from liger_like.patches import Recogniser, Trial, UnrecognisedError, bare, random_like, random_parameter, where
+
+NAME = "liger_like"
+# keywords that a family may pass: those that matter, and those that the mask and the shapes know better
+SCORES = {"dropout", "s_aux", "scaling", "softcap"}
+KEYWORDS = SCORES | {
+    "attention_mask", "cu_seq_lens_k", "cu_seq_lens_q", "deterministic", "is_causal", "max_length_k", "max_length_q",
+    "output_attentions", "position_ids", "sliding_window",
+}  # fmt: skip
+EAGER = {"module", "query", "key", "value", "kwargs"}
+VARIANTS = {"s_aux": "sinks", "softcap": "softcap"}
+
+
+class Mask(NamedTuple):
+    """Which query sees which key: those of a window around its own position, counted from the end, that are no padding
+    and of its own document.
+
+    ``left`` and ``right``: keys beside the query's, -1: all. ``padding`` [B, Sk]: False for keys that nobody sees.
+    ``cu_seqlens``: where the documents start, and the end, in the rows of the batch one after the other.
+    """
+
+    left: int = -1
+    right: int = -1
+    padding: Tensor | None = None
+    cu_seqlens: Tensor | None = None
+
+    @property
+    def ndim(self) -> int:
+        """That of masks that transformers hands on as they are."""
+        return 4
+
+    @property
+    def shape(self) -> tuple[int, ...]:
+        """Of no meaning; transformers looks at it when a mask comes back to it."""
+        return (0,) * self.ndim
+
+    def contiguous(self) -> "Mask":
+        """Itself."""
+        return self
+
+    def bias(self, query: Tensor, key: Tensor, hidden: float) -> Tensor:
+        """[1 or B, 1, S, Sk] to be added to scores: 0 for keys that are seen, else ``hidden``."""
+        S, Sk = query.shape[2], key.shape[2]
+        queries, keys = (torch.arange(n, device=query.device) for n in (S, Sk))
+        distance = keys - (queries + Sk - S)[:, None]
+        seen = torch.ones_like(distance, dtype=torch.bool)[None, None]
+        if self.left >= 0:
+            seen = seen & (distance >= -self.left)
+        if self.right >= 0:
+            seen = seen & (distance <= self.right)
+        if self.padding is not None:
+            seen = seen & self.padding[:, None, None, :]
+        if self.cu_seqlens is not None:
+            rows = torch.arange(len(query) * S, device=query.device)
+            documents = torch.bucketize(rows, self.cu_seqlens, right=True).view(-1, 1, S)
+            seen = seen & (documents[..., None] == documents[..., None, :])
+        return _bias(seen, query.dtype, hidden)
+
+
+def _bias(seen: Tensor, dtype: torch.dtype, hidden: float = -torch.inf) -> Tensor:
+    return torch.zeros(seen.shape, dtype=dtype, device=seen.device).masked_fill(~seen, hidden)
+
+
+def make_mask(
+    batch_size: int, q_length: int, kv_length: int, q_offset: Any = 0, kv_offset: int = 0, *,
+    mask_function: Callable[..., Any], attention_mask: Any = None, dtype: torch.dtype = torch.float32, **options: Any,
+) -> Any:  # fmt: skip
+    """The mask function: a Mask, or a bias [B, 1, S, Sk] where no Mask comes to the same."""
+    from transformers.masking_utils import prepare_padding_mask, sdpa_mask
+    from transformers.utils.import_utils import is_tracing
+
+    if isinstance(attention_mask, Mask):
+        return attention_mask
+    mask = _recognised(mask_function)
+    # a static cache has room behind the last query, and its offset may be on the device: then positions are not known
+    ends_together = isinstance(q_offset, int) and q_offset + q_length == kv_offset + kv_length
+    if mask is None or not (ends_together or max(mask.left, mask.right) < 0):
+        options |= {"allow_is_causal_skip": False, "allow_is_bidirectional_skip": False}
+        seen: Any = sdpa_mask(
+            batch_size, q_length, kv_length, q_offset, kv_offset, mask_function, attention_mask, **options
+        )  # fmt: skip
+        return _bias(seen, dtype)
+    padding = prepare_padding_mask(attention_mask, kv_length, kv_offset)
+    if padding is not None:
+        padding = padding[:, kv_offset : kv_offset + kv_length]
+        mask = mask._replace(padding=padding if is_tracing(padding) or not padding.all() else None)
+    return mask
+
+
+def _recognised(function: Callable[..., Any]) -> Mask | None:
+    """The Mask that one of transformers' functions of (batch, head, query, key) comes to, if one does."""
+    from transformers import masking_utils
+
+    if function is masking_utils.causal_mask_function:
+        return Mask(right=0)
+    if function is masking_utils.bidirectional_mask_function:
+        return Mask()
+    # torch.compile does not show what a closure holds
+    if torch.compiler.is_compiling() or function.__module__ != masking_utils.__name__:
+        return None
+    held = inspect.getclosurevars(function).nonlocals
+    match function.__qualname__.split(".")[0]:
+        case "sliding_window_overlay":
+            return Mask(left=held["sliding_window"] - 1)
+        case "sliding_window_bidirectional_overlay":
+            return Mask(held["sliding_window"], held["sliding_window"])
+        case "remap_positions_for_packed_sequence":  # positions rise by one within a document
+            return _recognised(held["mask_function"])
+        case "packed_sequence_mask_function":
+            documents = held["packed_sequence_mask"]
+            starts = nn.functional.pad(documents.diff(dim=-1) != 0, (1, 0), value=True).flatten().nonzero()
+            cu_seqlens = nn.functional.pad(starts.squeeze(-1), (0, 1), value=documents.numel())
+            return Mask(cu_seqlens=cu_seqlens.int())
+        case "and_masks":
+            parts = [_recognised(part) for part in held["mask_functions"]]
+            return None if None in parts else _intersection(parts)
+    return None
+
+
+def _intersection(masks: list[Any]) -> Mask | None:
+    """The one Mask that comes to all of ``masks``; None where two of them say something about the same."""
+    fields: dict[str, Any] = {}
+    for mask in masks:
+        said = {name: value for name, value in mask._asdict().items() if value is not Mask._field_defaults[name]}
+        if fields.keys() & said.keys():
+            return None
+        fields |= said
+    return Mask(**fields)
+
+
+def attend(
+    module: nn.Module, query: Tensor, key: Tensor, value: Tensor, attention_mask: Any = None, **options: Any
+) -> tuple[Tensor, Tensor | None]:
+    """The attention function: ``query`` [B, H, S, D] over ``key`` and ``value`` [B, Hk, Sk, ...] -> [B, S, H, Dv].
+
+    ``attention_mask``: a Mask, or a tensor broadcastable to [B, H, S, Sk], bool or to be added to the scores. None is
+    what modules without masks have; the causal ones among them see the keys up to their own position. Dropout and
+    attention weights are left to the eager function of the module's family, which knows no other options either.
+    """
+    options = {name: option for name, option in options.items() if option is not None}
+    if foreign := options.keys() & {"cache", "position_bias"}:
+        raise TypeError(f"liger_like's attention takes no {foreign.pop()}: unpatch, or patch with attention=False")
+    S, mask = query.shape[2], attention_mask
+    if mask is None and S > 1 and options.get("is_causal", getattr(module, "is_causal", True)):
+        mask, key, value = Mask(right=0), key[:, :, :S], value[:, :, :S]  # counted from the first key
+    elif mask is None:
+        mask = Mask()
+    elif isinstance(mask, Tensor) and mask.dtype == torch.bool:
+        mask = _bias(mask, query.dtype)
+    if isinstance(mask, Mask) and mask.padding is None and "cu_seq_lens_q" in options:
+        mask = mask._replace(cu_seqlens=options["cu_seq_lens_q"])
+    if options.get("dropout") or options.get("output_attentions"):
+        return _eager(module, query, key, value, mask, options)
+    if torch.is_autocast_enabled(query.device.type):
+        dtype = torch.get_autocast_dtype(query.device.type)
+        query, key, value = (t.to(dtype) for t in (query, key, value))
+    q, k, v = (t.transpose(1, 2) for t in (query, key, value))
+    scores: dict[str, Any] = {"scale": options.get("scaling"), "softcap": options.get("softcap")}
+    scores |= {"sinks": options.get("s_aux"), "deterministic": options.get("deterministic")}
+    if isinstance(mask, Tensor):
+        return flash_attention(q, k, v, bias=mask, **scores), None  # type: ignore[return-value]
+    scores["window"] = mask.left, mask.right
+    if mask.cu_seqlens is None:
+        return flash_attention(q, k, v, key_padding_mask=mask.padding, **scores), None  # type: ignore[return-value]
+    out: Any = flash_attention_varlen(
+        q.flatten(0, 1),
+        k.flatten(0, 1),
+        v.flatten(0, 1),
+        mask.cu_seqlens,
+        options.get("cu_seq_lens_k", mask.cu_seqlens),
+        q.shape[1],
+        k.shape[1],
+        **scores,
+    )
+    return out.unflatten(0, q.shape[:2]), None
+
+
+def _eager(
+    module: nn.Module, query: Tensor, key: Tensor, value: Tensor, mask: Any, options: dict[str, Any]
+) -> tuple[Tensor, Tensor | None]:
+    """What the family computes without kernels. Hidden keys have the least score, as a softmax without keys is NaN."""
+    least = torch.finfo(query.dtype).min
+    bias = mask.bias(query, key, least) if isinstance(mask, Mask) else mask.clamp(min=least)
+    eager: Any = _eager_function(type(module))
+    return eager(module, query, key, value, bias, **options)  # type: ignore[no-any-return]
+
+
+def register() -> None:
+    """Make the name known to transformers; harmless when it is."""
+    from transformers import AttentionInterface, AttentionMaskInterface
+
+    AttentionInterface.register(NAME, attend)
+    AttentionMaskInterface.register(NAME, make_mask)
+
+
+class Attention(Recogniser):
+    """Modules that call transformers' attention interface, of a family whose eager function computes what it does."""
+
+    pattern = "attention"
+
+    def looks_like(self, module: nn.Module) -> bool:
+        """Any module that calls the interface, and any attention, by name, without a part that is one."""
+        parts = [part for name, part in module.named_modules() if name]
+        return _eager_function(type(module)) is not None or (
+            _is_attention(module) and not any(_is_attention(part) for part in parts)
+        )
+
+    def variant(self, module: nn.Module, model: nn.Module) -> str:
+        """What its scores have."""
+        cls: Any = type(module)
+        config, eager = getattr(module, "config", None), _eager_function(cls)
+        if eager is None:
+            raise UnrecognisedError(f"{where(cls.forward)} has no eager_attention_forward for transformers to replace")
+        if not hasattr(config, "_attn_implementation_internal"):
+            raise UnrecognisedError("it has no transformers config")
+        taken = {*_keywords(cls), *inspect.signature(eager).parameters} - EAGER
+        if taken - KEYWORDS:
+            raise UnrecognisedError(f"its family's attention has {', '.join(sorted(taken - KEYWORDS))}")
+        for owner in model.modules():
+            if getattr(owner, "config", None) is config and not getattr(owner, "_supports_attention_backend", True):
+                raise UnrecognisedError(f"{where(type(owner))} does not support it")
+        if getattr(config, "output_attentions", False):
+            raise UnrecognisedError("its config asks for attention weights, which are never in memory")
+        options = _options(module, SCORES)
+        if options.get("dropout"):
+            raise UnrecognisedError(f"its attention has dropout, {options['dropout']}")
+        if not isinstance(options.get("scaling"), int | float | None):
+            raise UnrecognisedError(f"its scaling is a {type(options['scaling']).__name__}")
+        return ", ".join(shown for name, shown in VARIANTS.items() if options.get(name) is not None) or "plain"
+
+    def methods(self, cls: type[Any], variant: str) -> dict[str, Any]:
+        """None: the module's config changes."""
+        return {}
+
+    def miniature(self, module: nn.Module, variant: str) -> nn.Module:
+        """The numbers that ``module`` has, and other sinks."""
+        sinks = _options(module, {"s_aux"}).get("s_aux")
+        numbers = {name: value for name, value in vars(module).items() if isinstance(value, int | float | str | None)}
+        parameters = {name: random_parameter(*p.shape) for name, p in module.named_parameters() if p is sinks}
+        return bare(type(module), **numbers, **parameters, config=module.config, dtype=random_parameter(1))
+
+    def trial(self, module: nn.Module, variant: str, methods: dict[str, Any]) -> Trial:
+        """Two rows of 6 queries, one padded, and heads of 8 features."""
+        eager: Any = _eager_function(type(module))
+        options = _options(module, SCORES - {"dropout"})
+        sinks, parameter = options.get("s_aux"), next(module.parameters())
+        groups = getattr(module, "num_key_value_groups", 1)
+        heads = 2 * groups if sinks is None else len(sinks)
+        q, k, v = (random_like(parameter, 2, h, 6, 8) for h in (heads, heads // groups, heads // groups))
+        mask = Mask(left=3, right=0, padding=torch.arange(6, device=q.device) < torch.tensor([[6], [4]]).to(q.device))
+        bias = mask.bias(q, k, torch.finfo(q.dtype).min)
+
+        def original(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+            return eager(module, q, k, v, bias, **options)[0]  # type: ignore[no-any-return]
+
+        def replacement(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+            return attend(module, q, k, v, mask, **options)[0]
+
+        return Trial(original, replacement, (q, k, v), () if sinks is None else (sinks,))
+
+
+def _is_attention(module: nn.Module) -> bool:
+    return re.search(r"attention(\d\w*)?$", type(module).__name__, re.IGNORECASE) is not None
+
+
+def _eager_function(cls: type[Any]) -> Callable[..., Any] | None:
+    """What the forward of ``cls`` hands to transformers' interface for want of a registered function."""
+    forward = inspect.unwrap(cls.forward)
+    if not isinstance(forward, FunctionType) or "get_interface" not in forward.__code__.co_names:
+        return None
+    return forward.__globals__.get("eager_attention_forward")
+
+
+@functools.cache
+def _keywords(cls: type[Any]) -> dict[str, Any]:
+    """The keywords with which the forward of ``cls`` calls the interface, as code."""
+    try:
+        tree = ast.parse(textwrap.dedent(inspect.getsource(inspect.unwrap(cls.forward))))
+    except OSError as error:
+        raise UnrecognisedError(f"{where(cls.forward)} has no source") from error
+    calls = [node for node in ast.walk(tree) if isinstance(node, ast.Call)]
+    keywords = [k for call in calls if ast.unparse(call.func) == "attention_interface" for k in call.keywords]
+    if not keywords:
+        raise UnrecognisedError(f"{where(cls.forward)} does not call attention_interface")
+    return {k.arg: compile(ast.Expression(k.value), k.arg, "eval") for k in keywords if k.arg is not None}
+
+
+def _options(module: nn.Module, wanted: set[str]) -> dict[str, Any]:
+    """What ``module`` passes in training for the keywords ``wanted``. Raises UnrecognisedError."""
+    cls: Any = type(module)
+    keywords = _keywords(cls)
+    names = inspect.unwrap(cls.forward).__globals__ | {"self": copy.copy(module)}
+    names["self"].training = True
+    try:
+        return {name: eval(keywords[name], names) for name in wanted & keywords.keys()}
+    except (NameError, AttributeError) as error:
+        raise UnrecognisedError(f"what it passes to its attention function is not known before: {error}") from error
