@@ -13,7 +13,7 @@ py := $(VENV)/bin/python
 ready := $(VENV)/.ready
 endif
 
-.PHONY: demo test check compile-check mutants bench bench-losses bench-ops tune
+.PHONY: demo test check compile-check mutants bench bench-losses bench-ops bench-attention tune
 
 demo: $(ready)
 	$(py) examples/train.py
@@ -43,6 +43,9 @@ bench-losses: $(ready)
 
 bench-ops: $(ready)
 	$(py) -m benchmark.memory_bound
+
+bench-attention: $(ready)
+	$(py) -m benchmark.attention
 
 # make tune, or make tune OP=rms_norm,rope
 tune: $(ready)
