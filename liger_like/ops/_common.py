@@ -16,6 +16,7 @@ INTERPRET: bool = triton.knobs.runtime.interpret  # read once, as the decorators
 DIRECT = torch.version.hip is None and triton.__version__.startswith(("3.6.", "3.7."))  # see ``launch``
 _RUNTIME = triton.knobs.runtime
 _COMPILED: dict[tuple[Any, ...], tuple[Any, ...]] = {}
+_PLAIN = {Tensor, torch.nn.Parameter, int, float, str, bool, list, type(None)}
 KERNEL_DTYPES = (torch.float32, torch.float16, torch.bfloat16)
 
 
@@ -28,7 +29,7 @@ def op(schema: str, fake: Callable[..., Any]) -> Callable[[Callable[..., Any]], 
     """Register the decorated launcher as ``torch.ops.liger_like.<name>``; ``fake`` gives its outputs, unfilled.
 
     The launcher runs with its first tensor's GPU current, so that models spread over several GPUs launch on the
-    right one.
+    right one. What is returned calls it through the dispatcher, or at once where nobody listens there.
     """
 
     def register(launch: Callable[..., Any]) -> Callable[..., Any]:
@@ -43,9 +44,32 @@ def op(schema: str, fake: Callable[..., Any]) -> Callable[[Callable[..., Any]], 
         LIBRARY.define(schema, tags=torch.Tag.pt2_compliant_tag)
         LIBRARY.impl(name, on_device, "CompositeExplicitAutograd")
         torch.library.register_fake(f"liger_like::{name}", fake, lib=LIBRARY)
-        return getattr(torch.ops.liger_like, name).default
+        dispatched = getattr(torch.ops.liger_like, name).default
+
+        @functools.wraps(launch)
+        def run(*args: Any) -> Any:
+            return dispatched(*args) if torch.compiler.is_compiling() or _heard(args) else on_device(*args)
+
+        return run
 
     return register
+
+
+def _heard(args: tuple[Any, ...]) -> bool:
+    """Whether the dispatcher has more to do than to call the launcher: for a mode, a profiler, or a tensor subclass."""
+    listens = torch._C._len_torch_dispatch_stack() or torch._C._autograd._profiler_enabled()
+    return listens or not _PLAIN.issuperset(map(type, args))
+
+
+def once_differentiable(backward: Callable[..., Any]) -> Callable[..., Any]:
+    """torch's, which costs its time only where a graph of the gradients is asked for."""
+    guarded = torch.autograd.function.once_differentiable(backward)
+
+    @functools.wraps(backward)
+    def run(*args: Any) -> Any:
+        return guarded(*args) if torch.is_grad_enabled() else backward(*args)
+
+    return run
 
 
 def launch(
@@ -60,30 +84,34 @@ def launch(
 
     Triton binds and inspects all arguments at every call to find the kernel compiled for them. Here what decides it is
     the key to a kernel that Triton returned before, which is then run as Triton runs it. Left to Triton are tensors
-    that do not start at a multiple of 16 bytes, sizes of 64 bits, and all launches in the interpreter, under a
-    profiler's hooks, on AMD, where the size of a tensor decides, too, and by versions of Triton not known here.
+    that do not start at a multiple of 16 bytes, and all launches in the interpreter, under a profiler's hooks, on AMD,
+    where the size of a tensor decides, too, and by versions of Triton not known here.
     """
-    pointers = [t if t is None else t.data_ptr() for t in tensors]
-    bits = 0
-    for pointer in pointers:
-        bits |= pointer or 0
-    hooked = _RUNTIME.launch_enter_hook.calls or _RUNTIME.launch_exit_hook.calls
-    if INTERPRET or not DIRECT or hooked or bits & 15 or max(sizes) > 0x7FFFFFFF:
+    key, pointers, bits = [id(kernel), *options.values()], [], 0
+    for tensor in tensors:
+        pointer = dtype = None
+        if tensor is not None:
+            pointer, dtype = tensor.data_ptr(), tensor.dtype
+            bits |= pointer
+        pointers.append(pointer)
+        key.append(dtype)
+    for size in sizes:
+        key.append(size if size < 2 else 16 | size & 15 | size >> 31 << 5)
+    if INTERPRET or not DIRECT or bits & 15 or _RUNTIME.launch_enter_hook.calls or _RUNTIME.launch_exit_hook.calls:
         kernel[grid](*tensors, *sizes, *floats, **options)
         return
     device = tensors[0].get_device()  # type: ignore[union-attr]
-    dtypes = [t if t is None else t.dtype for t in tensors]
-    kinds = [n if n < 2 else 16 + n % 16 for n in sizes]
-    key = id(kernel), device, *dtypes, *kinds, *options.values()
-    if key in _COMPILED:
-        run, function, metadata, constants = _COMPILED[key]
+    known = device, *key
+    found = _COMPILED.get(known)
+    if found:
+        run, function, metadata, constants = found
         stream = torch._C._cuda_getCurrentRawStream(device)
         grid += (1,) * (3 - len(grid))
         run(*grid, stream, function, metadata, None, None, None, *pointers, *sizes, *floats, *constants)
     else:
         compiled = kernel[grid](*tensors, *sizes, *floats, **options)
         constants = [options[param.name] for param in kernel.params[len(tensors) + len(sizes) + len(floats) :]]
-        _COMPILED[key] = compiled.run, compiled.function, compiled.packed_metadata, constants
+        _COMPILED[known] = compiled.run, compiled.function, compiled.packed_metadata, constants
 
 
 def as_rows(x: Tensor) -> Tensor:

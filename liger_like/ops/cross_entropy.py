@@ -17,9 +17,17 @@ import torch
 import triton
 import triton.language as tl
 from torch import Tensor
-from torch.autograd.function import once_differentiable
 
-from liger_like.ops._common import as_rows, is_last_backward, op, packed, require, tanh_and_slope, use_kernel
+from liger_like.ops._common import (
+    as_rows,
+    is_last_backward,
+    once_differentiable,
+    op,
+    packed,
+    require,
+    tanh_and_slope,
+    use_kernel,
+)
 from liger_like.ops._loss import (
     OPTIONS_SCHEMA,
     Options,

@@ -11,11 +11,11 @@ import torch
 import triton
 import triton.language as tl
 from torch import Tensor
-from torch.autograd.function import once_differentiable
 
 from liger_like.ops._common import (
     launch,
     load_tile,
+    once_differentiable,
     op,
     require,
     require_choice,

@@ -18,7 +18,6 @@ from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
-from torch.autograd.function import once_differentiable
 from torch.nn.functional import linear
 
 from liger_like.ops._accumulate import scale_rows
@@ -28,7 +27,7 @@ from liger_like.ops._chunked_loss import (
     linear_cross_entropy_last,
     unit,
 )
-from liger_like.ops._common import is_last_backward, require, use_kernel
+from liger_like.ops._common import is_last_backward, once_differentiable, require, use_kernel
 from liger_like.ops._loss import Options, RowLosses, check_options, check_target, reduce_loss, row_losses_ref
 
 OUTPUTS = ("logprob", "lse", "entropy", "argmax", "correct")

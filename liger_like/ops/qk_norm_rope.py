@@ -13,9 +13,18 @@ import torch
 import triton
 import triton.language as tl
 from torch import Tensor
-from torch.autograd.function import once_differentiable
 
-from liger_like.ops._common import launch, load_vector, op, packed, require, require_choice, require_eps, use_kernel
+from liger_like.ops._common import (
+    launch,
+    load_vector,
+    once_differentiable,
+    op,
+    packed,
+    require,
+    require_choice,
+    require_eps,
+    use_kernel,
+)
 from liger_like.ops._tiles import Tile, partial_sums, sum_partials, tiled
 from liger_like.ops.rms_norm import CASTING_MODES, rms_norm, rms_norm_ref
 from liger_like.ops.rope import (

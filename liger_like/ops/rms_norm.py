@@ -12,13 +12,13 @@ import torch
 import triton
 import triton.language as tl
 from torch import Tensor
-from torch.autograd.function import once_differentiable
 
 from liger_like.ops._common import (
     accumulate,
     launch,
     load_tile,
     load_vector,
+    once_differentiable,
     op,
     packed,
     require,

@@ -14,10 +14,19 @@ import torch
 import triton
 import triton.language as tl
 from torch import Tensor
-from torch.autograd.function import once_differentiable
 from triton import next_power_of_2
 
-from liger_like.ops._common import dense, launch, op, packed, require, require_choice, round_to, use_kernel
+from liger_like.ops._common import (
+    dense,
+    launch,
+    once_differentiable,
+    op,
+    packed,
+    require,
+    require_choice,
+    round_to,
+    use_kernel,
+)
 from liger_like.ops._tiles import Tile, tiled
 from liger_like.ops.rms_norm import normalise, rsqrt_of_mean, sum_of_squares
 

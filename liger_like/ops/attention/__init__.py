@@ -10,9 +10,8 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch.autograd.function import once_differentiable
 
-from liger_like.ops._common import require, use_kernel
+from liger_like.ops._common import once_differentiable, require, use_kernel
 from liger_like.ops.attention._backward import attention_bwd, attention_delta
 from liger_like.ops.attention._forward import attention_fwd
 
