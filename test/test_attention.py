@@ -239,6 +239,30 @@ def test_any_layout_gives_the_same_bits(device, poisoned):
     assert torch.equal(*results)
 
 
+def run_far_below_zero(fn, inputs, deterministic):
+    """Scores of about -100, beside which a 0 of padding that counted as exp(100) would be infinite."""
+
+    def call(q, k, **kwargs):
+        q, k = (torch.nn.functional.pad(t, (0, 1), value=value) for t, value in ((q, 1.0), (k, -400.0)))
+        return fn(q=q, k=k, **kwargs)
+
+    for name, t in run(call, inputs, {"deterministic": deterministic, "return_lse": True}).items():
+        assert t.isfinite().all(), name
+
+
+@both_ways
+@pytest.mark.parametrize("padded", [False, True])
+def test_padding_beside_scores_far_below_zero(padded, deterministic, device, poisoned):
+    inputs = attention_inputs(torch.float32, device, B=1, S=35, Sk=37, H=2, Hk=1, D=15, padded=padded)
+    run_far_below_zero(ops.flash_attention, inputs, deterministic)
+
+
+def test_softcap_far_above_the_scores(device):
+    """Where tanh is hardly bent, its relative error counts."""
+    make = lambda: attention_inputs(torch.float32, device, B=1, S=9, Sk=20, H=2, Hk=1, D=16)  # noqa: E731
+    check(make, {"softcap": 300.0}, draws=2)
+
+
 @pytest.mark.parametrize("dtype", [torch.float16, pytest.param(torch.bfloat16, marks=pytest.mark.gpu)], ids=str)
 def test_sinks_and_bias_of_another_dtype(dtype, device):
     def make():

@@ -6,7 +6,7 @@ from test_attention import DTYPES, EVERYTHING, both_ways, check
 
 from liger_like import ops
 from liger_like._cases import attention_inputs
-from liger_like.ops.attention import _backward, _forward
+from liger_like.ops.attention import _backward, _forward, _tiles, attention_delta
 from liger_like.testing import run
 
 pytestmark = pytest.mark.usefixtures("one_pass")
@@ -85,3 +85,13 @@ def test_section_fits_the_cache():
     assert _forward.section_of(k, v, 4096, 4) == 8 * 4  # 2 MiB for each key head
     assert _forward.section_of(k, v, 2**30, 4) == 4
     assert _forward.section_of(k, v, 0, 1) > 0
+
+
+def test_rows_of_the_backward_are_followed_by_a_whole_block():
+    """Blocks of packed queries start anywhere and are read without a mask."""
+    tables = _tiles.FP32, *_tiles.TILES.values()
+    pairs = [pair for table in tables for name in table if name != "fwd" for pair in table[name].values()]
+    longest = max(tile.block_m for pair in pairs for tile in pair if tile)
+    for S in (1, 127, 128, 129):
+        out, lse = torch.empty(1, S, 1, 16, device="meta"), torch.empty(1, 1, S, device="meta")
+        assert attention_delta(out, out, lse, None, None)[0].shape[3] >= S - 1 + longest
