@@ -27,8 +27,9 @@ FILES = (
     "test/test_losses.py",
     "test/test_norms_and_rope.py",
     "test/test_tiles.py",
-    "test/test_attention.py",
+    "test/test_attention_programs.py",
     "test/test_attention_varlen.py",
+    "test/test_attention.py",
     "test/test_ops.py",
     "test/test_gpu.py",
 )  # the quickest first

@@ -12,7 +12,27 @@ from liger_like.testing import run
 pytestmark = pytest.mark.usefixtures("one_pass")
 
 
-def test_backward_of_a_frozen_part_launches_only_what_it_needs(launched, device):
+@pytest.fixture
+def always_one_pass(monkeypatch):
+    """The backward has a tile for one pass whatever the GPU and the dtype."""
+    tile_for = _backward.tile_for
+    monkeypatch.setattr(_backward, "tile_for", lambda name, *args: tile_for("dkv" if name == "all" else name, *args))
+
+
+@pytest.mark.parametrize("asked", [None, False, True])
+@pytest.mark.parametrize("enabled", [False, True])
+def test_deterministic_follows_torch_unless_given(asked, enabled, launched, always_one_pass, device):
+    inputs = attention_inputs(torch.float32, device, B=1, S=5, Sk=5, H=1, Hk=1, D=16)
+    torch.use_deterministic_algorithms(enabled)
+    try:
+        run(ops.flash_attention, inputs, {"deterministic": asked})
+    finally:
+        torch.use_deterministic_algorithms(False)
+    own_kernel = "_attention_dq_kernel" in [name for name, _ in launched]
+    assert own_kernel == (enabled if asked is None else asked)
+
+
+def test_backward_of_a_frozen_part_launches_only_what_it_needs(launched, always_one_pass, device):
     inputs = attention_inputs(torch.float32, device, **EVERYTHING)
     for trained, expected in (
         ({"q"}, {"_delta_kernel", "_attention_dq_kernel"}),

@@ -7,7 +7,7 @@ import torch
 from conftest import DEVICE
 from hypothesis import given
 from hypothesis import strategies as st
-from test_attention import DTYPES, both_ways, finite, run_far_below_zero, windows
+from test_attention import DTYPES, HEADS, both_ways, finite, run_far_below_zero, windows
 from torch._dynamo.testing import CompileCounterWithBackend
 
 from liger_like import ops
@@ -88,8 +88,9 @@ def test_rows_behind_the_last_sequence(lengths, H, deterministic, device, poison
             inputs[name] = inputs[name].detach().clone()
             inputs[name][-40:] = held
             inputs[name].requires_grad_()
+        longest = dict(zip(("max_seqlen_q", "max_seqlen_k"), map(max, zip(*lengths, strict=True)), strict=True))
         options = {"causal": True, "return_lse": True, "deterministic": deterministic}
-        results.append(run(varlen, inputs, options))
+        results.append(run(ops.flash_attention_varlen, inputs, {**options, **longest}))
     for name, t in results[0].items():
         assert torch.equal(t, results[1][name]), name
     for name in ("out0", "dq", "dk", "dv"):
@@ -261,14 +262,14 @@ lengths = st.integers(0, 5) | st.integers(0, 70)
 
 @given(
     lengths=st.lists(st.tuples(lengths, lengths), min_size=1, max_size=3), same=st.booleans(),
-    behind=st.integers(0, 3), Hk=st.just(1), group=st.integers(1, 2), D=st.integers(8, 40),
-    causal=st.booleans(), window=st.tuples(windows, windows), deterministic=st.booleans(),
+    behind=st.integers(0, 3), heads=st.sampled_from(HEADS), causal=st.booleans(),
+    window=st.tuples(windows, windows), deterministic=st.booleans(),
 )  # fmt: skip
-def test_lengths(lengths, same, Hk, group, causal, window, deterministic, **shape):
+def test_lengths(lengths, same, heads, causal, window, deterministic, **shape):
     torch.manual_seed(0)
     lengths = [(q, q) if same else (q, k) for q, k in lengths]
     # with sinks: where all rows see one key and nothing beside it, the gradient of the scores is rounding
-    shape |= {"lengths": lengths, "H": Hk * group, "Hk": Hk, "sinks": True}
+    shape |= {"lengths": lengths, "sinks": True, **heads}
     options = {"causal": causal, "window": window, "deterministic": deterministic}
     check(lambda: attention_varlen_inputs(torch.float32, DEVICE, **shape), options, draws=2 if DEVICE == "cpu" else 8)
 
