@@ -60,6 +60,7 @@ TESTS = {
     "_chunked_loss.py": "test_losses or test_chunked_loss",
     "_accumulate.py": "test_chunked_loss",
     **{f"attention/{file}": "attention" for file, *_ in ATTENTION},
+    "attention/_bias.py": "attention and (bias or parts or position)",
 }
 MUTANTS = [
     Mutant(

@@ -58,7 +58,7 @@ DECODES = {
 @pytest.mark.parametrize("name", DECODES)
 def test_few_queries_split_the_keys(name, dtype, launched, device, poisoned):
     more, options = DECODES[name]
-    Sk = 330 if device == "cpu" else 5000
+    Sk = 321 if device == "cpu" else 4993  # a block has the last key alone
 
     def make():
         inputs = attention_inputs(dtype, device, B=1, Sk=Sk, H=2, Hk=1, D=16, **more)
