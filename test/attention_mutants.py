@@ -1,4 +1,6 @@
-"""Bugs in ops/attention for ``mutants.py`` to plant: file, what occurs once in it, what replaces that, why."""
+"""Bugs in ops/attention for ``mutants.py`` to plant: file, what occurs once in it, what replaces that, why, and True if
+only a GPU shows it.
+"""
 
 ATTENTION = [
     ("_blocks.py", "inside = (cols < D)[None, :]", "inside = (cols <= D)[None, :]", "reads a feature beyond the head"),
@@ -219,4 +221,106 @@ ATTENTION = [
         "dout = out if dout is None",
         "a loss of lse alone has the gradient of the output's square",
     ),
+    (
+        "_blocks.py",
+        "(ends - starts) * PACK, BLOCK)",
+        "ends - starts, BLOCK)",
+        "the heads of a packed row have no blocks",
+    ),
+    (
+        "_blocks.py",
+        "tl.load(offsets_ptr + index)",
+        "tl.load(offsets_ptr)",
+        "all sequences stand where the first one does",
+    ),
+    ("_blocks.py", "a[0].dtype == tl.float32)", "False)", "p takes a tanh that is absolutely exact only"),
+    ("_blocks.py", "products += bias", "products += bias * slopes", "the bias is capped, too"),
+    (
+        "_forward.py",
+        "k_ptr.dtype.element_ty == tl.float32)",
+        "False)",
+        "scores take a tanh that is absolutely exact only",
+    ),
+    (
+        "_forward.py",
+        "tl.minimum((row + BLOCK_M - 1) // PACK, length_q - 1)",
+        "tl.minimum(row + BLOCK_M - 1, length_q) // PACK",
+        "the last packed row does not see the last key",
+    ),
+    (
+        "_forward.py",
+        "h.to(tl.int64) + (row + tokens) % PACK",
+        "h.to(tl.int64) + tokens % PACK",
+        "packed blocks behind the first write to wrong heads",
+    ),
+    ("_forward.py", "b * stride_vb", "b * stride_kb", "values are read with the strides of keys"),
+    (
+        "_forward.py",
+        "row // S // H, row // S % H, row % S",
+        "row // S // H, row % H, row // H % S",
+        "merged rows in disorder",
+    ),
+    ("_forward.py", "tl.load(sinks_ptr + h)", "tl.load(sinks_ptr)", "the merge takes the first head's sink for all"),
+    (
+        "_backward.py",
+        "p = tl.exp(tl.load(sinks_ptr + h).to(tl.float32) - lse)",
+        "p = tl.exp(tl.load(sinks_ptr + h).to(tl.float32) - lse)\n"
+        "        delta = tl.sum(dout * tl.load(out_ptrs, mask=both, other=0.0).to(tl.float32), 1)",
+        "the gradient of the sinks forgets that of lse",
+    ),
+    ("_backward.py", "* ROWS + ROWS)", "* ROWS)", "a block at the end of packed rows is read beyond them"),
+    ("_backward.py", "row + BLOCK_N > length_k", "row < 0", "what is behind the last key is 0 times infinity"),
+    ("_backward.py", "seen & mask[None, :], p", "seen, p", "a next sequence's rows are 0 times infinity"),
+    ("_backward.py", "p = tl.where(mask[None, :], p, 0.0)", "pass", "hidden keys are 0 times infinity in dq"),
+    (
+        "_backward.py",
+        "tl.load(mask_ptr + b * SK + keys",
+        "tl.load(mask_ptr + keys",
+        "dk and dv of every batch hide the keys of the first",
+    ),
+    ("_backward.py", "mask_ptr + b * SK\n", "mask_ptr\n", "dq of every batch hides the keys of the first"),
+    (
+        "_backward.py",
+        "length_k) - 1 - shift",
+        "length_k) - 2 - shift",
+        "a query at the edge of a window gives nothing to dk",
+    ),
+    (
+        "_backward.py",
+        "length_q) - 1 + shift",
+        "length_q) - 2 + shift",
+        "a key at the edge of a window gives nothing to dq",
+    ),
+    (
+        "_backward.py",
+        "last, right, left, length_q, 0, 1, HAS_RIGHT, HAS_LEFT",
+        "last, left, right, length_q, 0, 1, HAS_LEFT, HAS_RIGHT",
+        "keys are seen by what a query sees",
+    ),
+    (
+        "_backward.py",
+        "((b * S + start_q) * H + h) * D",
+        "(b * S * H + h) * D",
+        "dq of packed sequences lands on the first",
+    ),
+    ("_backward.py", "partial.sum((0, 2))", "partial[0].sum(1)", "the sinks have the gradient of the first batch"),
+    ("_backward.py", "zip(whole, needs[1:3]", "zip(whole, needs[:2]", "dk for a trained q, dv for a trained k"),
+    (
+        "_bias.py",
+        "shift_of(offsets_ptr, b,",
+        "shift_of(offsets_ptr, 0,",
+        "dbias takes the position of the first batch for all",
+    ),
+    ("_bias.py", "b * stride_vb", "b * stride_kb", "dbias reads values with the strides of keys"),
+    ("__init__.py", "[*needs[:3], needs[4]]", "needs[:4]", "the bias has a gradient if the sinks have one"),
+    (
+        "__init__.py",
+        "q.shape[-1] ** -0.5 if scale is None else scale,\n        softcap",
+        "v.shape[-1] ** -0.5 if scale is None else scale,\n        softcap",
+        "the scale of packed heads is that of their values",
+    ),
+    ("_blocks.py", "if STRIDE >= 1 << 23:", "if STRIDE < 0:", "rows far apart in 32 bits", True),
+    ("_blocks.py", "queries.to(tl.int64) * stride_s", "queries * stride_s", "rows of a large bias in 32 bits", True),
+    ("_forward.py", "tl.cast(n, tl.int64)", "n", "keys of a large tensor in 32 bits", True),
+    ("_backward.py", "tl.cast(m, tl.int64)", "m", "queries of a large tensor in 32 bits", True),
 ]

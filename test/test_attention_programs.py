@@ -6,13 +6,33 @@ from test_attention import DTYPES, EVERYTHING, both_ways, check
 
 from liger_like import ops
 from liger_like._cases import attention_inputs
-from liger_like.ops.attention import _backward, _forward
+from liger_like.ops.attention import _backward, _forward, _tiles, attention_delta
 from liger_like.testing import run
 
 pytestmark = pytest.mark.usefixtures("one_pass")
 
 
-def test_backward_of_a_frozen_part_launches_only_what_it_needs(launched, device):
+@pytest.fixture
+def always_one_pass(monkeypatch):
+    """The backward has a tile for one pass whatever the GPU and the dtype."""
+    tile_for = _backward.tile_for
+    monkeypatch.setattr(_backward, "tile_for", lambda name, *args: tile_for("dkv" if name == "all" else name, *args))
+
+
+@pytest.mark.parametrize("asked", [None, False, True])
+@pytest.mark.parametrize("enabled", [False, True])
+def test_deterministic_follows_torch_unless_given(asked, enabled, launched, always_one_pass, device):
+    inputs = attention_inputs(torch.float32, device, B=1, S=5, Sk=5, H=1, Hk=1, D=16)
+    torch.use_deterministic_algorithms(enabled)
+    try:
+        run(ops.flash_attention, inputs, {"deterministic": asked})
+    finally:
+        torch.use_deterministic_algorithms(False)
+    own_kernel = "_attention_dq_kernel" in [name for name, _ in launched]
+    assert own_kernel == (enabled if asked is None else asked)
+
+
+def test_backward_of_a_frozen_part_launches_only_what_it_needs(launched, always_one_pass, device):
     inputs = attention_inputs(torch.float32, device, **EVERYTHING)
     for trained, expected in (
         ({"q"}, {"_delta_kernel", "_attention_dq_kernel"}),
@@ -38,7 +58,7 @@ DECODES = {
 @pytest.mark.parametrize("name", DECODES)
 def test_few_queries_split_the_keys(name, dtype, launched, device, poisoned):
     more, options = DECODES[name]
-    Sk = 330 if device == "cpu" else 5000
+    Sk = 321 if device == "cpu" else 4993  # a block has the last key alone
 
     def make():
         inputs = attention_inputs(dtype, device, B=1, Sk=Sk, H=2, Hk=1, D=16, **more)
@@ -85,3 +105,13 @@ def test_section_fits_the_cache():
     assert _forward.section_of(k, v, 4096, 4) == 8 * 4  # 2 MiB for each key head
     assert _forward.section_of(k, v, 2**30, 4) == 4
     assert _forward.section_of(k, v, 0, 1) > 0
+
+
+def test_rows_of_the_backward_are_followed_by_a_whole_block():
+    """Blocks of packed queries start anywhere and are read without a mask."""
+    tables = _tiles.FP32, *_tiles.TILES.values()
+    pairs = [pair for table in tables for name in table if name != "fwd" for pair in table[name].values()]
+    longest = max(tile.block_m for pair in pairs for tile in pair if tile)
+    for S in (1, 127, 128, 129):
+        out, lse = torch.empty(1, S, 1, 16, device="meta"), torch.empty(1, 1, S, device="meta")
+        assert attention_delta(out, out, lse, None, None)[0].shape[3] >= S - 1 + longest

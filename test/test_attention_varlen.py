@@ -7,12 +7,14 @@ import torch
 from conftest import DEVICE
 from hypothesis import given
 from hypothesis import strategies as st
-from test_attention import DTYPES, both_ways, finite, windows
+from test_attention import DTYPES, HEADS, both_ways, finite, run_far_below_zero, windows
 from torch._dynamo.testing import CompileCounterWithBackend
 
 from liger_like import ops
 from liger_like._cases import attention_inputs, attention_varlen_inputs, with_longest
 from liger_like.ops.attention import (
+    _attend_ref,
+    _Attention,
     _forward,
     attention_bwd,
     attention_delta,
@@ -44,7 +46,8 @@ PACKINGS = {
 def test_packings(name, dtype, device, poisoned):
     shape = {"lengths": PACKINGS[name], "H": 2, "Hk": 1, "D": 16, "sinks": True, "behind": 2}
     draws = 1 if dtype == torch.float32 else 3
-    check(lambda: attention_varlen_inputs(dtype, device, **shape), {"causal": True, "softcap": 4.0}, draws)
+    options = {"causal": True, "softcap": 4.0, "deterministic": dtype == torch.float16}
+    check(lambda: attention_varlen_inputs(dtype, device, **shape), options, draws)
 
 
 @pytest.mark.parametrize(("count", "dtype"), [(1, torch.int32), (32, torch.int32), (40, torch.int64)], ids=str)
@@ -76,25 +79,33 @@ def test_reference_attends_in_each_sequence_as_if_it_were_alone():
 
 
 @both_ways
-def test_rows_behind_the_last_sequence(deterministic, device, poisoned):
-    shape = {"lengths": ((20, 33), (9, 0), (5, 5)), "H": 2, "Hk": 1, "D": 48, "Dv": 16, "sinks": True, "behind": 70}
+@pytest.mark.parametrize(("lengths", "H"), [(((20, 33), (9, 0), (5, 5)), 2), (((2, 9), (1, 0), (1, 5)), 3)], ids=str)
+def test_rows_behind_the_last_sequence(lengths, H, deterministic, device, poisoned):
+    shape = {"lengths": lengths, "H": H, "Hk": 1, "D": 48, "Dv": 16, "sinks": True, "behind": 40}
     inputs = attention_varlen_inputs(torch.float32, device, **shape)
     results = []
     for held in (0.0, torch.nan):
         for name in ("q", "k", "v"):
             inputs[name] = inputs[name].detach().clone()
-            inputs[name][-70:] = held
+            inputs[name][-40:] = held
             inputs[name].requires_grad_()
+        longest = dict(zip(("max_seqlen_q", "max_seqlen_k"), map(max, zip(*lengths, strict=True)), strict=True))
         options = {"causal": True, "return_lse": True, "deterministic": deterministic}
-        results.append(run(varlen, inputs, options))
+        results.append(run(ops.flash_attention_varlen, inputs, {**options, **longest}))
     for name, t in results[0].items():
         assert torch.equal(t, results[1][name]), name
     for name in ("out0", "dq", "dk", "dv"):
-        assert results[0][name][-70:].eq(0).all()
+        assert results[0][name][-40:].eq(0).all()
         assert results[0][name].isfinite().all()
-    assert results[0]["out1"][:, -70:].eq(-torch.inf).all()
-    assert results[0]["out0"][20:29].eq(0).all()  # no keys in that sequence
-    assert results[0]["dq"][20:29].eq(0).all()
+    assert results[0]["out1"][:, -40:].eq(-torch.inf).all()
+    without_keys = slice(lengths[0][0], lengths[0][0] + lengths[1][0])
+    assert all(results[0][name][without_keys].eq(0).all() for name in ("out0", "dq"))
+
+
+@both_ways
+def test_padding_beside_scores_far_below_zero(deterministic, device, poisoned):
+    inputs = attention_varlen_inputs(torch.float32, device, ((20, 33), (9, 21)), H=2, Hk=1, D=15)
+    run_far_below_zero(varlen, inputs, deterministic)
 
 
 @pytest.mark.parametrize("lengths", [((0, 0),), ((0, 3),), ((3, 0),)], ids=str)
@@ -228,16 +239,23 @@ def test_parts_of_batches_merge(device, poisoned):
     assert_accurate(*fns, make, {}, k=2)
 
 
-def test_parts_in_any_order_of_positions(device, poisoned):
-    """Keys that stand wholly behind, within or before the queries of a part."""
-    q, k, v = (torch.randn(1, 20, 1, 16, device=device) for _ in range(3))
-    for offset in (-50, -7, 0, 3, 19, 40, 90):
-        offsets = torch.tensor([offset], dtype=torch.int32, device=device)
-        out, lse = attention_fwd(q, k, v, None, None, None, None, None, offsets, 20, 20, 0.25, None, 30, 0)
-        distance = torch.arange(20, device=device) - torch.arange(20, device=device)[:, None] - offset
-        s = (q[0, :, 0] @ k[0, :, 0].T * 0.25).masked_fill((distance > 0) | (distance < -30), -torch.inf)
-        torch.testing.assert_close(lse[0, 0], s.logsumexp(-1), rtol=1e-5, atol=1e-5)
-        torch.testing.assert_close(out[0, :, 0], s.softmax(-1).nan_to_num() @ v[0, :, 0], rtol=1e-5, atol=1e-5)
+def test_each_batch_has_its_own_position(device, poisoned):
+    """Windows that end everywhere within a block, and keys that stand wholly behind or before the queries."""
+    S, Sk, left, right = 18, 34, 9, 2
+    offsets = torch.tensor([*range(16), -50, 40, 90], dtype=torch.int32, device=device)
+    queries, keys = torch.arange(S, device=device)[:, None], torch.arange(Sk, device=device)
+    distance = keys - queries - offsets[:, None, None, None]
+
+    def kernel(q, k, v, bias):
+        masking = None, None, None, offsets, S, Sk, 0.25, None, left, right
+        return _Attention.apply(q, k, v, None, bias, True, *masking)
+
+    def whole(q, k, v, bias):
+        return _attend_ref(q, k, v, (distance >= -left) & (distance <= right), 0.25, None, None, bias)
+
+    make = lambda: attention_inputs(torch.float32, device, B=19, S=S, Sk=Sk, H=1, Hk=1, D=16, bias="bsk")  # noqa: E731
+    fns = (finite(lambda return_lse, fn=fn, **inputs: fn(**inputs)) for fn in (kernel, whole))
+    assert_accurate(*fns, make, {}, k=2)
 
 
 lengths = st.integers(0, 5) | st.integers(0, 70)
@@ -245,14 +263,14 @@ lengths = st.integers(0, 5) | st.integers(0, 70)
 
 @given(
     lengths=st.lists(st.tuples(lengths, lengths), min_size=1, max_size=3), same=st.booleans(),
-    behind=st.integers(0, 3), Hk=st.just(1), group=st.integers(1, 2), D=st.integers(8, 40),
-    causal=st.booleans(), window=st.tuples(windows, windows), deterministic=st.booleans(),
+    behind=st.integers(0, 3), heads=st.sampled_from(HEADS), causal=st.booleans(),
+    window=st.tuples(windows, windows), deterministic=st.booleans(),
 )  # fmt: skip
-def test_lengths(lengths, same, Hk, group, causal, window, deterministic, **shape):
+def test_lengths(lengths, same, heads, causal, window, deterministic, **shape):
     torch.manual_seed(0)
     lengths = [(q, q) if same else (q, k) for q, k in lengths]
     # with sinks: where all rows see one key and nothing beside it, the gradient of the scores is rounding
-    shape |= {"lengths": lengths, "H": Hk * group, "Hk": Hk, "sinks": True}
+    shape |= {"lengths": lengths, "sinks": True, **heads}
     options = {"causal": causal, "window": window, "deterministic": deterministic}
     check(lambda: attention_varlen_inputs(torch.float32, DEVICE, **shape), options, draws=2 if DEVICE == "cpu" else 8)
 

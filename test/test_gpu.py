@@ -322,14 +322,14 @@ MASKS = [{}, {"causal": True}, {"causal": True, "window": (100, -1)}, {"softcap"
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32], ids=str)
 @pytest.mark.parametrize("widths", WIDTHS, ids=str)
-def test_attention_over_many_blocks(widths, dtype):
+@pytest.mark.parametrize("mask", MASKS, ids=str)
+def test_attention_over_many_blocks(mask, widths, dtype):
     D, Dv = widths
     shape = {"B": 2, "S": 700, "Sk": 901, "H": 4, "Hk": 2, "D": D, "Dv": Dv, "sinks": True, "padded": True}
     make = lambda: attention_inputs(dtype, "cuda", **shape)  # noqa: E731
-    for mask in MASKS:
-        for deterministic in (False, True):
-            options = {**mask, "deterministic": deterministic}
-            assert_accurate(ops.flash_attention, ATTENTION.ref, make, options, draws=4, k=2)
+    for deterministic in (False, True):
+        options = {**mask, "deterministic": deterministic}
+        assert_accurate(ops.flash_attention, ATTENTION.ref, make, options, draws=4, k=2)
 
 
 def test_attention_repeats_bit_for_bit():
@@ -359,7 +359,7 @@ def test_attention_of_more_than_2_31_scores(deterministic):
     assert all(close(grad[0, :, 0], t.grad) for grad, t in zip(grads, (q, k, v), strict=True))
 
 
-def test_bias_of_more_than_2_31_elements():
+def test_attention_bias_of_more_than_2_31_elements():
     S = 47_000
     inputs = attention_inputs(torch.bfloat16, "cuda", B=1, S=S, Sk=S, H=1, Hk=1, D=16, bias="sk")
     (out, dq, *_, dbias), (dout,) = forward_backward(ATTENTION, inputs, {})
@@ -372,7 +372,7 @@ def test_bias_of_more_than_2_31_elements():
 
 
 @pytest.mark.parametrize("deterministic", [False, True])
-def test_more_than_2_31_elements_of_queries(deterministic):
+def test_attention_of_more_than_2_31_elements_of_queries(deterministic):
     S = 2**31 // 4096 + 9
     inputs = attention_inputs(torch.bfloat16, "cuda", B=1, S=S, Sk=96, H=32, Hk=1, D=128)
     options = {"deterministic": deterministic}
@@ -383,7 +383,7 @@ def test_more_than_2_31_elements_of_queries(deterministic):
     assert close(dq[:, -40:], same_dq)
 
 
-def test_more_than_2_31_elements_of_keys():
+def test_attention_of_more_than_2_31_elements_of_keys():
     Sk = 2**31 // 1024 + 9
     inputs = attention_inputs(torch.bfloat16, "cuda", B=1, S=4, Sk=Sk, H=32, Hk=8, D=128)
     options = {"causal": True, "window": (300, -1)}
@@ -395,7 +395,7 @@ def test_more_than_2_31_elements_of_keys():
     assert not any(grad[:, :-400].any() for grad in grads[1:])
 
 
-def test_rows_far_apart(poisoned):
+def test_attention_over_rows_far_apart(poisoned):
     """300 rows whose last one starts more than 2^31 elements behind the first."""
     memory = torch.randn(300, 2**23 + 16, device="cuda", dtype=torch.bfloat16)
     far = {n: memory[:, 64 * i : 64 * (i + 1)].view(1, 300, 1, 64) for i, n in enumerate("qkv")}
@@ -407,7 +407,7 @@ def test_rows_far_apart(poisoned):
     assert all(torch.equal(a, b) for a, b in zip(*results, strict=True))
 
 
-def test_decoding_over_growing_keys_compiles_few_kernels():
+def test_attention_of_growing_keys_compiles_few_kernels():
     q = torch.randn(1, 1, 8, 64, device="cuda", dtype=torch.bfloat16)
     before = compiled_kernels()
     for Sk in range(1, 5000, 37):
