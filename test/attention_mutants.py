@@ -219,4 +219,25 @@ ATTENTION = [
         "dout = out if dout is None",
         "a loss of lse alone has the gradient of the output's square",
     ),
+    ("_blocks.py", "(others < spans[1])", "(others <= spans[1])", "spans are a key too long"),
+    (
+        "_blocks.py",
+        "tl.min(starts) // BLOCK * BLOCK",
+        "tl.max(starts) // BLOCK * BLOCK",
+        "the first blocks of all spans but the last are skipped",
+    ),
+    ("_blocks.py", "tl.minimum(end, tl.max(ends))", "end", "what is behind all spans is read"),
+    ("_blocks.py", "tl.minimum(inner_end, tl.min(ends))", "inner_end", "no mask where spans end"),
+    (
+        "_backward.py",
+        "keys, right=True, out_int32",
+        "keys, right=False, out_int32",
+        "a key has no gradient of the spans that start there",
+    ),
+    (
+        "__init__.py",
+        "seen & (keys >= starts) & (keys < ends)",
+        "seen & (keys >= starts) & (keys <= ends)",
+        "the reference's spans are a key too long",
+    ),
 ]

@@ -29,6 +29,7 @@ FILES = (
     "test/test_tiles.py",
     "test/test_attention.py",
     "test/test_attention_varlen.py",
+    "test/test_attention_spans.py",
     "test/test_ops.py",
     "test/test_gpu.py",
 )  # the quickest first

@@ -161,10 +161,10 @@ class Parts(torch.autograd.Function):
             offsets = torch.full(q.shape[:1], rows.start - keys.start + k.shape[1] - q.shape[1], device=q.device)
             bias = bias if bias is None else bias[:, :, rows, keys]
             mask = mask if mask is None else mask[:, keys].contiguous()
-            return bias, mask, None, None, offsets.int(), *size, *ctx.scalars
+            return bias, mask, None, None, offsets.int(), None, *size, *ctx.scalars
         cu_q, cu_k = cu_q.clamp(rows.start, rows.stop), cu_k.clamp(keys.start, keys.stop)
         offsets = (cu_q - cu_k)[:-1].contiguous()
-        return None, None, cu_q - rows.start, cu_k - keys.start, offsets, *size, *ctx.scalars
+        return None, None, cu_q - rows.start, cu_k - keys.start, offsets, None, *size, *ctx.scalars
 
     @staticmethod
     def backward(ctx, dout, dlse):
@@ -233,7 +233,7 @@ def test_parts_in_any_order_of_positions(device, poisoned):
     q, k, v = (torch.randn(1, 20, 1, 16, device=device) for _ in range(3))
     for offset in (-50, -7, 0, 3, 19, 40, 90):
         offsets = torch.tensor([offset], dtype=torch.int32, device=device)
-        out, lse = attention_fwd(q, k, v, None, None, None, None, None, offsets, 20, 20, 0.25, None, 30, 0)
+        out, lse = attention_fwd(q, k, v, *[None] * 5, offsets, None, 20, 20, 0.25, None, 30, 0)
         distance = torch.arange(20, device=device) - torch.arange(20, device=device)[:, None] - offset
         s = (q[0, :, 0] @ k[0, :, 0].T * 0.25).masked_fill((distance > 0) | (distance < -30), -torch.inf)
         torch.testing.assert_close(lse[0, 0], s.logsumexp(-1), rtol=1e-5, atol=1e-5)
