@@ -105,9 +105,10 @@ def attention_inputs(
     sinks: bool = False,
     bias: str | None = None,
     padded: bool = False,
+    spans: bool = False,
 ) -> Inputs:
     """``bias``: out of the letters of "bhsk" those of the axes along which it is not broadcast. ``padded``: keys are
-    hidden here and there, not the first.
+    hidden here and there, not the first. ``spans``: of any lengths, none included.
     """
     randn = partial(_randn, dtype=dtype, device=device)
     inputs = {"q": randn(B, S, H, D), "k": randn(B, Sk, Hk, D), "v": randn(B, Sk, Hk, Dv or D)}
@@ -118,6 +119,9 @@ def attention_inputs(
     if padded:
         inputs["key_padding_mask"] = torch.rand(B, Sk, device=device) < 0.7
         inputs["key_padding_mask"][:, :1] = True
+    if spans:
+        ends = torch.randint(Sk + 1, (2, B, S), device=device, dtype=torch.int32).sort(-1).values
+        inputs["spans"] = torch.stack((ends[0] * 2 // 3, ends[1]))
     return inputs
 
 

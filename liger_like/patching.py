@@ -378,14 +378,20 @@ def _view(config: Any, implementation: str, parts: dict[str, Any]) -> Any:
 
 @functools.cache
 def _view_class(cls: Any) -> type[Any]:
-    """A subclass of a config's class that passes for it; its slots come before the attributes that it shares."""
+    """A subclass of a config's class; its slots come before the attributes that it shares, and what is made of it is of
+    the class.
+    """
     parts = tuple(cls.sub_configs)
 
     def reduce_ex(self: Any, protocol: Any) -> Any:
         own = {name: getattr(self, name) for name in parts}
         return _view, (self._liger_like_original, self._attn_implementation_internal, own)
 
-    body = {"__module__": cls.__module__, "__qualname__": cls.__qualname__, "__class__": property(lambda self: cls)}
+    def new(_: Any, *args: Any, **kwargs: Any) -> Any:
+        return cls(*args, **kwargs)
+
+    # no ``__class__`` of its own: torch.compile looks there for what comes before the attributes
+    body = {"__module__": cls.__module__, "__qualname__": cls.__qualname__, "__new__": new}
     slots = ("_liger_like_original", "_attn_implementation_internal", *parts)
     body |= {"__slots__": slots, "__reduce_ex__": reduce_ex}
     return types.new_class(cls.__name__, (cls,), exec_body=lambda namespace: namespace.update(body))

@@ -2,7 +2,8 @@
 
 Under the name ``liger_like`` an attention function and a mask function are registered; a config that names them makes
 its model call both. The masks say all there is to know about which query sees which key, as they do for eager
-attention. Those that come to a window, padding and packed documents are never made; others are, as a bias.
+attention. Those that come to a window, padding and keys from one to another, as documents have, are never made; others
+are, as a bias.
 """
 
 import ast
@@ -18,7 +19,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor, nn
 
-from liger_like.ops.attention import flash_attention, flash_attention_varlen
+from liger_like.ops.attention import flash_attention
 from liger_like.patches import Recogniser, Trial, UnrecognisedError, bare, random_like, random_parameter, where
 
 NAME = "liger_like"
@@ -34,16 +35,16 @@ VARIANTS = {"s_aux": "sinks", "softcap": "softcap"}
 
 class Mask(NamedTuple):
     """Which query sees which key: those of a window around its own position, counted from the end, that are no padding
-    and of its own document.
+    and in its span.
 
     ``left`` and ``right``: keys beside the query's, -1: all. ``padding`` [B, Sk]: False for keys that nobody sees.
-    ``cu_seqlens``: where the documents start, and the end, in the rows of the batch one after the other.
+    ``spans`` [2, B, S]: a query's first key and the one behind the last, in int32.
     """
 
     left: int = -1
     right: int = -1
     padding: Tensor | None = None
-    cu_seqlens: Tensor | None = None
+    spans: Tensor | None = None
 
     @property
     def ndim(self) -> int:
@@ -71,10 +72,9 @@ class Mask(NamedTuple):
             seen = seen & (distance <= self.right)
         if self.padding is not None:
             seen = seen & self.padding[:, None, None, :]
-        if self.cu_seqlens is not None:
-            rows = torch.arange(len(query) * S, device=query.device)
-            documents = torch.bucketize(rows, self.cu_seqlens, right=True).view(-1, 1, S)
-            seen = seen & (documents[..., None] == documents[..., None, :])
+        if self.spans is not None:
+            starts, ends = self.spans[:, :, None, :, None]
+            seen = seen & (keys >= starts) & (keys < ends)
         return _bias(seen, query.dtype, hidden)
 
 
@@ -95,6 +95,8 @@ def make_mask(
     mask = _recognised(mask_function)
     # a static cache has room behind the last query, and its offset may be on the device: then positions are not known
     ends_together = isinstance(q_offset, int) and q_offset + q_length == kv_offset + kv_length
+    if mask is None and ends_together and q_length == kv_length and kv_offset == 0 and not options.get("use_vmap"):
+        mask = _searched(mask_function, batch_size, q_length, options.get("device"))
     if mask is None or not (ends_together or max(mask.left, mask.right) < 0):
         options |= {"allow_is_causal_skip": False, "allow_is_bidirectional_skip": False}
         seen: Any = sdpa_mask(
@@ -129,9 +131,8 @@ def _recognised(function: Callable[..., Any]) -> Mask | None:
             return _recognised(held["mask_function"])
         case "packed_sequence_mask_function":
             documents = held["packed_sequence_mask"]
-            starts = nn.functional.pad(documents.diff(dim=-1) != 0, (1, 0), value=True).flatten().nonzero()
-            cu_seqlens = nn.functional.pad(starts.squeeze(-1), (0, 1), value=documents.numel())
-            return Mask(cu_seqlens=cu_seqlens.int())
+            ends = [torch.searchsorted(documents, documents, right=right, out_int32=True) for right in (False, True)]
+            return Mask(spans=torch.stack(ends))
         case "and_masks":
             parts = [_recognised(part) for part in held["mask_functions"]]
             return None if None in parts else _intersection(parts)
@@ -147,6 +148,42 @@ def _intersection(masks: list[Any]) -> Mask | None:
             return None
         fields |= said
     return Mask(**fields)
+
+
+def _searched(function: Callable[..., Any], batch: int, rows: int, device: Any) -> Mask | None:
+    """The Mask that one of transformers' own intersections comes to, for as many keys as queries; what it holds, which
+    torch.compile does not show, is not looked at.
+
+    A caller's functions are called with ``use_vmap`` alone. Windows, chunks and documents, within positions that rise
+    by one in each, are what else there is: then a query sees all keys from one before it, or itself, to one behind, and
+    how far those are is found digit by digit.
+    """
+    from transformers import masking_utils
+
+    if function.__module__ != masking_utils.__name__ or not function.__qualname__.startswith("and_masks."):
+        return None
+    b, queries = torch.arange(batch, device=device)[:, None, None], torch.arange(rows, device=device)[:, None]
+    side, digits = torch.arange(-1, 2, 2, device=device).view(2, 1, 1, 1), torch.arange(1, 64, device=device)
+    seen = torch.zeros(2, batch, rows, 1, dtype=torch.int64, device=device)
+    for unit in (64**4, 64**3, 64**2, 64, 1):  # whatever the length: one graph for all
+        keys = queries + side * (seen + unit * digits)
+        inside = (keys >= 0) & (keys < rows)
+        found = inside & function(b, 0, queries, keys.clamp(0, rows - 1))
+        seen = seen + unit * found.sum(-1, keepdim=True)
+    return Mask(spans=(queries + side * seen + (side > 0)).squeeze(-1).int())
+
+
+def _within_documents(spans: Tensor | None, query: Tensor, key: Tensor, cu_q: Tensor, cu_k: Tensor) -> Tensor:
+    """``spans`` cut where documents end, which start at ``cu_q`` and ``cu_k`` in the rows of a batch one after the
+    other.
+    """
+    B, S = query.shape[0], query.shape[2]
+    document = torch.bucketize(torch.arange(B * S, device=query.device), cu_q, right=True)
+    before = key.shape[2] * torch.arange(B, device=query.device)[:, None]
+    ends = torch.stack((cu_k[document - 1], cu_k[document.clamp(max=len(cu_k) - 1)])).view(2, B, S) - before
+    if spans is not None:
+        ends = torch.stack((torch.maximum(ends[0], spans[0]), torch.minimum(ends[1], spans[1])))
+    return ends.int()
 
 
 def attend(
@@ -169,7 +206,8 @@ def attend(
     elif isinstance(mask, Tensor) and mask.dtype == torch.bool:
         mask = _bias(mask, query.dtype)
     if isinstance(mask, Mask) and mask.padding is None and "cu_seq_lens_q" in options:
-        mask = mask._replace(cu_seqlens=options["cu_seq_lens_q"])
+        cu_q = options["cu_seq_lens_q"]
+        mask = mask._replace(spans=_within_documents(mask.spans, query, key, cu_q, options.get("cu_seq_lens_k", cu_q)))
     if options.get("dropout") or options.get("output_attentions"):
         return _eager(module, query, key, value, mask, options)
     if torch.is_autocast_enabled(query.device.type):
@@ -180,20 +218,8 @@ def attend(
     scores |= {"sinks": options.get("s_aux"), "deterministic": options.get("deterministic")}
     if isinstance(mask, Tensor):
         return flash_attention(q, k, v, bias=mask, **scores), None  # type: ignore[return-value]
-    scores["window"] = mask.left, mask.right
-    if mask.cu_seqlens is None:
-        return flash_attention(q, k, v, key_padding_mask=mask.padding, **scores), None  # type: ignore[return-value]
-    out: Any = flash_attention_varlen(
-        q.flatten(0, 1),
-        k.flatten(0, 1),
-        v.flatten(0, 1),
-        mask.cu_seqlens,
-        options.get("cu_seq_lens_k", mask.cu_seqlens),
-        q.shape[1],
-        k.shape[1],
-        **scores,
-    )
-    return out.unflatten(0, q.shape[:2]), None
+    scores |= {"window": (mask.left, mask.right), "key_padding_mask": mask.padding, "spans": mask.spans}
+    return flash_attention(q, k, v, **scores), None  # type: ignore[return-value]
 
 
 def _eager(

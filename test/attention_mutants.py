@@ -229,8 +229,8 @@ ATTENTION = [
     ),
     (
         "_blocks.py",
-        "tl.load(offsets_ptr + index)",
-        "tl.load(offsets_ptr)",
+        "tl.load(offsets_ptr + index,",
+        "tl.load(offsets_ptr,",
         "all sequences stand where the first one does",
     ),
     ("_blocks.py", "a[0].dtype == tl.float32)", "False)", "p takes a tanh that is absolutely exact only"),
@@ -293,8 +293,8 @@ ATTENTION = [
     ),
     (
         "_backward.py",
-        "last, right, left, length_q, 0, 1, HAS_RIGHT, HAS_LEFT",
-        "last, left, right, length_q, 0, 1, HAS_LEFT, HAS_RIGHT",
+        "last, right, left, spans, length_q, 0, 1, HAS_RIGHT, HAS_LEFT",
+        "last, left, right, spans, length_q, 0, 1, HAS_LEFT, HAS_RIGHT",
         "keys are seen by what a query sees",
     ),
     (
@@ -323,4 +323,25 @@ ATTENTION = [
     ("_blocks.py", "queries.to(tl.int64) * stride_s", "queries * stride_s", "rows of a large bias in 32 bits", True),
     ("_forward.py", "tl.cast(n, tl.int64)", "n", "keys of a large tensor in 32 bits", True),
     ("_backward.py", "tl.cast(m, tl.int64)", "m", "queries of a large tensor in 32 bits", True),
+    ("_blocks.py", "(others < spans[1])", "(others <= spans[1])", "spans are a key too long"),
+    (
+        "_blocks.py",
+        "tl.min(starts) // BLOCK * BLOCK",
+        "tl.max(starts) // BLOCK * BLOCK",
+        "the first blocks of all spans but the last are skipped",
+    ),
+    ("_blocks.py", "tl.minimum(end, tl.max(ends))", "end", "what is behind all spans is read"),
+    ("_blocks.py", "tl.minimum(inner_end, tl.min(ends))", "inner_end", "no mask where spans end"),
+    (
+        "_backward.py",
+        "keys, right=True, out_int32",
+        "keys, right=False, out_int32",
+        "a key has no gradient of the spans that start there",
+    ),
+    (
+        "__init__.py",
+        "seen & (keys >= starts) & (keys < ends)",
+        "seen & (keys >= starts) & (keys <= ends)",
+        "the reference's spans are a key too long",
+    ),
 ]

@@ -151,12 +151,14 @@ def calls() -> Iterator[tuple[testing.OpSpec, torch.dtype, dict[str, Any], dict[
 
 
 def attention_calls() -> Iterator[tuple[testing.OpSpec, torch.dtype, dict[str, Any], dict[str, Any]]]:
-    """Attention with heads of every width, over long rows, one row and many keys, and packed sequences."""
+    """Attention with heads of every width, over long rows, in spans, one row and many keys, and packed sequences."""
     heads: dict[str, Any] = {"H": 4, "Hk": 2}
     shapes: dict[str, list[dict[str, Any]]] = {
         "flash_attention": [
             heads | {"B": 1, "S": 200, "Sk": 200},
             heads | {"B": 1, "S": 200, "Sk": 200, "bias": "hsk", "padded": True, "sinks": True},
+            heads | {"B": 1, "S": 200, "Sk": 200, "spans": True},
+            heads | {"B": 1, "S": 200, "Sk": 200, "spans": True, "bias": "hsk", "padded": True},
             heads | {"B": 1, "S": 1, "Sk": 2000, "padded": True},
         ],
         "flash_attention_varlen": [heads | {"lengths": ((150, 150), (50, 60)), "sinks": True}],

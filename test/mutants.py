@@ -29,6 +29,7 @@ FILES = (
     "test/test_tiles.py",
     "test/test_attention_programs.py",
     "test/test_attention_varlen.py",
+    "test/test_attention_spans.py",
     "test/test_attention.py",
     "test/test_ops.py",
     "test/test_gpu.py",
@@ -88,8 +89,8 @@ MUTANTS = [
     ),
     Mutant(
         "_common.py",
-        "16 + n % 16 for n in sizes",
-        "16 for n in sizes",
+        "16 | size & 15",
+        "16",
         "a kernel for strides divisible by 16 is run with others",
         gpu_only=True,
     ),

@@ -123,6 +123,15 @@ def test_loss_of_lse_alone(device, poisoned):
         assert_accurate(only(ops.flash_attention), only(flash_attention_ref), make, options, draws=2, k=2)
 
 
+@pytest.mark.parametrize("side", [1 << 31, (1 << 31) - 30])
+def test_windows_as_wide_as_integers(side, device, poisoned):
+    """Positions plus a side would pass 32 bits."""
+    make = lambda: attention_inputs(torch.float32, device, B=1, S=20, Sk=40, H=1, Hk=1, D=16)  # noqa: E731
+    assert_accurate(
+        lambda **inputs: ops.flash_attention(**inputs, window=(side, side)), flash_attention_ref, make, {}, k=2
+    )
+
+
 @both_ways
 @pytest.mark.parametrize("sinks", [False, True])
 def test_rows_without_keys(sinks, deterministic, device, poisoned):
@@ -316,7 +325,7 @@ def test_every_set_of_frozen_inputs_gives_the_same_bits(device, poisoned):
 def test_gradients_that_nobody_needs_have_the_shape_that_is_traced(deterministic, device):
     inputs = attention_inputs(torch.float32, device, B=1, S=9, Sk=20, H=2, Hk=1, D=16, Dv=8, bias="hsk")
     q, k, v, bias = (t.detach() for t in inputs.values())
-    masking = (bias, None, None, None, None, 9, 20, 0.25, None, -1, -1)
+    masking = (bias, *[None] * 5, 9, 20, 0.25, None, -1, -1)
     out, lse = attention_fwd(q, k, v, None, *masking)
     dout = torch.randn_like(out)
     rows, _ = attention_delta(dout, out, lse, None, None)

@@ -172,10 +172,10 @@ class Parts(torch.autograd.Function):
             offsets = torch.full(q.shape[:1], rows.start - keys.start + k.shape[1] - q.shape[1], device=q.device)
             bias = bias if bias is None else bias[:, :, rows, keys]
             mask = mask if mask is None else mask[:, keys].contiguous()
-            return bias, mask, None, None, offsets.int(), *size, *ctx.scalars
+            return bias, mask, None, None, offsets.int(), None, *size, *ctx.scalars
         cu_q, cu_k = cu_q.clamp(rows.start, rows.stop), cu_k.clamp(keys.start, keys.stop)
         offsets = (cu_q - cu_k)[:-1].contiguous()
-        return None, None, cu_q - rows.start, cu_k - keys.start, offsets, *size, *ctx.scalars
+        return None, None, cu_q - rows.start, cu_k - keys.start, offsets, None, *size, *ctx.scalars
 
     @staticmethod
     def backward(ctx, dout, dlse):
@@ -247,7 +247,7 @@ def test_each_batch_has_its_own_position(device, poisoned):
     distance = keys - queries - offsets[:, None, None, None]
 
     def kernel(q, k, v, bias):
-        masking = None, None, None, offsets, S, Sk, 0.25, None, left, right
+        masking = None, None, None, offsets, None, S, Sk, 0.25, None, left, right
         return _Attention.apply(q, k, v, None, bias, True, *masking)
 
     def whole(q, k, v, bias):

@@ -156,16 +156,6 @@ def test_gradient_checkpointing(reentrant, device):
     assert_exact(patched, original, masked(batch(device), slice(3)), k=2)
 
 
-@pytest.mark.parametrize("given", ["no mask", "right padding", "packed"])
-def test_compile_without_graph_breaks(given, device):
-    patched, original = pair("Mistral", device)
-    inputs = {**BATCHES[given](batch(device)), "use_cache": False}
-    compiled = torch.compile(patched, fullgraph=True, backend="aot_eager")
-    got, expected = results(compiled, inputs), results(original, inputs)
-    for name, t in expected.items():
-        torch.testing.assert_close(got[name.removeprefix("_orig_mod.")] if name in got else got["_orig_mod." + name], t)
-
-
 def test_autocast(device):
     """The norms of queries and keys leave them in fp32, beside values in fp16."""
     patched, original = pair("Qwen3", device)
@@ -174,53 +164,6 @@ def test_autocast(device):
         got, expected = results(patched, inputs), results(original, inputs)
     for name, t in expected.items():
         assert (got[name] - t).norm() <= 8 * torch.finfo(torch.float16).eps * t.norm(), name
-
-
-def block(b, h, q, k):
-    return (q < 4) & (k < 4)
-
-
-MASKS = {
-    "causal": (masking_utils.create_causal_mask, {}),
-    "window": (masking_utils.create_sliding_window_causal_mask, {}),
-    "bidirectional": (masking_utils.create_bidirectional_mask, {"allow_is_bidirectional_skip": False}),
-    "bidirectional window": (masking_utils.create_bidirectional_sliding_window_mask, {}),
-    "chunked": (masking_utils.create_chunked_causal_mask, {}),
-    "or": (masking_utils.create_causal_mask, {"or_mask_function": block}),
-    "and": (masking_utils.create_sliding_window_causal_mask, {"and_mask_function": block}),
-    "two windows": (
-        masking_utils.create_sliding_window_causal_mask,
-        {"and_mask_function": masking_utils.sliding_window_overlay(2)},
-    ),
-    "blocks": (
-        masking_utils.create_causal_mask,
-        {"block_sequence_ids": torch.tensor([[0, 0, 0, -1, -1, 1, 1, 1, 1]] * 2)},
-    ),
-}
-WINDOWS = ("causal", "window", "bidirectional", "bidirectional window")
-
-
-@pytest.mark.parametrize("padding", [None, slice(2), slice(6, None)], ids=["none", "left", "right"])
-@pytest.mark.parametrize("name", MASKS)
-def test_masks_are_those_of_eager_attention(name, padding, device):
-    attention.register()
-    create, options = MASKS[name]
-    options = {key: t.to(device) if torch.is_tensor(t) else t for key, t in options.items()}
-    mask = None
-    if padding:
-        mask = torch.ones(2, 9, device=device)
-        mask[0, padding] = 0
-    made = []
-    for implementation in ("liger_like", "eager"):
-        config = transformers.LlamaConfig(sliding_window=3, attention_chunk_size=4, attn_implementation=implementation)
-        made.append(create(config, torch.zeros(2, 9, 4, device=device), mask, past_key_values=None, **options))
-    got, expected = made
-    assert isinstance(got, attention.Mask) == (name in WINDOWS)
-    if isinstance(got, attention.Mask):
-        assert (got.padding is None) == (mask is None)
-        q = torch.zeros(2, 1, 9, 4, device=device)
-        got = got.bias(q, q, -torch.inf)
-    assert torch.equal((got == 0).expand_as(expected), expected == 0)
 
 
 def test_masks_that_are_given_are_used(device):

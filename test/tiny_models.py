@@ -49,6 +49,12 @@ ATTENTION = {
         "num_experts_per_tok": 4,
         "experts_implementation": "eager",
     },
+    "Llama4": {
+        "attention_chunk_size": 5,
+        "intermediate_size_mlp": 48,
+        "interleave_moe_layer_step": 4,
+        "layer_types": ["chunked_attention", "full_attention"],
+    },
     "DeepseekV3": {
         "head_dim": None,
         "num_key_value_heads": 4,

@@ -11,7 +11,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from liger_like.ops._common import once_differentiable, require, use_kernel
+from liger_like.ops._common import once_differentiable, packed, require, use_kernel
 from liger_like.ops.attention._backward import attention_bwd, attention_delta
 from liger_like.ops.attention._forward import attention_fwd
 
@@ -20,8 +20,8 @@ Result = Tensor | tuple[Tensor, Tensor]
 
 
 def _window(causal: bool, window: tuple[int, int]) -> tuple[int, int]:
-    """Keys that a query sees to its left and to its right; -1: all."""
-    left, right = window
+    """Keys that a query sees to its left and to its right; -1: all. Sums of them stay within 32 bits."""
+    left, right = (min(side, 1 << 30) for side in window)
     return left, 0 if causal else right
 
 
@@ -60,8 +60,8 @@ def _in_window(queries: Tensor, keys: Tensor, window: tuple[int, int]) -> Tensor
 def flash_attention_ref(
     q: Tensor, k: Tensor, v: Tensor, *, causal: bool = False, scale: float | None = None,
     window: tuple[int, int] = (-1, -1), softcap: float | None = None, sinks: Tensor | None = None,
-    bias: Tensor | None = None, key_padding_mask: Tensor | None = None, deterministic: bool | None = None,
-    return_lse: bool = False,
+    bias: Tensor | None = None, key_padding_mask: Tensor | None = None, spans: Tensor | None = None,
+    deterministic: bool | None = None, return_lse: bool = False,
 ) -> Result:  # fmt: skip
     """The definition, in plain torch."""
     S, Sk = q.shape[1], k.shape[1]
@@ -70,6 +70,9 @@ def flash_attention_ref(
     if key_padding_mask is not None:
         seen = seen & key_padding_mask[:, None, None, :]
         k, v = (t.masked_fill(~key_padding_mask[:, :, None, None], 0) for t in (k, v))  # padding may hold NaN
+    if spans is not None:
+        starts, ends = spans[:, :, None, :, None]
+        seen = seen & (keys >= starts) & (keys < ends)
     out, lse = _attend_ref(q, k, v, seen, scale, softcap, sinks, bias)
     return (out, lse) if return_lse else out
 
@@ -101,8 +104,8 @@ class _Attention(torch.autograd.Function):
         *masking: Any,
     ) -> tuple[Tensor, Tensor]:  # fmt: skip
         out, lse = attention_fwd(q, k, v, sinks, bias, *masking)
-        ctx.save_for_backward(q, k, v, sinks, bias, *masking[:4], out, lse)
-        ctx.deterministic, ctx.scalars = deterministic, masking[4:]
+        ctx.save_for_backward(q, k, v, sinks, bias, *masking[:5], out, lse)
+        ctx.deterministic, ctx.scalars = deterministic, masking[5:]
         ctx.set_materialize_grads(False)
         return out, lse
 
@@ -161,8 +164,8 @@ def _deterministic(asked: bool | None) -> bool:
 def flash_attention(
     q: Tensor, k: Tensor, v: Tensor, *, causal: bool = False, scale: float | None = None,
     window: tuple[int, int] = (-1, -1), softcap: float | None = None, sinks: Tensor | None = None,
-    bias: Tensor | None = None, key_padding_mask: Tensor | None = None, deterministic: bool | None = None,
-    return_lse: bool = False,
+    bias: Tensor | None = None, key_padding_mask: Tensor | None = None, spans: Tensor | None = None,
+    deterministic: bool | None = None, return_lse: bool = False,
 ) -> Result:  # fmt: skip
     """Attention of ``q`` [B, S, H, D] over ``k`` [B, Sk, Hk, D] and ``v`` [B, Sk, Hk, Dv]: [B, S, H, Dv].
 
@@ -170,8 +173,10 @@ def flash_attention(
     end, so that the last query stands at the last key. ``scale``: of the products, None for D**-0.5. ``softcap``:
     scores are ``softcap * tanh(scale q.k / softcap)``. ``sinks`` [H]: a learned score per head that joins the
     softmax's denominator. ``bias``, broadcastable to [B, H, S, Sk], is added to the scores. ``key_padding_mask``
-    [B, Sk], bool: False for keys that nobody sees, whatever they hold. ``return_lse`` also returns the log of the
-    denominator [B, H, S] in fp32, differentiable. A row that sees no key gives 0, and an lse of -inf.
+    [B, Sk], bool: False for keys that nobody sees, whatever they hold. ``spans`` [2, B, S], int32: the first key that a
+    query may see, and the one behind the last, neither falling along S; packed documents, or chunks, without a cost
+    for what is outside. All these masks hold at once. ``return_lse`` also returns the log of the denominator [B, H, S]
+    in fp32, differentiable. A row that sees no key gives 0, and an lse of -inf.
 
     Gradients for q, k, v, sinks and bias; the scores are never in memory. ``deterministic``: whether the backward
     repeats bit for bit (None: if ``torch.use_deterministic_algorithms`` says so). Any strides with dense features.
@@ -192,9 +197,14 @@ def flash_attention(
         raise ValueError(
             f"key_padding_mask must be bool {[B, Sk]}, got {key_padding_mask.dtype} {list(key_padding_mask.shape)}"
         )
+    if spans is not None:
+        if spans.dtype != torch.int32 or spans.device != q.device:
+            raise TypeError(f"spans must be int32 on {q.device}, got {spans.dtype} on {spans.device}")
+        if spans.shape != (2, B, S):
+            raise ValueError(f"spans must have shape {[2, B, S]}, got {list(spans.shape)}")
     if not _use_kernel(q, v):
         options = {"causal": causal, "scale": scale, "window": window, "softcap": softcap, "sinks": sinks}
-        options |= {"bias": bias, "key_padding_mask": key_padding_mask, "return_lse": return_lse}
+        options |= {"bias": bias, "key_padding_mask": key_padding_mask, "spans": spans, "return_lse": return_lse}
         return flash_attention_ref(q, k, v, **options)
     out, lse = _Attention.apply(
         q,
@@ -203,10 +213,11 @@ def flash_attention(
         sinks,
         bias if bias is None else bias[(None,) * (4 - bias.dim())],
         _deterministic(deterministic),
-        key_padding_mask if key_padding_mask is None else key_padding_mask.contiguous(),
+        packed(key_padding_mask),
         None,
         None,
         None,
+        packed(spans),
         S,
         Sk,
         D**-0.5 if scale is None else scale,
@@ -251,6 +262,7 @@ def flash_attention_varlen(
         None,
         cu_seqlens_q.contiguous(),
         cu_seqlens_k.contiguous(),
+        None,
         None,
         max_seqlen_q,
         max_seqlen_k,

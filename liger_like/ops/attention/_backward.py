@@ -21,6 +21,7 @@ from liger_like.ops.attention._blocks import (
     less_delta,
     load_bias,
     load_parts,
+    load_spans,
     probabilities,
     product,
     scale_parts,
@@ -28,6 +29,7 @@ from liger_like.ops.attention._blocks import (
     shift_of,
     store_parts,
     visible,
+    within,
     zero_parts,
     zones,
 )
@@ -67,7 +69,7 @@ def _delta_kernel(
 @triton.jit
 def _add_queries(
     state, k, v, m, edge, q_ptr, dout_ptr, rows_ptr, delta_ptr, bias_ptr, dq_ptr, STRIDE_Q, STRIDE_D, stride_dqs,
-    stride_bs, stride_bk, keys, seen_keys, shift, length_q, length_k, left, right, scale, SOFTCAP: tl.constexpr,
+    stride_bs, stride_bk, keys, seen_keys, spans, shift, length_q, length_k, left, right, scale, SOFTCAP: tl.constexpr,
     HAS_LEFT: tl.constexpr, HAS_RIGHT: tl.constexpr, D: tl.constexpr, DV: tl.constexpr, BLOCK_M: tl.constexpr,
 ):  # fmt: skip
     """Add what the block of queries at ``m`` gives to dk and dv, and to dq in memory unless that is None."""
@@ -84,6 +86,7 @@ def _add_queries(
     p, slopes = probabilities(k, q, bias, lse[None, :], scale, SOFTCAP)
     if edge:
         seen = visible(queries[None, :], keys[:, None], shift, length_k, left, right, HAS_LEFT, HAS_RIGHT)
+        seen = within(seen, spans, queries[None, :])
         if seen_keys is not None:
             seen = seen & seen_keys[:, None]
         p = tl.where(seen & mask[None, :], p, 0.0)
@@ -99,7 +102,7 @@ def _add_queries(
 
 @triton.jit(do_not_specialize=["B", "S", "SK", "PADDED", "count", "blocks", "section", "splits", "left", "right"])
 def _attention_dkv_kernel(
-    q_ptr, k_ptr, v_ptr, dout_ptr, rows_ptr, bias_ptr, mask_ptr, cu_q_ptr, cu_k_ptr, offsets_ptr,
+    q_ptr, k_ptr, v_ptr, dout_ptr, rows_ptr, bias_ptr, mask_ptr, cu_q_ptr, cu_k_ptr, offsets_ptr, spans_ptr,
     dq_ptr, dk_ptr, dv_ptr, stride_qb, stride_qh, stride_kb, stride_kh,
     stride_vb, stride_vh, stride_db, stride_dh, stride_bb, stride_bh, stride_bs, stride_bk,
     B, S, SK, PADDED, count, blocks, section, splits, left, right, scale,
@@ -110,8 +113,8 @@ def _attention_dkv_kernel(
 ):  # fmt: skip
     block, head = schedule(tl.program_id(0), blocks, B * HK, section)
     b, hk = head // HK, (head % HK).to(tl.int64)
-    if HAS_RIGHT:
-        block = blocks - 1 - block  # under a causal mask the first keys are seen most
+    if HAS_RIGHT or spans_ptr is not None:
+        block = blocks - 1 - block  # under a causal mask, which spans may be, the first keys are seen most
     index, row, start_k, length_k, start_q, length_q = find_rows(
         b, block, cu_k_ptr, cu_q_ptr, count, SK, S, BLOCK_N, 1, SEQUENCES
     )
@@ -128,7 +131,10 @@ def _attention_dkv_kernel(
     v = load_parts(v_ptr + b * stride_vb + hk * stride_vh + first_k * STRIDE_V, rows, STRIDE_V, mask, DV)
     shift = shift_of(offsets_ptr, index, length_q, length_k)
     first, last = row - shift, tl.minimum(row + BLOCK_N, length_k) - 1 - shift
-    start, end, inner_start, inner_end = zones(first, last, right, left, length_q, 0, 1, HAS_RIGHT, HAS_LEFT, BLOCK_M)
+    spans = spans_ptr if spans_ptr is None else load_spans(spans_ptr, b, B, SK, keys[:, None])
+    start, end, inner_start, inner_end = zones(
+        first, last, right, left, spans, length_q, 0, 1, HAS_RIGHT, HAS_LEFT, BLOCK_M
+    )
     seen_keys = mask if mask_ptr is not None else None
     state = zero_parts(BLOCK_N, D), zero_parts(BLOCK_N, DV)
     group = H // HK
@@ -146,8 +152,8 @@ def _attention_dkv_kernel(
             edge = unseen | (m < inner_start) | (m + BLOCK_M > inner_end)
             state = _add_queries(
                 state, k, v, m, edge, q_head, dout_head, rows_head, delta_head, bias_head, dq_head, STRIDE_Q, STRIDE_D,
-                H * D, stride_bs, stride_bk, keys, seen_keys, shift, length_q, length_k, left, right, scale, SOFTCAP,
-                HAS_LEFT, HAS_RIGHT, D, DV, BLOCK_M,
+                H * D, stride_bs, stride_bk, keys, seen_keys, spans, shift, length_q, length_k, left, right, scale,
+                SOFTCAP, HAS_LEFT, HAS_RIGHT, D, DV, BLOCK_M,
             )  # fmt: skip
     dk, dv = state
     b += tl.program_id(1).to(tl.int64) * B  # the parts of a split group stand one behind the other
@@ -159,7 +165,7 @@ def _attention_dkv_kernel(
 @triton.jit
 def _add_keys(
     dq, q, dout, n, edge, k_ptr, v_ptr, bias_ptr, mask_ptr, STRIDE_K, STRIDE_V, stride_bs, stride_bk, queries, lse,
-    delta, shift, length_q, length_k, left, right, scale, SOFTCAP: tl.constexpr, HAS_LEFT: tl.constexpr,
+    delta, spans, shift, length_q, length_k, left, right, scale, SOFTCAP: tl.constexpr, HAS_LEFT: tl.constexpr,
     HAS_RIGHT: tl.constexpr, D: tl.constexpr, DV: tl.constexpr, BLOCK_N: tl.constexpr,
 ):  # fmt: skip
     """Add what the block of keys at ``n`` gives to dq."""
@@ -178,14 +184,14 @@ def _add_keys(
         p = tl.where(mask[None, :], p, 0.0)
     if edge:
         seen = visible(queries[:, None], keys[None, :], shift, length_k, left, right, HAS_LEFT, HAS_RIGHT)
-        p = tl.where(seen, p, 0.0)
+        p = tl.where(within(seen, spans, keys[None, :]), p, 0.0)
     ds = p * slopes * less_delta(dout, v, delta[:, None])
     return add_product(dq, ds, k)
 
 
 @triton.jit(do_not_specialize=["B", "S", "SK", "PADDED", "count", "blocks", "section", "left", "right"])
 def _attention_dq_kernel(
-    q_ptr, k_ptr, v_ptr, dout_ptr, rows_ptr, bias_ptr, mask_ptr, cu_q_ptr, cu_k_ptr, offsets_ptr, dq_ptr,
+    q_ptr, k_ptr, v_ptr, dout_ptr, rows_ptr, bias_ptr, mask_ptr, cu_q_ptr, cu_k_ptr, offsets_ptr, spans_ptr, dq_ptr,
     stride_qb, stride_qh, stride_kb, stride_kh, stride_vb, stride_vh,
     stride_db, stride_dh, stride_bb, stride_bh, stride_bs, stride_bk,
     B, S, SK, PADDED, count, blocks, section, left, right, scale,
@@ -215,13 +221,17 @@ def _attention_dq_kernel(
     mask_ptr = mask_ptr if mask_ptr is None else mask_ptr + b * SK
     shift = shift_of(offsets_ptr, index, length_q, length_k)
     first, last = row + shift, tl.minimum(row + BLOCK_M, length_q) - 1 + shift
-    start, end, inner_start, inner_end = zones(first, last, left, right, length_k, 0, 1, HAS_LEFT, HAS_RIGHT, BLOCK_N)
+    spans = spans_ptr if spans_ptr is None else load_spans(spans_ptr, b, B, S, queries[:, None])
+    start, end, inner_start, inner_end = zones(
+        first, last, left, right, spans, length_k, 0, 1, HAS_LEFT, HAS_RIGHT, BLOCK_N
+    )
     dq = zero_parts(BLOCK_M, D)
     for n in tl.range(start, end, BLOCK_N):
         edge = (n < inner_start) | (n + BLOCK_N > inner_end)
         dq = _add_keys(
             dq, q, dout, n, edge, k_ptr, v_ptr, bias_ptr, mask_ptr, STRIDE_K, STRIDE_V, stride_bs, stride_bk, queries,
-            lse, delta, shift, length_q, length_k, left, right, scale, SOFTCAP, HAS_LEFT, HAS_RIGHT, D, DV, BLOCK_N,
+            lse, delta, spans, shift, length_q, length_k, left, right, scale, SOFTCAP, HAS_LEFT, HAS_RIGHT, D, DV,
+            BLOCK_N,
         )  # fmt: skip
     place = (b * S + first_q) * H + h
     store_parts(dq_ptr + place * D, rows, H * D, rows < length_q - row, scale_parts(dq, scale), D)
@@ -230,6 +240,16 @@ def _attention_dq_kernel(
 def _group_splits(programs: int, group: int, device: torch.device) -> int:
     """In how many parts to take the query heads of a key head, so that a few key heads fill the GPU, too."""
     return max(1, min(group, num_programs(device, 1) // max(1, programs)))
+
+
+def _spans_of_keys(spans: Tensor | None, SK: int) -> Tensor | None:
+    """The queries that see a key, as ``spans`` [2, B, S] has the keys that a query sees: those whose end is behind the
+    key, up to the last one that starts there or before.
+    """
+    if spans is None:
+        return None
+    keys = torch.arange(SK, dtype=torch.int32, device=spans.device).repeat(*spans.shape[:2], 1)
+    return torch.searchsorted(spans.flip(0), keys, right=True, out_int32=True)
 
 
 def _delta_outputs(
@@ -299,7 +319,7 @@ def attention_bwd(
     masking = Masking(*options)
     dout, q, k, v = map(dense, (dout, q, k, v))
     (B, S, H, _), (SK, HK, _) = q.shape, v.shape[1:]
-    inputs = q, k, v, dout, rows, *masking.pointers()
+    inputs = q, k, v, dout, rows
     sizes = *strides_of(q, k, v, dout), *masking.bias_strides(), B, S, SK, rows.shape[3], masking.sequences
     constants = masking.constants() | constants_of(q, k, v) | {"STRIDE_D": dout.stride(1)}
     window = masking.left, masking.right
@@ -314,7 +334,7 @@ def attention_bwd(
         launch(
             _attention_dkv_kernel,
             (blocks * B * HK, splits),
-            (*inputs, dq_sum, *sums),
+            (*inputs, *masking._replace(spans=_spans_of_keys(masking.spans, SK)).pointers(), dq_sum, *sums),
             (*sizes, blocks, section_of(q, dout, masking.max_seqlen_q * (H // HK), 1), splits, *window),
             (masking.scale,),
             **constants,
@@ -329,7 +349,7 @@ def attention_bwd(
         launch(
             _attention_dq_kernel,
             (blocks * B * H,),
-            (*inputs, dq),
+            (*inputs, *masking.pointers(), dq),
             (*sizes, blocks, section_of(k, v, masking.max_seqlen_k, H // HK), *window),
             (masking.scale,),
             **constants,

@@ -10,9 +10,11 @@ from liger_like.ops.attention._blocks import (
     less_delta,
     load_bias,
     load_parts,
+    load_spans,
     probabilities,
     shift_of,
     visible,
+    within,
 )
 from liger_like.ops.attention._setup import Masking, constants_of, strides_of
 from liger_like.ops.attention._tiles import tile_for
@@ -20,7 +22,7 @@ from liger_like.ops.attention._tiles import tile_for
 
 @triton.jit(do_not_specialize=["B", "S", "SK", "PADDED", "left", "right"])
 def _attention_dbias_kernel(
-    q_ptr, k_ptr, v_ptr, dout_ptr, rows_ptr, bias_ptr, mask_ptr, offsets_ptr, dbias_ptr,
+    q_ptr, k_ptr, v_ptr, dout_ptr, rows_ptr, bias_ptr, mask_ptr, offsets_ptr, spans_ptr, dbias_ptr,
     stride_qb, stride_qh, stride_kb, stride_kh, stride_vb, stride_vh,
     stride_db, stride_dh, stride_bb, stride_bh, stride_bs, stride_bk, B, S, SK, PADDED, left, right, scale,
     H: tl.constexpr, HK: tl.constexpr, D: tl.constexpr, DV: tl.constexpr,
@@ -47,6 +49,8 @@ def _attention_dbias_kernel(
         seen = (queries < S)[:, None] & visible(
             queries[:, None], keys[None, :], shift, SK, left, right, HAS_LEFT, HAS_RIGHT
         )
+        spans = spans_ptr if spans_ptr is None else load_spans(spans_ptr, b, B, S, queries[:, None])
+        seen = within(seen, spans, keys[None, :])
         mask_k = keys < SK
         if mask_ptr is not None:
             mask_k = tl.load(mask_ptr + b * SK + keys, mask=mask_k, other=0) != 0
@@ -90,7 +94,7 @@ def attention_dbias(dout: Tensor, q: Tensor, k: Tensor, v: Tensor, rows: Tensor,
     launch(
         _attention_dbias_kernel,
         (programs,),
-        (q, k, v, dout, rows, bias, masking.key_padding_mask, masking.offsets, dbias),
+        (q, k, v, dout, rows, bias, masking.key_padding_mask, masking.offsets, masking.spans, dbias),
         sizes,
         (masking.scale,),
         **constants,

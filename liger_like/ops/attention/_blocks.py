@@ -37,19 +37,16 @@ def _load_part(ptr, offs, STRIDE: tl.constexpr, mask, D: tl.constexpr, PART: tl.
     if STRIDE >= 1 << 23:  # 32 bits hold the offsets within a block otherwise
         offs = offs.to(tl.int64)
     ptrs = ptr + offs[:, None] * STRIDE + cols[None, :]
+    mask = mask[:, None]
     if START + WIDTH > D:
         inside = (cols < D)[None, :]
-        x = tl.load(ptrs, mask=inside if mask is None else inside & mask[:, None], other=0.0)
-    elif mask is None:
-        x = tl.load(ptrs)
-    else:
-        x = tl.load(ptrs, mask=mask[:, None], other=0.0)
-    return x
+        mask = inside & mask
+    return tl.load(ptrs, mask=mask, other=0.0)
 
 
 @triton.jit
 def load_parts(ptr, offs, STRIDE: tl.constexpr, mask, D: tl.constexpr):
-    """Rows ``offs``, of 64 bits or less than 256, of D features in parts, zero where not ``mask``, unless that is None.
+    """Rows ``offs``, of 64 bits or less than 256, of D features in parts, zero where not ``mask``.
 
     The stride is a constant, so that one register points to the rows that a thread loads.
     """
@@ -180,24 +177,38 @@ def shift_of(offsets_ptr, index, length_q, length_k):
     if offsets_ptr is None:
         return length_k - length_q
     else:
-        return tl.load(offsets_ptr + index).to(tl.int32)
+        # what follows packed sequences has no keys, and no offset
+        return tl.load(offsets_ptr + index, mask=(length_q > 0) & (length_k > 0), other=0).to(tl.int32)
+
+
+@triton.jit
+def load_spans(ptr, b, B, total, rows):
+    """Where the spans of ``rows`` start and end, in a batch of ``total``; those behind have the span of the last."""
+    ptrs = ptr + b * total + tl.minimum(rows, total - 1)
+    return tl.load(ptrs), tl.load(ptrs + tl.cast(B, tl.int64) * total)
 
 
 @triton.jit
 def zones(
-    first, last, behind, ahead, length, part, num_parts, HAS_BEHIND: tl.constexpr, HAS_AHEAD: tl.constexpr,
+    first, last, behind, ahead, spans, length, part, num_parts, HAS_BEHIND: tl.constexpr, HAS_AHEAD: tl.constexpr,
     BLOCK: tl.constexpr,
 ):  # fmt: skip
-    """Rows ``first`` to ``last`` see from ``behind`` before themselves to ``ahead`` after, out of ``length``: where the
-    ``part`` of ``num_parts`` of what they see starts and ends, and from where to where all see all.
+    """Rows ``first`` to ``last`` see from ``behind`` before themselves to ``ahead`` after, in their ``spans`` unless
+    those are None, and out of ``length``: where the ``part`` of ``num_parts`` of what they see starts and ends, and
+    from where to where all see all.
     """
     start, end, inner_start, inner_end = 0, length, 0, length
     if HAS_AHEAD:
         end = tl.minimum(end, tl.maximum(last + ahead + 1, 0))
         inner_end = tl.minimum(inner_end, first + ahead + 1)
     if HAS_BEHIND:
-        start = tl.minimum(tl.maximum(first - behind, 0) // BLOCK * BLOCK, end)
+        start = tl.maximum(first - behind, 0) // BLOCK * BLOCK
         inner_start = last - behind
+    if spans is not None:
+        starts, ends = spans
+        start, end = tl.maximum(start, tl.min(starts) // BLOCK * BLOCK), tl.minimum(end, tl.max(ends))
+        inner_start, inner_end = tl.maximum(inner_start, tl.max(starts)), tl.minimum(inner_end, tl.min(ends))
+    start = tl.minimum(start, end)
     share = tl.cdiv(tl.cdiv(end - start, BLOCK), num_parts) * BLOCK
     start = tl.minimum(start + part * share, end)
     return start, tl.minimum(start + share, end), inner_start, inner_end
@@ -219,6 +230,14 @@ def visible(queries, keys, shift, length_k, left, right, HAS_LEFT: tl.constexpr,
         seen = seen & (distance >= -left)
     if HAS_RIGHT:
         seen = seen & (distance <= right)
+    return seen
+
+
+@triton.jit
+def within(seen, spans, others):
+    """``seen``, but for ``others`` outside the spans, if there are any, of the rows with which they broadcast."""
+    if spans is not None:
+        seen = seen & (others >= spans[0]) & (others < spans[1])
     return seen
 
 

@@ -17,6 +17,7 @@ from liger_like.ops.attention._blocks import (
     find_rows,
     load_bias,
     load_parts,
+    load_spans,
     scale_parts,
     schedule,
     scores,
@@ -24,6 +25,7 @@ from liger_like.ops.attention._blocks import (
     store_parts,
     unit_of_scores,
     visible,
+    within,
     zero_parts,
     zones,
 )
@@ -33,9 +35,9 @@ from liger_like.ops.attention._tiles import Tile, tile_for
 
 @triton.jit
 def _attend_block(
-    state, q, n, edge, k_ptr, v_ptr, bias_ptr, mask_ptr, STRIDE_K, STRIDE_V, stride_bs, stride_bk, queries, shift,
-    length_q, length_k, left, right, scale, SOFTCAP: tl.constexpr, HAS_LEFT: tl.constexpr, HAS_RIGHT: tl.constexpr,
-    D: tl.constexpr, DV: tl.constexpr, BLOCK_N: tl.constexpr,
+    state, q, n, edge, k_ptr, v_ptr, bias_ptr, mask_ptr, STRIDE_K, STRIDE_V, stride_bs, stride_bk, queries, spans,
+    shift, length_q, length_k, left, right, scale, SOFTCAP: tl.constexpr, HAS_LEFT: tl.constexpr,
+    HAS_RIGHT: tl.constexpr, D: tl.constexpr, DV: tl.constexpr, BLOCK_N: tl.constexpr,
 ):  # fmt: skip
     """Take the block of keys at ``n`` into running products, sums and maxima."""
     acc, total, most = state
@@ -53,6 +55,7 @@ def _attend_block(
         s = tl.where(mask[None, :], s, float("-inf"))
     if edge:
         seen = visible(queries[:, None], keys[None, :], shift, length_k, left, right, HAS_LEFT, HAS_RIGHT)
+        seen = within(seen, spans, keys[None, :])
         s = tl.where(seen, s, float("-inf"))
     new_most = tl.maximum(most, tl.max(s, 1) * unit)
     finite = tl.where(new_most == float("-inf"), 0.0, new_most)
@@ -80,7 +83,7 @@ def _finish(acc, total, most, sinks_ptr, heads):
 
 @triton.jit(do_not_specialize=["B", "S", "SK", "count", "blocks", "section", "splits", "left", "right"])
 def _attention_fwd_kernel(
-    q_ptr, k_ptr, v_ptr, sinks_ptr, bias_ptr, mask_ptr, cu_q_ptr, cu_k_ptr, offsets_ptr, out_ptr, lse_ptr,
+    q_ptr, k_ptr, v_ptr, sinks_ptr, bias_ptr, mask_ptr, cu_q_ptr, cu_k_ptr, offsets_ptr, spans_ptr, out_ptr, lse_ptr,
     stride_qb, stride_qh, stride_kb, stride_kh, stride_vb, stride_vh,
     stride_bb, stride_bh, stride_bs, stride_bk, B, S, SK, count, blocks, section, splits, left, right, scale,
     H: tl.constexpr, HK: tl.constexpr, D: tl.constexpr, DV: tl.constexpr,
@@ -109,17 +112,19 @@ def _attention_fwd_kernel(
     bias_rows = bias_ptr if bias_ptr is None else bias_ptr + b * stride_bb + of_head * stride_bh
     mask_ptr = mask_ptr if mask_ptr is None else mask_ptr + b * SK
     shift = shift_of(offsets_ptr, index, length_q, length_k)
+    spans = spans_ptr if spans_ptr is None else load_spans(spans_ptr, b, B, S, queries[:, None])
     last = tl.minimum((row + BLOCK_M - 1) // PACK, length_q - 1)
     start, end, inner_start, inner_end = zones(
-        first + shift, last + shift, left, right, length_k, tl.program_id(1), splits, HAS_LEFT, HAS_RIGHT, BLOCK_N
-    )
+        first + shift, last + shift, left, right, spans, length_k, tl.program_id(1), splits, HAS_LEFT, HAS_RIGHT,
+        BLOCK_N,
+    )  # fmt: skip
     most = tl.full((BLOCK_M,), float("-inf"), tl.float32)
     state = zero_parts(BLOCK_M, DV), tl.zeros((BLOCK_M,), tl.float32), most
     for n in tl.range(start, end, BLOCK_N):
         edge = (n < inner_start) | (n + BLOCK_N > inner_end)
         state = _attend_block(
             state, q, n, edge, k_ptr, v_ptr, bias_rows, mask_ptr, STRIDE_K, STRIDE_V, stride_bs, stride_bk, queries,
-            shift, length_q, length_k, left, right, scale, SOFTCAP, HAS_LEFT, HAS_RIGHT, D, DV, BLOCK_N,
+            spans, shift, length_q, length_k, left, right, scale, SOFTCAP, HAS_LEFT, HAS_RIGHT, D, DV, BLOCK_N,
         )  # fmt: skip
     out, lse = _finish(*state, sinks_ptr, heads)
     b += tl.program_id(1).to(tl.int64) * B  # the parts of a split softmax stand one behind the other

@@ -6,7 +6,7 @@ from torch import Tensor
 
 MASKING_SCHEMA = (
     "Tensor? bias, Tensor? key_padding_mask, Tensor? cu_seqlens_q, Tensor? cu_seqlens_k, Tensor? offsets,"
-    " SymInt max_seqlen_q, SymInt max_seqlen_k, float scale, float? softcap, int left, int right"
+    " Tensor? spans, SymInt max_seqlen_q, SymInt max_seqlen_k, float scale, float? softcap, int left, int right"
 )
 
 
@@ -14,7 +14,9 @@ class Masking(NamedTuple):
     """What decides the scores beside q and k, in the order of the library ops.
 
     ``offsets`` [number of sequences]: position of a sequence's first query minus that of its first key; None: the last
-    ones have the same position. ``left`` and ``right``: keys that a query sees beside its position, -1 for all.
+    ones have the same position. ``spans`` [2, B, S]: the first key that a query of a batch may see, and the one behind
+    the last, in int32, neither falling along S. ``left`` and ``right``: keys that a query sees beside its position, -1
+    for all.
     """
 
     bias: Tensor | None
@@ -22,6 +24,7 @@ class Masking(NamedTuple):
     cu_seqlens_q: Tensor | None
     cu_seqlens_k: Tensor | None
     offsets: Tensor | None
+    spans: Tensor | None
     max_seqlen_q: int
     max_seqlen_k: int
     scale: float
@@ -31,7 +34,7 @@ class Masking(NamedTuple):
 
     def pointers(self) -> tuple[Tensor | None, ...]:
         """The tensors, as kernels take them."""
-        return self[:5]
+        return self[:6]
 
     def bias_strides(self) -> tuple[int, int, int, int]:
         """Strides of the bias as [B, H, S, Sk]; 0 where it is broadcast."""
