@@ -8,6 +8,7 @@ from torch.utils._pytree import tree_map
 
 import liger_like
 from liger_like.ops import _common
+from liger_like.ops.rms_norm import _rms_norm_fwd as rms_norm_fwd
 
 OPS = ["liger_like::rms_norm_fwd", "liger_like::rms_norm_bwd"]
 
@@ -73,3 +74,8 @@ def test_fake_tensors(x):
     y = liger_like.rms_norm(fake.detach())
     assert isinstance(y, FakeTensor)
     assert y.shape == x.shape
+
+
+def test_tensors_without_data():
+    y, rstd = rms_norm_fwd(torch.empty(4, 32, device="meta"), None, 1e-6, 0.0, "llama")
+    assert (y.shape, y.device.type, rstd.shape, rstd.device.type) == ((4, 32), "meta", (4,), "meta")

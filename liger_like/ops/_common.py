@@ -56,8 +56,10 @@ def op(schema: str, fake: Callable[..., Any]) -> Callable[[Callable[..., Any]], 
 
 
 def _heard(args: tuple[Any, ...]) -> bool:
-    """Whether the dispatcher has more to do than to call the launcher: for a mode, a profiler, or a tensor subclass."""
-    listens = torch._C._len_torch_dispatch_stack() or torch._C._autograd._profiler_enabled()
+    """Whether the dispatcher has more to do than to call the launcher: for a mode, a profiler, a tensor subclass or a
+    tensor without data, which the first argument would be.
+    """
+    listens = torch._C._len_torch_dispatch_stack() or torch._C._autograd._profiler_enabled() or args[0].is_meta
     return listens or not _PLAIN.issuperset(map(type, args))
 
 
