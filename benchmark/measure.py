@@ -1,4 +1,4 @@
-"""What the benchmarks of losses and of memory-bound ops share: how to time, and what to do with what was measured."""
+"""What the benchmarks share: how to time, and what to do with what was measured."""
 
 import datetime
 import importlib.metadata

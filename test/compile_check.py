@@ -195,7 +195,6 @@ def record() -> list[Launch]:
                     testing.run(spec.fn, spec.inputs(dtype, "cpu", **shape), options)
         for name, members in CLASSES.items():
             gpus = members
-            _attention_tiles._tile.cache_clear()
             with patch.object(_attention_tiles, "gpu_class", lambda device, name=name: name):
                 for spec, dtype, shape, options in attention_calls():
                     testing.run(spec.fn, spec.inputs(dtype, "cpu", **shape), options)
