@@ -105,7 +105,7 @@ def patch(
     norm: bool = True,
     rope: bool = True,
     mlp: bool = True,
-    attention: bool = False,
+    attention: bool = True,
     loss: bool = True,
     strict: bool = False,
     verify: str = "fingerprint",
@@ -115,9 +115,8 @@ def patch(
     A module is recognised by the form of its forward, confirmed by running original and replacement on a small module
     of its class; ``verify="numeric"`` also runs both on the module itself, forward and backward, and leaves it alone if
     they differ. In training with labels the loss is computed without logits, and the output's ``logits`` are None.
-    ``attention`` has not been measured on a GPU yet, so it must be asked for: it obeys the masks that eager attention
-    has, and where attention weights are wanted, eager attention computes them. Calling it again patches what was not
-    patched before.
+    Attention obeys the masks that eager attention has, and where attention weights are wanted, eager attention computes
+    them. Calling it again patches what was not patched before.
 
     Raises TypeError if ``model`` is no torch.nn.Module; ValueError for an unknown ``verify``, or with ``strict=True``
     if a module that looks like a pattern would be left alone; then nothing is patched.

@@ -112,14 +112,14 @@ def make_mask(
 
 def _recognised(function: Callable[..., Any]) -> Mask | None:
     """The Mask that one of transformers' functions of (batch, head, query, key) comes to, if one does."""
-    from transformers import masking_utils
+    from transformers.masking_utils import bidirectional_mask_function, causal_mask_function
 
-    if function is masking_utils.causal_mask_function:
+    if function is causal_mask_function:
         return Mask(right=0)
-    if function is masking_utils.bidirectional_mask_function:
+    if function is bidirectional_mask_function:
         return Mask()
     # torch.compile does not show what a closure holds
-    if torch.compiler.is_compiling() or function.__module__ != masking_utils.__name__:
+    if torch.compiler.is_compiling() or function.__module__ != causal_mask_function.__module__:
         return None
     held = inspect.getclosurevars(function).nonlocals
     match function.__qualname__.split(".")[0]:
@@ -158,9 +158,12 @@ def _searched(function: Callable[..., Any], batch: int, rows: int, device: Any) 
     by one in each, are what else there is: then a query sees all keys from one before it, or itself, to one behind, and
     how far those are is found digit by digit.
     """
-    from transformers import masking_utils
+    from transformers.masking_utils import causal_mask_function
 
-    if function.__module__ != masking_utils.__name__ or not function.__qualname__.startswith("and_masks."):
+    if function.__name__ != "and_mask":
+        return None
+    # nor the module, to older ones
+    if not torch.compiler.is_compiling() and function.__module__ != causal_mask_function.__module__:
         return None
     b, queries = torch.arange(batch, device=device)[:, None, None], torch.arange(rows, device=device)[:, None]
     side, digits = torch.arange(-1, 2, 2, device=device).view(2, 1, 1, 1), torch.arange(1, 64, device=device)

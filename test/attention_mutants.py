@@ -6,8 +6,8 @@ ATTENTION = [
     ("_blocks.py", "inside = (cols < D)[None, :]", "inside = (cols <= D)[None, :]", "reads a feature beyond the head"),
     (
         "_blocks.py",
-        "mask[:, None] & (cols < D)[None, :]\n    if ATOMIC",
-        "mask[:, None] & (cols < D - 1)[None, :]\n    if ATOMIC",
+        "x, mask=mask[:, None] & (cols < D)[None, :])",
+        "x, mask=mask[:, None] & (cols < D - 1)[None, :])",
         "leaves the last feature unwritten",
     ),
     (
@@ -166,14 +166,8 @@ ATTENTION = [
         "ds = p * less_delta(dout",
         "dq without softcap's derivative",
     ),
-    (
-        "_backward.py",
-        "scale_parts(product(tl.trans(ds), k), scale)",
-        "product(tl.trans(ds), k)",
-        "dq on the way is not scaled",
-    ),
     ("_backward.py", "scale_parts(dk, scale), D)", "dk, D)", "dk is not scaled"),
-    ("_backward.py", "scale_parts(dq, scale), D)", "dq, D)", "dq of its own kernel is not scaled"),
+    ("_backward.py", "scale_parts(dq, scale), D)", "dq, D)", "dq is not scaled"),
     ("_backward.py", "h = first_head + i", "h = hk * group + i", "the parts of a group do the same heads"),
     (
         "_backward.py",
@@ -183,8 +177,6 @@ ATTENTION = [
     ),
     ("_backward.py", "unseen = tl.min(mask.to(tl.int32)) == 0", "pass", "blocks with hidden keys are not masked"),
     ("_backward.py", "b += tl.program_id(1).to(tl.int64) * B", "pass", "the parts of a group overwrite one another"),
-    ("_backward.py", "None if deterministic or not (needs[0]", "None if not (needs[0]", "deterministic is ignored"),
-    ("_backward.py", "dq_sum = torch.zeros(", "dq_sum = torch.empty(", "dq is added to memory never filled"),
     ("_backward.py", "else x.sum(0).to(q.dtype)", "else x[0].to(q.dtype)", "dk and dv of the group's first heads only"),
     ("_bias.py", "tl.sum(total, 0)[None, :], 0.0)", "total, 0.0)", "a bias for all queries has the gradient of one"),
     (

@@ -48,16 +48,6 @@ def poisoned():
 
 
 @pytest.fixture
-def one_pass(monkeypatch):
-    """The interpreter takes the way of a backward in one pass where that is allowed, as GPUs with a tile for it do."""
-    if DEVICE == "cpu":
-        from liger_like.ops.attention import _backward
-
-        tile_for = _backward.tile_for
-        monkeypatch.setattr(_backward, "tile_for", lambda name, *args: tile_for(name, *args) or tile_for("dkv", *args))
-
-
-@pytest.fixture
 def launched(monkeypatch):
     """Names of the kernels that are launched, and their grids."""
     from liger_like.ops.attention import _backward, _bias, _forward

@@ -17,7 +17,6 @@ from liger_like.testing import assert_accurate, run
 
 DTYPES = [torch.float32, torch.float16, *([torch.bfloat16] if DEVICE == "cuda" else [])]
 EVERYTHING = {"B": 1, "S": 9, "Sk": 20, "H": 2, "Hk": 1, "D": 16, "sinks": True, "bias": "hsk", "padded": True}
-pytestmark = pytest.mark.usefixtures("one_pass")
 both_ways = pytest.mark.parametrize("deterministic", [False, True])
 
 
@@ -360,7 +359,7 @@ def test_pairs_of_options(row, device, poisoned):
     *parts, lse, dtype = row
     shape, options = merged(parts[: len(SHAPES)]), merged(parts[len(SHAPES) :])
     # in half precision the few numbers of the sinks' gradient are close or not by luck
-    draws = 1 if dtype == torch.float32 else 4
+    draws = 1 if dtype == torch.float32 else 4 if DEVICE == "cpu" else 128
     check(lambda: attention_inputs(dtype, device, B=1, **shape), options, lse, draws)
 
 

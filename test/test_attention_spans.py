@@ -13,7 +13,6 @@ from liger_like._cases import attention_inputs
 from liger_like.ops.attention import flash_attention_ref
 from liger_like.testing import run
 
-pytestmark = pytest.mark.usefixtures("one_pass")
 MORE = {
     "plain": ({"S": 70, "Sk": 70}, {}),
     "all masks": ({"S": 40, "Sk": 70, "padded": True}, {"causal": True, "window": (50, -1)}),
@@ -36,7 +35,7 @@ def documents(*lengths, device=DEVICE):
 def test_spans_beside_other_options(name, dtype, deterministic, device, poisoned):
     more, options = MORE[name]
     shape = {"B": 1, "H": 2, "Hk": 1, "D": 16, "spans": True} | more
-    draws = 1 if dtype == torch.float32 else 3
+    draws = 1 if dtype == torch.float32 else 3 if DEVICE == "cpu" else 32
     check(lambda: attention_inputs(dtype, device, **shape), options | {"deterministic": deterministic}, draws=draws)
 
 
@@ -101,7 +100,7 @@ def test_empty_spans(deterministic, device, poisoned):
     for name, rows in (("out0", seen.any(2)), ("dq", seen.any(2)), ("dk", seen.any(1)), ("dv", seen.any(1))):
         assert torch.equal(got[name][:, :, 0].ne(0).all(-1), rows), name
         assert torch.equal(got[name][:, :, 0].ne(0).any(-1), rows), name
-    check(lambda: inputs, {"deterministic": deterministic})
+    check(lambda: inputs, {"deterministic": deterministic}, draws=8)  # the sinks' gradient is one number
 
 
 @both_ways

@@ -24,7 +24,6 @@ from liger_like.ops.attention import (
 )
 from liger_like.testing import assert_accurate, run
 
-pytestmark = pytest.mark.usefixtures("one_pass")
 varlen, varlen_ref = map(with_longest, (ops.flash_attention_varlen, flash_attention_varlen_ref))
 
 
@@ -45,7 +44,7 @@ PACKINGS = {
 @pytest.mark.parametrize("name", PACKINGS)
 def test_packings(name, dtype, device, poisoned):
     shape = {"lengths": PACKINGS[name], "H": 2, "Hk": 1, "D": 16, "sinks": True, "behind": 2}
-    draws = 1 if dtype == torch.float32 else 3
+    draws = 1 if dtype == torch.float32 else 3 if DEVICE == "cpu" else 32
     options = {"causal": True, "softcap": 4.0, "deterministic": dtype == torch.float16}
     check(lambda: attention_varlen_inputs(dtype, device, **shape), options, draws)
 

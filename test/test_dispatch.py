@@ -17,18 +17,18 @@ class Wrapped(torch.Tensor):
     """A tensor that hands each op to the tensor it holds, and notes its name."""
 
     @staticmethod
-    def __new__(cls, held, names):
+    def __new__(cls, held, seen):
         return torch.Tensor._make_wrapper_subclass(cls, held.shape, dtype=held.dtype, device=held.device)
 
-    def __init__(self, held, names):
-        self.held, self.names = held, names
+    def __init__(self, held, seen):
+        self.held, self.seen = held, seen
 
     @classmethod
     def __torch_dispatch__(cls, func, types, args=(), kwargs=None):
-        names = next(x.names for x in args if isinstance(x, cls))
-        names.append(func.name())
+        seen = next(x.seen for x in args if isinstance(x, cls))
+        seen.append(func.name())
         out = func(*tree_map(lambda x: x.held if isinstance(x, cls) else x, args), **(kwargs or {}))
-        return tree_map(lambda x: cls(x, names) if isinstance(x, torch.Tensor) else x, out)
+        return tree_map(lambda x: cls(x, seen) if isinstance(x, torch.Tensor) else x, out)
 
 
 def step(x):
@@ -60,9 +60,9 @@ def test_the_profiler_sees_the_ops(x):
 
 
 def test_subclasses_see_the_ops(x):
-    names = []
-    y = liger_like.rms_norm(Wrapped(x.detach(), names))
-    assert OPS[0] in names
+    seen = []
+    y = liger_like.rms_norm(Wrapped(x.detach(), seen))
+    assert OPS[0] in seen
     torch.testing.assert_close(y.held, liger_like.rms_norm(x).detach())
 
 

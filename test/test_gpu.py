@@ -325,11 +325,12 @@ MASKS = [{}, {"causal": True}, {"causal": True, "window": (100, -1)}, {"softcap"
 @pytest.mark.parametrize("mask", MASKS, ids=str)
 def test_attention_over_many_blocks(mask, widths, dtype):
     D, Dv = widths
-    shape = {"B": 2, "S": 700, "Sk": 901, "H": 4, "Hk": 2, "D": D, "Dv": Dv, "sinks": True, "padded": True}
+    # many heads and draws: the gradient of a sink is one number, and close or not by luck
+    shape = {"B": 2, "S": 700, "Sk": 901, "H": 16, "Hk": 8, "D": D, "Dv": Dv, "sinks": True, "padded": True}
     make = lambda: attention_inputs(dtype, "cuda", **shape)  # noqa: E731
     for deterministic in (False, True):
         options = {**mask, "deterministic": deterministic}
-        assert_accurate(ops.flash_attention, ATTENTION.ref, make, options, draws=4, k=2)
+        assert_accurate(ops.flash_attention, ATTENTION.ref, make, options, draws=8, k=2)
 
 
 def test_attention_repeats_bit_for_bit():

@@ -1,7 +1,6 @@
 """Attention through transformers' interface: what patched models compute, and that nothing else changes."""
 
 import copy
-import functools
 import pickle
 
 import pytest
@@ -13,9 +12,7 @@ from transformers.integrations.sdpa_attention import sdpa_attention_forward
 
 import liger_like.patching
 from liger_like.patches import attention
-from liger_like.patching import unpatch
-
-patch = functools.partial(liger_like.patching.patch, attention=True)
+from liger_like.patching import patch, unpatch
 
 pytestmark = pytest.mark.filterwarnings("error:liger_like")
 OTHERS = {"norm": False, "rope": False, "mlp": False, "loss": False}
@@ -34,7 +31,7 @@ def _finite_masks(monkeypatch):
 
 def pair(family, device, **config):
     """A model whose attention is patched, and its eager twin."""
-    original = tiny(family, device, attn_implementation="eager", **ATTENTION[family] | config)
+    original = tiny(family, device, **ATTENTION[family] | {"attn_implementation": "eager"} | config)
     patched = copy.deepcopy(original)
     patch(patched, strict=True, **OTHERS)
     return patched, original

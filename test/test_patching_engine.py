@@ -1,7 +1,6 @@
 """Recognition, reports, and patching that leaves no trace."""
 
 import copy
-import functools
 import pickle
 import subprocess
 import sys
@@ -15,9 +14,7 @@ from transformers.models.llama import modeling_llama
 
 import liger_like.patching
 from liger_like.patches import lm_head, rms_norm, rope
-from liger_like.patching import AutoModelForCausalLM, unpatch
-
-patch = functools.partial(liger_like.patching.patch, attention=True)
+from liger_like.patching import AutoModelForCausalLM, patch, unpatch
 
 
 def object_graph(model):

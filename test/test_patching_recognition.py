@@ -165,7 +165,7 @@ def test_vision_language_model_reports_what_it_leaves(device):
     original = transformers.LlavaForConditionalGeneration(config).to(device).train()
     model = copy.deepcopy(original)
     report = patch(model)
-    assert {row.pattern for row in report.patched} == {"rms_norm", "rope", "glu_mlp", "lm_head"}
+    assert {row.pattern for row in report.patched} == {"rms_norm", "rope", "glu_mlp", "attention", "lm_head"}
     assert {row.cls for row in report.skipped} >= {"LayerNorm", "CLIPMLP"}
     inputs = batch(device)
     inputs["input_ids"] %= 99

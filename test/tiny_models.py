@@ -25,7 +25,13 @@ FAMILIES = {
     "Qwen2": {},
     "Qwen3": {"head_dim": 16},
     "Gemma": {"head_dim": 16},
-    "Gemma2": {"head_dim": 16, "sliding_window": 8, "query_pre_attn_scalar": 16, "final_logit_softcapping": 5.0},
+    "Gemma2": {
+        "head_dim": 16,
+        "sliding_window": 8,
+        "query_pre_attn_scalar": 16,
+        "final_logit_softcapping": 5.0,
+        "attn_implementation": "eager",  # SDPA, with some transformers the default, knows no softcap
+    },
     "Phi3": {"rope_parameters": PARTIAL},
     "Olmo2": {},
     "SmolLM3": {"no_rope_layers": [1, 0]},

@@ -203,15 +203,16 @@ def accumulate(ptr, offs, mask, again, value):
 @triton.jit
 def tanh_and_slope(x, EXACT: tl.constexpr):
     """tanh(x) and its derivative in fp32; ``EXACT``: to a relative error, not just an absolute one."""
+    if not EXACT:
+        y = 2.0 / (1.0 + tl.exp(-2.0 * x)) - 1.0
+        return y, 1.0 - y * y
     # e = exp(-2|x|), tanh |x| = (1 - e) / (1 + e), its slope 4e / (1 + e)^2; near 0, where that cancels, the series
     e = tl.exp(-2.0 * tl.abs(x))
+    x2 = x * x
+    near = -17.0 / 315 + x2 * (62.0 / 2835 - 1382.0 / 155925 * x2)
+    near = x * (1.0 + x2 * (-1.0 / 3 + x2 * (2.0 / 15 + x2 * near)))
     y = tl.where(x < 0.0, e - 1.0, 1.0 - e) / (1.0 + e)
-    if EXACT:
-        x2 = x * x
-        near = -17.0 / 315 + x2 * (62.0 / 2835 - 1382.0 / 155925 * x2)
-        near = x * (1.0 + x2 * (-1.0 / 3 + x2 * (2.0 / 15 + x2 * near)))
-        y = tl.where(x2 < 0.1, near, y)
-    return y, 4.0 * e / ((1.0 + e) * (1.0 + e))
+    return tl.where(x2 < 0.1, near, y), 4.0 * e / ((1.0 + e) * (1.0 + e))
 
 
 @triton.jit

@@ -1,8 +1,8 @@
 """Attention backward: dv_j = sum_i p_ij do_i and, with ds_ij = p_ij (do_i . v_j - delta_i), delta_i = do_i . o_i,
 dq_i = scale sum_j ds_ij k_j and dk_j = scale sum_i ds_ij q_i; p is formed again from q, k and lse.
 
-A program owns a block of keys and sums over the queries that see it, those of all query heads of its key head. dq is
-added up on the way in fp32, in an order that differs from run to run, or by kernel of its own in one that does not.
+For dk and dv a program owns a block of keys and sums over the queries that see it, those of all query heads of its key
+head; for dq one owns a block of queries. Nothing is added up in memory, so a repetition gives the same bits.
 """
 
 from typing import Any
@@ -23,7 +23,6 @@ from liger_like.ops.attention._blocks import (
     load_parts,
     load_spans,
     probabilities,
-    product,
     scale_parts,
     schedule,
     shift_of,
@@ -68,11 +67,11 @@ def _delta_kernel(
 
 @triton.jit
 def _add_queries(
-    state, k, v, m, edge, q_ptr, dout_ptr, rows_ptr, delta_ptr, bias_ptr, dq_ptr, STRIDE_Q, STRIDE_D, stride_dqs,
-    stride_bs, stride_bk, keys, seen_keys, spans, shift, length_q, length_k, left, right, scale, SOFTCAP: tl.constexpr,
+    state, k, v, m, edge, q_ptr, dout_ptr, rows_ptr, delta_ptr, bias_ptr, STRIDE_Q, STRIDE_D, stride_bs, stride_bk,
+    keys, seen_keys, spans, shift, length_q, length_k, left, right, scale, SOFTCAP: tl.constexpr,
     HAS_LEFT: tl.constexpr, HAS_RIGHT: tl.constexpr, D: tl.constexpr, DV: tl.constexpr, BLOCK_M: tl.constexpr,
 ):  # fmt: skip
-    """Add what the block of queries at ``m`` gives to dk and dv, and to dq in memory unless that is None."""
+    """Add what the block of queries at ``m`` gives to dk and dv."""
     dk, dv = state
     rows, first = tl.arange(0, BLOCK_M), tl.cast(m, tl.int64)
     queries = m + rows
@@ -93,17 +92,13 @@ def _add_queries(
     dv, p = add_product(dv, p, dout), p * slopes
     delta = tl.load(delta_ptr + first + rows)  # during that product
     ds = p * less_delta(v, dout, delta[None, :])
-    dk = add_product(dk, ds, q)
-    if dq_ptr is not None:
-        dq = scale_parts(product(tl.trans(ds), k), scale)
-        store_parts(dq_ptr + first * stride_dqs, rows, stride_dqs, mask, dq, D, True)
-    return dk, dv
+    return add_product(dk, ds, q), dv
 
 
 @triton.jit(do_not_specialize=["B", "S", "SK", "PADDED", "count", "blocks", "section", "splits", "left", "right"])
 def _attention_dkv_kernel(
     q_ptr, k_ptr, v_ptr, dout_ptr, rows_ptr, bias_ptr, mask_ptr, cu_q_ptr, cu_k_ptr, offsets_ptr, spans_ptr,
-    dq_ptr, dk_ptr, dv_ptr, stride_qb, stride_qh, stride_kb, stride_kh,
+    dk_ptr, dv_ptr, stride_qb, stride_qh, stride_kb, stride_kh,
     stride_vb, stride_vh, stride_db, stride_dh, stride_bb, stride_bh, stride_bs, stride_bk,
     B, S, SK, PADDED, count, blocks, section, splits, left, right, scale,
     H: tl.constexpr, HK: tl.constexpr, D: tl.constexpr, DV: tl.constexpr,
@@ -147,13 +142,12 @@ def _attention_dkv_kernel(
         rows_head = rows_ptr + (b * H + h) * PADDED + start_q
         delta_head = rows_head + tl.cast(B, tl.int64) * H * PADDED
         bias_head = bias_ptr if bias_ptr is None else bias_ptr + b * stride_bb + h * stride_bh
-        dq_head = dq_ptr if dq_ptr is None else dq_ptr + ((b * S + start_q) * H + h) * D
         for m in tl.range(start, end, BLOCK_M):
             edge = unseen | (m < inner_start) | (m + BLOCK_M > inner_end)
             state = _add_queries(
-                state, k, v, m, edge, q_head, dout_head, rows_head, delta_head, bias_head, dq_head, STRIDE_Q, STRIDE_D,
-                H * D, stride_bs, stride_bk, keys, seen_keys, spans, shift, length_q, length_k, left, right, scale,
-                SOFTCAP, HAS_LEFT, HAS_RIGHT, D, DV, BLOCK_M,
+                state, k, v, m, edge, q_head, dout_head, rows_head, delta_head, bias_head, STRIDE_Q, STRIDE_D,
+                stride_bs, stride_bk, keys, seen_keys, spans, shift, length_q, length_k, left, right, scale, SOFTCAP,
+                HAS_LEFT, HAS_RIGHT, D, DV, BLOCK_M,
             )  # fmt: skip
     dk, dv = state
     b += tl.program_id(1).to(tl.int64) * B  # the parts of a split group stand one behind the other
@@ -323,18 +317,16 @@ def attention_bwd(
     sizes = *strides_of(q, k, v, dout), *masking.bias_strides(), B, S, SK, rows.shape[3], masking.sequences
     constants = masking.constants() | constants_of(q, k, v) | {"STRIDE_D": dout.stride(1)}
     window = masking.left, masking.right
-    one_pass = None if deterministic or not (needs[0] and (needs[1] or needs[2])) else tile_for("all", q, v, masking)
     if needs[1] or needs[2]:
-        tile = one_pass or tile_for("dkv", q, v, masking)
+        tile = tile_for("dkv", q, v, masking)
         blocks = masking.num_blocks(SK, tile.block_n)
         splits = _group_splits(blocks * B * HK, H // HK, q.device)
         dtype = q.dtype if splits == 1 else torch.float32
         sums = [torch.empty((splits, *x.shape), dtype=dtype, device=x.device) for x in (k, v)]
-        dq_sum = torch.zeros(q.shape, dtype=torch.float32, device=q.device) if one_pass else None
         launch(
             _attention_dkv_kernel,
             (blocks * B * HK, splits),
-            (*inputs, *masking._replace(spans=_spans_of_keys(masking.spans, SK)).pointers(), dq_sum, *sums),
+            (*inputs, *masking._replace(spans=_spans_of_keys(masking.spans, SK)).pointers(), *sums),
             (*sizes, blocks, section_of(q, dout, masking.max_seqlen_q * (H // HK), 1), splits, *window),
             (masking.scale,),
             **constants,
@@ -342,8 +334,7 @@ def attention_bwd(
         )
         whole = (x[0] if splits == 1 else x.sum(0).to(q.dtype) for x in sums)
         dk, dv = (x if need else x.new_empty(0) for x, need in zip(whole, needs[1:3], strict=True))
-        dq = dq if dq_sum is None else dq_sum.to(q.dtype)
-    if needs[0] and not one_pass:
+    if needs[0]:
         dq, tile = torch.empty(q.shape, dtype=q.dtype, device=q.device), tile_for("dq", q, v, masking)
         blocks = masking.num_blocks(S, tile.block_m)
         launch(

@@ -58,21 +58,17 @@ def load_parts(ptr, offs, STRIDE: tl.constexpr, mask, D: tl.constexpr):
 
 
 @triton.jit
-def _store_part(ptr, offs, STRIDE: tl.constexpr, mask, x, D: tl.constexpr, PART: tl.constexpr, ATOMIC: tl.constexpr):
+def _store_part(ptr, offs, STRIDE: tl.constexpr, mask, x, D: tl.constexpr, PART: tl.constexpr):
     cols = PART * part_width(D, 0) + tl.arange(0, part_width(D, PART))
-    ptrs, mask = ptr + offs[:, None] * STRIDE + cols[None, :], mask[:, None] & (cols < D)[None, :]
-    if ATOMIC:
-        tl.atomic_add(ptrs, x, mask=mask, sem="relaxed")
-    else:
-        tl.store(ptrs, x, mask=mask)
+    tl.store(ptr + offs[:, None] * STRIDE + cols[None, :], x, mask=mask[:, None] & (cols < D)[None, :])
 
 
 @triton.jit
-def store_parts(ptr, offs, STRIDE: tl.constexpr, mask, x, D: tl.constexpr, ATOMIC: tl.constexpr = False):
-    """Store what ``load_parts`` would load, or add it to what is there."""
-    _store_part(ptr, offs, STRIDE, mask, x[0], D, 0, ATOMIC)
+def store_parts(ptr, offs, STRIDE: tl.constexpr, mask, x, D: tl.constexpr):
+    """Store what ``load_parts`` would load."""
+    _store_part(ptr, offs, STRIDE, mask, x[0], D, 0)
     if len(x) > 1:
-        _store_part(ptr, offs, STRIDE, mask, x[1], D, 1, ATOMIC)
+        _store_part(ptr, offs, STRIDE, mask, x[1], D, 1)
 
 
 @triton.jit
@@ -114,18 +110,6 @@ def add_product(acc, a, b):
         return (first,)
     else:
         return first, tl.dot(a, b[1], acc[1], input_precision=precision)
-
-
-@triton.jit
-def product(a, b):
-    """``a`` [M, N] ``b`` [N, D] for ``b`` in parts, in fp32."""
-    precision: tl.constexpr = product_precision(b[0].dtype)
-    a = a.to(b[0].dtype)
-    first = tl.dot(a, b[0], input_precision=precision)
-    if len(b) == 1:
-        return (first,)
-    else:
-        return first, tl.dot(a, b[1], input_precision=precision)
 
 
 @triton.jit

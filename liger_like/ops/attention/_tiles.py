@@ -1,5 +1,5 @@
-"""Tiles of the attention kernels: for Hopper, and for other GPUs with much or little shared memory. Chosen so that no
-register is spilled in a loop; which of those is the fastest was not measured yet.
+"""Tiles of the attention kernels: for Hopper, where they are the fastest that were measured, and for other GPUs with
+much or little shared memory. None spills a register in a loop.
 """
 
 import functools
@@ -30,12 +30,13 @@ class Tile(NamedTuple):
         }
 
 
-# kernel ("all": dk, dv and dq in one pass) -> widest head -> tile, and the one for scores with a softcap or a bias
-Tiles = dict[str, dict[int, tuple[Tile | None, Tile | None]]]
+# kernel -> widest head -> tile, and the one for scores with a softcap or a bias
+Tiles = dict[str, dict[int, tuple[Tile, Tile]]]
 TILES: dict[str, Tiles] = {
     "hopper": {
         "fwd": {
-            128: (Tile(128, 128, 8, 2), Tile(128, 64, 8, 3)),
+            64: (Tile(128, 64, 4, 3), Tile(128, 64, 8, 3)),
+            128: (Tile(64, 64, 4, 3), Tile(128, 64, 8, 3)),
             192: (Tile(128, 64, 8, 3), Tile(128, 64, 8, 3)),
             256: (Tile(128, 64, 8, 2), Tile(64, 64, 8, 2)),
         },
@@ -45,15 +46,9 @@ TILES: dict[str, Tiles] = {
             192: (Tile(64, 64, 8, 2), Tile(32, 64, 8, 1)),
             256: (Tile(32, 64, 8, 1), Tile(16, 16, 4, 1)),
         },
-        "all": {
-            64: (Tile(64, 128, 8, 2), Tile(64, 64, 8, 2)),
-            128: (Tile(64, 64, 8, 2), Tile(32, 64, 8, 1)),
-            192: (Tile(64, 64, 8, 1), Tile(32, 64, 8, 1)),
-            256: (None, None),
-        },
         "dq": {
             64: (Tile(128, 128, 8, 2), Tile(128, 64, 8, 2)),
-            128: (Tile(128, 128, 8, 2), Tile(64, 64, 8, 1)),
+            128: (Tile(128, 64, 8, 3), Tile(64, 64, 8, 1)),
             192: (Tile(128, 64, 8, 2), Tile(64, 64, 8, 1)),
             256: (Tile(128, 64, 8, 1), Tile(64, 64, 8, 1)),
         },
@@ -72,7 +67,6 @@ TILES: dict[str, Tiles] = {
             192: (Tile(32, 32, 4, 1), Tile(32, 32, 4, 1)),
             256: (Tile(32, 32, 4, 1), Tile(16, 16, 4, 1)),
         },
-        "all": {256: (None, None)},
         "dq": {
             64: (Tile(64, 64, 4, 1), Tile(64, 32, 4, 1)),
             128: (Tile(64, 32, 4, 1), Tile(32, 32, 4, 1)),
@@ -93,7 +87,6 @@ TILES: dict[str, Tiles] = {
             64: (Tile(32, 32, 4, 1), Tile(32, 32, 4, 1)),
             256: (Tile(16, 16, 4, 1), Tile(16, 16, 4, 1)),
         },
-        "all": {256: (None, None)},
         "dq": {
             128: (Tile(32, 32, 4, 1), Tile(32, 16, 4, 1)),
             256: (Tile(16, 16, 4, 1), Tile(16, 16, 4, 1)),
@@ -104,7 +97,6 @@ TILES: dict[str, Tiles] = {
 FP32: Tiles = {
     "fwd": {64: (Tile(32, 32, 4, 1), Tile(32, 32, 4, 1)), 256: (Tile(16, 16, 4, 1), Tile(16, 16, 4, 1))},
     "dkv": {256: (Tile(16, 32, 4, 1), Tile(16, 32, 4, 1))},
-    "all": {256: (None, None)},
     "dq": {256: (Tile(16, 16, 4, 1), Tile(16, 16, 4, 1))},
     "dbias": {256: (Tile(16, 16, 4, 1), Tile(16, 16, 4, 1))},
 }
@@ -122,14 +114,14 @@ def gpu_class(device: torch.device) -> str:
     return "large" if memory >= 160 << 10 else "small"
 
 
-def tile_for(kernel: str, q: Tensor, v: Tensor, masking: Masking) -> Tile | None:
-    """The tile for the heads of q and v on their GPU, or None if every one spills registers."""
+def tile_for(kernel: str, q: Tensor, v: Tensor, masking: Masking) -> Tile:
+    """The tile for the heads of q and v on their GPU."""
     rich = masking.softcap is not None or masking.bias is not None
     return _tile(kernel, gpu_class(q.device), max(q.shape[-1], v.shape[-1]), q.element_size(), rich)
 
 
 @functools.cache
-def _tile(kernel: str, gpu: str, width: int, itemsize: int, rich: bool) -> Tile | None:
+def _tile(kernel: str, gpu: str, width: int, itemsize: int, rich: bool) -> Tile:
     table = FP32[kernel] if itemsize == 4 else TILES[gpu][kernel]
     plain, with_more = next(tiles for widest, tiles in table.items() if width <= widest)
     return with_more if rich else plain
