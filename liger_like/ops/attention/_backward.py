@@ -14,6 +14,7 @@ from torch import Tensor
 from triton import next_power_of_2
 
 from liger_like.ops._common import dense, launch, num_programs, op, packed
+from liger_like.ops.attention import _backward_hopper as hopper
 from liger_like.ops.attention._bias import attention_dbias
 from liger_like.ops.attention._blocks import (
     add_product,
@@ -323,27 +324,32 @@ def attention_bwd(
     sizes = *strides_of(q, k, v, dout), *masking.bias_strides(), B, S, SK, rows.shape[3], masking.sequences
     constants = masking.constants() | constants_of(q, k, v) | {"STRIDE_D": dout.stride(1)}
     window = masking.left, masking.right
-    one_pass = None if deterministic or not (needs[0] and (needs[1] or needs[2])) else tile_for("all", q, v, masking)
+    at_once = needs[0] and (needs[1] or needs[2]) and not deterministic
+    in_gluon = at_once and hopper.has_backward(masking, q, k, v, dout)
+    one_pass = tile_for("all", q, v, masking) if at_once and not in_gluon else None
     if needs[1] or needs[2]:
         tile = one_pass or tile_for("dkv", q, v, masking)
-        blocks = masking.num_blocks(SK, tile.block_n)
+        blocks = masking.num_blocks(SK, hopper.BLOCK_N if in_gluon else tile.block_n)
         splits = _group_splits(blocks * B * HK, H // HK, q.device)
         dtype = q.dtype if splits == 1 else torch.float32
         sums = [torch.empty((splits, *x.shape), dtype=dtype, device=x.device) for x in (k, v)]
-        dq_sum = torch.zeros(q.shape, dtype=torch.float32, device=q.device) if one_pass else None
-        launch(
-            _attention_dkv_kernel,
-            (blocks * B * HK, splits),
-            (*inputs, *masking._replace(spans=_spans_of_keys(masking.spans, SK)).pointers(), dq_sum, *sums),
-            (*sizes, blocks, section_of(q, dout, masking.max_seqlen_q * (H // HK), 1), splits, *window),
-            (masking.scale,),
-            **constants,
-            **tile.constants(),
-        )
+        if in_gluon:
+            dq = hopper.add_gradients(dout, q, k, v, rows, masking, splits, *sums)
+        else:
+            dq_sum = torch.zeros(q.shape, dtype=torch.float32, device=q.device) if one_pass else None
+            launch(
+                _attention_dkv_kernel,
+                (blocks * B * HK, splits),
+                (*inputs, *masking._replace(spans=_spans_of_keys(masking.spans, SK)).pointers(), dq_sum, *sums),
+                (*sizes, blocks, section_of(q, dout, masking.max_seqlen_q * (H // HK), 1), splits, *window),
+                (masking.scale,),
+                **constants,
+                **tile.constants(),
+            )
+            dq = dq if dq_sum is None else dq_sum.to(q.dtype)
         whole = (x[0] if splits == 1 else x.sum(0).to(q.dtype) for x in sums)
         dk, dv = (x if need else x.new_empty(0) for x, need in zip(whole, needs[1:3], strict=True))
-        dq = dq if dq_sum is None else dq_sum.to(q.dtype)
-    if needs[0] and not one_pass:
+    if needs[0] and not (one_pass or in_gluon):
         dq, tile = torch.empty(q.shape, dtype=q.dtype, device=q.device), tile_for("dq", q, v, masking)
         blocks = masking.num_blocks(S, tile.block_m)
         launch(

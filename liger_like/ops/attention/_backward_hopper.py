@@ -1,0 +1,307 @@
+"""The backward of ``_backward`` in one pass for Hopper, in Gluon: one warp loads by TMA, two warp groups multiply.
+
+A program owns 128 keys of a key head, 64 for each warp group, and walks over the blocks of queries that see them, those
+of all its query heads. Scores stand as [keys, queries], so that p and ds are multiplied from registers for dv and dk.
+ds goes to shared memory, too, where each group takes all of it for its half of dq's features, which TMA adds up in fp32
+in memory (Shah et al., arXiv:2407.08608). The scores of a block are multiplied while dq of the block before is stored.
+Queries come into a ring of STAGES buffers, each with a barrier for "full" and one for "empty"; the use-th filling goes
+into buffer use % STAGES, and the parity of use // STAGES is the barriers' phase.
+"""
+
+import triton
+import triton.language as tl
+from torch import Tensor
+from triton._C.libtriton import ir
+from triton.experimental import gluon
+from triton.experimental.gluon import language as gl
+from triton.experimental.gluon.language._core import builtin
+from triton.experimental.gluon.language.nvidia.hopper import (
+    fence_async_shared,
+    mbarrier,
+    tma,
+    warpgroup_mma,
+    warpgroup_mma_wait,
+)
+from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
+
+from liger_like.ops._common import launch
+from liger_like.ops.attention._blocks import LOG2E, schedule, scores, unit_of_scores, visible, zones
+from liger_like.ops.attention._hopper import clear_rows, descriptor, find_rows, on_hopper
+from liger_like.ops.attention._setup import Masking, section_of
+
+ROWS = gl.constexpr(64)  # of keys in a warp group
+BLOCK_N = 2 * ROWS.value
+BLOCK_M = {64: 128, 128: 64}  # width of heads -> queries in a block; wider heads do not fit
+STAGES, REGISTERS = 2, 240
+AHEAD = True
+
+
+@builtin
+def _add_to_global(desc, coord, src, _semantic=None):
+    """TMA adds ``src`` to what is in memory."""
+    coord = _semantic._convert_to_ir_values(coord, require_i64=False)
+    _semantic.builder.create_async_tma_reduce(ir.DESCRIPTOR_REDUCE_KIND.ADD, desc.handle, coord, src.handle)
+
+
+@gluon.jit
+def _load(
+    q_desc, k_desc, v_desc, dout_desc, rows_desc, q_s, k_s, v_s, dout_s, lse_s, delta_s, kv_full, full, empty, b, hk,
+    first_k, first_q, start, end, first_head, heads, B, H, BLOCK_M: gl.constexpr, STAGES: gl.constexpr,
+):  # fmt: skip
+    mbarrier.expect(kv_full, k_desc.block_type.nbytes + v_desc.block_type.nbytes)
+    tma.async_copy_global_to_shared(k_desc, [b, hk, first_k, 0], kv_full, k_s)
+    tma.async_copy_global_to_shared(v_desc, [b, hk, first_k, 0], kv_full, v_s)
+    use = 0
+    for h in range(first_head, first_head + heads):
+        for m in range(first_q + start, first_q + end, BLOCK_M):
+            s = use % STAGES
+            mbarrier.wait(empty.index(s), use // STAGES & 1 ^ 1)
+            mbarrier.expect(full.index(s), 2 * (q_desc.block_type.nbytes + rows_desc.block_type.nbytes))
+            tma.async_copy_global_to_shared(q_desc, [b, h, m, 0], full.index(s), q_s.index(s))
+            tma.async_copy_global_to_shared(rows_desc, [b * H + h, m], full.index(s), lse_s.index(s))
+            tma.async_copy_global_to_shared(dout_desc, [b, h, m, 0], full.index(s), dout_s.index(s))
+            tma.async_copy_global_to_shared(rows_desc, [(B + b) * H + h, m], full.index(s), delta_s.index(s))
+            use += 1
+
+
+@gluon.jit
+def _multiply(
+    g: gl.constexpr, dq_desc, dk_ptr, dv_ptr, q_s, k_s, v_s, dout_s, lse_s, delta_s, ds_s, dq_s, kv_full, full, empty,
+    ds_full, b, hk, row, length_k, first_q, length_q, start, end, inner_start, inner_end, first_head, heads, left,
+    right, scale, place, HK: gl.constexpr, SOFTCAP: gl.constexpr, HAS_LEFT: gl.constexpr, HAS_RIGHT: gl.constexpr,
+    PACKED: gl.constexpr, BLOCK_M: gl.constexpr, STAGES: gl.constexpr, AHEAD: gl.constexpr,
+):  # fmt: skip
+    D: gl.constexpr = q_s.shape[4]
+    HALF: gl.constexpr = D // 2
+    dtype: gl.constexpr = q_s.dtype
+    layout_s: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, BLOCK_M, 16])
+    layout_k: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, D, 16])
+    layout_q: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, HALF, 16])
+    operand: gl.constexpr = gl.DotOperandLayout(0, layout_k, 2)
+    cols: gl.constexpr = gl.SliceLayout(0, layout_s)
+    none = gl.zeros([ROWS, BLOCK_M], gl.float32, layout_s)
+    zeros = gl.zeros([BLOCK_M, HALF], gl.float32, layout_q)
+    dk = gl.zeros([ROWS, D], gl.float32, layout_k)
+    dv = gl.zeros([ROWS, D], gl.float32, layout_k)
+    k_all = k_s.reshape([2 * ROWS, D])
+    v_all = v_s.reshape([2 * ROWS, D])
+    mbarrier.wait(kv_full, 0)
+    if PACKED and row + 2 * ROWS > length_k:  # both groups write the same
+        clear_rows(k_all, length_k - row)
+        clear_rows(v_all, length_k - row)
+    row += g * ROWS
+    k = k_all.slice(g * ROWS, ROWS)
+    v = v_all.slice(g * ROWS, ROWS)
+    unit = unit_of_scores(scale, SOFTCAP, False)
+    if row + ROWS > length_k:
+        inner_end = start
+    steps = heads * gl.cdiv(end - start, BLOCK_M)
+    s_acc = none
+    if AHEAD:
+        mbarrier.wait(full.index(0), 0, pred=steps > 0)
+        q = q_s.index(0).reshape([BLOCK_M, D])
+        s_acc = warpgroup_mma(k, q.permute((1, 0)), none, use_acc=False, is_async=True)
+        s_acc = warpgroup_mma_wait(0, deps=(s_acc,))
+    h = first_head
+    m = start
+    for use in range(0, steps):
+        s = use % STAGES
+        q = q_s.index(s).reshape([BLOCK_M, D])
+        dout = dout_s.index(s).reshape([BLOCK_M, D])
+        ds_buf = ds_s.index(use % 2)
+        if not AHEAD:
+            mbarrier.wait(full.index(s), use // STAGES & 1)
+            s_acc = warpgroup_mma(k, q.permute((1, 0)), none, use_acc=False, is_async=True)
+        if PACKED and m + BLOCK_M > length_q:
+            clear_rows(q, length_q - m)
+            clear_rows(dout, length_q - m)
+        dp = warpgroup_mma(v, dout.permute((1, 0)), none, use_acc=False, is_async=True)
+        if not AHEAD:
+            s_acc = warpgroup_mma_wait(1, deps=(s_acc,))
+        lse = lse_s.index(s).reshape([BLOCK_M]).load(cols) * LOG2E
+        p, slopes = scores(s_acc, None, scale, SOFTCAP, False)
+        p = gl.exp2(p * unit - lse[None, :])
+        if (m < inner_start) | (m + BLOCK_M > inner_end):
+            queries = m + gl.arange(0, BLOCK_M, cols)
+            keys = row + gl.arange(0, ROWS, gl.SliceLayout(1, layout_s))
+            seen = visible(
+                queries[None, :], keys[:, None], length_k - length_q, length_k, left, right, HAS_LEFT, HAS_RIGHT
+            )
+            if PACKED:
+                seen = seen & (queries < length_q)[None, :]
+            p = gl.where(seen, p, 0.0)
+        dv = warpgroup_mma(gl.convert_layout(p.to(dtype), operand), dout, dv, is_async=True)
+        p *= slopes
+        dp = warpgroup_mma_wait(1, deps=(dp,))
+        delta = delta_s.index(s).reshape([BLOCK_M]).load(cols)
+        if PACKED:
+            delta = gl.where(m + gl.arange(0, BLOCK_M, cols) < length_q, delta, 0.0)
+        ds = (p * (dp - delta[None, :])).to(dtype)
+        ds_buf.slice(g * ROWS, ROWS).store(ds)
+        fence_async_shared()
+        mbarrier.arrive(ds_full.index(use % 2), count=1)
+        dk = warpgroup_mma(gl.convert_layout(ds, operand), q, dk, is_async=True)
+        mbarrier.wait(ds_full.index(use % 2), use // 2 & 1)
+        dq = warpgroup_mma(
+            ds_buf.permute((1, 0)), k_all.slice(g * HALF, HALF, dim=1), zeros, use_acc=False, is_async=True
+        )
+        if AHEAD:
+            dv, dk = warpgroup_mma_wait(1, deps=(dv, dk))
+            mbarrier.arrive(empty.index(s), count=1)
+            t = (use + 1) % STAGES
+            mbarrier.wait(full.index(t), (use + 1) // STAGES & 1, pred=use + 1 < steps)
+            q = q_s.index(t).reshape([BLOCK_M, D])
+            s_acc = warpgroup_mma(k, q.permute((1, 0)), none, use_acc=False, is_async=True)
+            dq = warpgroup_mma_wait(1, deps=(dq,))
+        else:
+            dv, dk = warpgroup_mma_wait(1, deps=(dv, dk))
+            mbarrier.arrive(empty.index(s), count=1)
+            dq = warpgroup_mma_wait(0, deps=(dq,))
+        if PACKED and m + BLOCK_M > length_q:
+            dq = gl.where((m + gl.arange(0, BLOCK_M, gl.SliceLayout(1, layout_q)) < length_q)[:, None], dq, 0.0)
+        tma.store_wait(0)
+        dq_s.index(g).reshape([BLOCK_M, HALF]).store(dq)
+        fence_async_shared()
+        _add_to_global(dq_desc, [b, h, first_q + m, g * HALF], dq_s.index(g))
+        if AHEAD:
+            s_acc = warpgroup_mma_wait(0, deps=(s_acc,))
+        m += BLOCK_M
+        h = gl.where(m < end, h, h + 1)
+        m = gl.where(m < end, m, start)
+    tma.store_wait(0)
+    rows = gl.arange(0, ROWS, gl.SliceLayout(1, layout_k))
+    features = hk * D + gl.arange(0, D, gl.SliceLayout(0, layout_k))
+    offs = (place + g * ROWS + rows)[:, None] * (HK * D) + features[None, :]
+    mask = (row + rows < length_k)[:, None]
+    gl.store(dk_ptr + offs, (dk * scale).to(dk_ptr.dtype.element_ty), mask=mask)
+    gl.store(dv_ptr + offs, dv.to(dv_ptr.dtype.element_ty), mask=mask)
+
+
+@gluon.jit(do_not_specialize=["count", "B", "S", "SK", "blocks", "section", "splits", "left", "right"])
+def _attention_bwd_hopper_kernel(
+    q_desc, k_desc, v_desc, dout_desc, rows_desc, dq_desc, dk_ptr, dv_ptr, cu_q_ptr, cu_k_ptr, count, B, S, SK, blocks,
+    section, splits, left, right, scale, H: gl.constexpr, HK: gl.constexpr, SOFTCAP: gl.constexpr,
+    HAS_LEFT: gl.constexpr, HAS_RIGHT: gl.constexpr, SEQUENCES: gl.constexpr, BLOCK_M: gl.constexpr,
+    STAGES: gl.constexpr, REGISTERS: gl.constexpr, AHEAD: gl.constexpr,
+):  # fmt: skip
+    D: gl.constexpr = q_desc.block_type.shape[3]
+    layout: gl.constexpr = mbarrier.MBarrierLayout()
+    ds_layout: gl.constexpr = gl.NVMMASharedLayout.get_default_for([2 * ROWS, BLOCK_M], q_desc.dtype)
+    q_s = gl.allocate_shared_memory(q_desc.dtype, [STAGES, 1, 1, BLOCK_M, D], q_desc.layout)
+    k_s = gl.allocate_shared_memory(q_desc.dtype, [1, 1, 2 * ROWS, D], k_desc.layout)
+    v_s = gl.allocate_shared_memory(q_desc.dtype, [1, 1, 2 * ROWS, D], v_desc.layout)
+    dout_s = gl.allocate_shared_memory(q_desc.dtype, [STAGES, 1, 1, BLOCK_M, D], dout_desc.layout)
+    lse_s = gl.allocate_shared_memory(gl.float32, [STAGES, 1, BLOCK_M], rows_desc.layout)
+    delta_s = gl.allocate_shared_memory(gl.float32, [STAGES, 1, BLOCK_M], rows_desc.layout)
+    ds_s = gl.allocate_shared_memory(q_desc.dtype, [2, 2 * ROWS, BLOCK_M], ds_layout)
+    dq_s = gl.allocate_shared_memory(gl.float32, [2, 1, 1, BLOCK_M, D // 2], dq_desc.layout)
+    kv_full = gl.allocate_shared_memory(gl.int64, [1], layout)
+    full = gl.allocate_shared_memory(gl.int64, [STAGES, 1], layout)
+    empty = gl.allocate_shared_memory(gl.int64, [STAGES, 1], layout)
+    ds_full = gl.allocate_shared_memory(gl.int64, [2, 1], layout)
+    mbarrier.init(kv_full, count=1)
+    for i in gl.static_range(2):
+        mbarrier.init(ds_full.index(i), count=2)
+    for i in gl.static_range(STAGES):
+        mbarrier.init(full.index(i), count=1)
+        mbarrier.init(empty.index(i), count=2)
+    fence_async_shared()
+    block, head = schedule(gl.program_id(0), blocks, B * HK, section)
+    if HAS_RIGHT:
+        block = blocks - 1 - block  # under a causal mask the first keys are seen most
+    b = head // HK
+    hk = head % HK
+    row = block * (2 * ROWS)
+    start_k = 0
+    length_k = SK
+    first_q = 0
+    length_q = S
+    if cu_k_ptr is not None:
+        row, start_k, length_k, first_q, length_q = find_rows(block, cu_k_ptr, cu_q_ptr, count, SK, 2 * ROWS, SEQUENCES)
+    first_k = start_k + row
+    shift = length_k - length_q
+    first = row - shift
+    last = gl.minimum(row + 2 * ROWS, length_k) - 1 - shift
+    start, end, inner_start, inner_end = zones(
+        first, last, right, left, None, length_q, 0, 1, HAS_RIGHT, HAS_LEFT, BLOCK_M
+    )
+    group: gl.constexpr = H // HK
+    share = gl.cdiv(group, splits)
+    skipped = gl.program_id(1) * share
+    first_head = hk * group + skipped
+    heads = gl.maximum(gl.minimum(share, group - skipped), 0)
+    place = (gl.program_id(1) * B + b).to(gl.int64) * SK + first_k  # parts of a split group one behind the other
+    PACKED: gl.constexpr = cu_k_ptr is not None
+    gl.warp_specialize(
+        [
+            (_multiply, (0, dq_desc, dk_ptr, dv_ptr, q_s, k_s, v_s, dout_s, lse_s, delta_s, ds_s, dq_s, kv_full, full,
+                         empty, ds_full, b, hk, row, length_k, first_q, length_q,
+                         start, end, inner_start, inner_end, first_head, heads, left, right, scale, place, HK, SOFTCAP,
+                         HAS_LEFT, HAS_RIGHT, PACKED, BLOCK_M, STAGES, AHEAD)),
+            (_multiply, (1, dq_desc, dk_ptr, dv_ptr, q_s, k_s, v_s, dout_s, lse_s, delta_s, ds_s, dq_s, kv_full, full,
+                         empty, ds_full, b, hk, row, length_k, first_q, length_q,
+                         start, end, inner_start, inner_end, first_head, heads, left, right, scale, place, HK, SOFTCAP,
+                         HAS_LEFT, HAS_RIGHT, PACKED, BLOCK_M, STAGES, AHEAD)),
+            (_load, (q_desc, k_desc, v_desc, dout_desc, rows_desc, q_s, k_s, v_s, dout_s, lse_s, delta_s, kv_full, full,
+                     empty, b, hk, first_k, first_q, start, end, first_head, heads, B,
+                     H, BLOCK_M, STAGES)),
+        ],
+        worker_num_warps=[4, 1],
+        worker_num_regs=[REGISTERS, 24],
+    )  # fmt: skip
+
+
+@triton.jit
+def _scale_kernel(sum_ptr, out_ptr, N, scale, BLOCK: tl.constexpr):
+    offs = tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
+    mask = offs < N
+    tl.store(out_ptr + offs, tl.load(sum_ptr + offs, mask=mask) * scale, mask=mask)
+
+
+def has_backward(masking: Masking, q: Tensor, *others: Tensor) -> bool:
+    """Whether ``add_gradients`` takes a call with these tensors."""
+    return q.shape[-1] in BLOCK_M and on_hopper(masking, q, *others)
+
+
+def add_gradients(
+    dout: Tensor, q: Tensor, k: Tensor, v: Tensor, rows: Tensor, masking: Masking, splits: int, dk: Tensor, dv: Tensor
+) -> Tensor:
+    """dq; dk and dv [splits, B, Sk, Hk, D] get what the parts of the query heads of a key head give."""
+    (B, S, H, D), (SK, HK) = q.shape, k.shape[1:3]
+    block_m, blocks = BLOCK_M[D], masking.num_blocks(SK, BLOCK_N)
+    total = q.new_zeros(q.shape, dtype=rows.dtype)
+    layout = gl.NVMMASharedLayout(swizzle_byte_width=0, element_bitwidth=32, rank=2)
+    rows = rows.flatten(0, 2)
+    _attention_bwd_hopper_kernel[(blocks * B * HK, splits)](
+        descriptor(q, block_m),
+        descriptor(k, BLOCK_N),
+        descriptor(v, BLOCK_N),
+        descriptor(dout, block_m),
+        TensorDescriptor(rows, rows.shape, rows.stride(), [1, block_m], layout),
+        descriptor(total, block_m, D // 2),
+        dk,
+        dv,
+        masking.cu_seqlens_q,
+        masking.cu_seqlens_k,
+        masking.sequences,
+        B,
+        S,
+        SK,
+        blocks,
+        section_of(q, dout, masking.max_seqlen_q * (H // HK), 1),
+        splits,
+        masking.left,
+        masking.right,
+        masking.scale,
+        H=H,
+        HK=HK,
+        **masking.constants(),
+        BLOCK_M=block_m,
+        STAGES=STAGES,
+        REGISTERS=REGISTERS,
+        AHEAD=AHEAD,
+        num_warps=4,
+    )
+    dq = q.new_empty(q.shape)
+    launch(_scale_kernel, (triton.cdiv(q.numel(), 2048),), (total, dq), (q.numel(),), (masking.scale,), BLOCK=2048)
+    return dq
