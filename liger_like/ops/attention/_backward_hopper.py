@@ -49,7 +49,7 @@ def _load(
     first_k, first_q, start, end, first_head, heads, B, H, BLOCK_M: gl.constexpr, STAGES: gl.constexpr,
 ):  # fmt: skip
     mbarrier.expect(kv_full, k_desc.block_type.nbytes + v_desc.block_type.nbytes)
-    tma.async_copy_global_to_shared(k_desc, [b, hk, first_k, 0], kv_full, k_s)
+    tma.async_copy_global_to_shared(k_desc, [b, hk, first_k, 0], kv_full, k_s.index(0))
     tma.async_copy_global_to_shared(v_desc, [b, hk, first_k, 0], kv_full, v_s)
     use = 0
     for h in range(first_head, first_head + heads):
@@ -67,8 +67,8 @@ def _load(
 @gluon.jit
 def _multiply(
     g: gl.constexpr, dq_desc, dk_ptr, dv_ptr, q_s, k_s, v_s, dout_s, lse_s, delta_s, ds_s, dq_s, kv_full, full, empty,
-    ds_full, b, hk, row, length_k, first_q, length_q, start, end, inner_start, inner_end, first_head, heads, left,
-    right, scale, place, HK: gl.constexpr, SOFTCAP: gl.constexpr, HAS_LEFT: gl.constexpr, HAS_RIGHT: gl.constexpr,
+    ds_full, b, hk, row, start_k, length_k, first_q, length_q, start, end, inner_start, inner_end, first_head, heads,
+    left, right, scale, B, SK, HK: gl.constexpr, SOFTCAP: gl.constexpr, HAS_LEFT: gl.constexpr, HAS_RIGHT: gl.constexpr,
     PACKED: gl.constexpr, BLOCK_M: gl.constexpr, STAGES: gl.constexpr, AHEAD: gl.constexpr,
 ):  # fmt: skip
     D: gl.constexpr = q_s.shape[4]
@@ -83,7 +83,7 @@ def _multiply(
     zeros = gl.zeros([BLOCK_M, HALF], gl.float32, layout_q)
     dk = gl.zeros([ROWS, D], gl.float32, layout_k)
     dv = gl.zeros([ROWS, D], gl.float32, layout_k)
-    k_all = k_s.reshape([2 * ROWS, D])
+    k_all = k_s.index(0).reshape([2 * ROWS, D])
     v_all = v_s.reshape([2 * ROWS, D])
     mbarrier.wait(kv_full, 0)
     if PACKED and row + 2 * ROWS > length_k:  # both groups write the same
@@ -100,7 +100,8 @@ def _multiply(
     if AHEAD:
         mbarrier.wait(full.index(0), 0, pred=steps > 0)
         q = q_s.index(0).reshape([BLOCK_M, D])
-        s_acc = warpgroup_mma(k, q.permute((1, 0)), none, use_acc=False, is_async=True)
+        k_first = k_s.index(gl.program_id(2)).reshape([2 * ROWS, D]).slice(g * ROWS, ROWS)
+        s_acc = warpgroup_mma(k_first, q.permute((1, 0)), none, use_acc=False, is_async=True)
         s_acc = warpgroup_mma_wait(0, deps=(s_acc,))
     h = first_head
     m = start
@@ -115,7 +116,8 @@ def _multiply(
         if PACKED and m + BLOCK_M > length_q:
             clear_rows(q, length_q - m)
             clear_rows(dout, length_q - m)
-        dp = warpgroup_mma(v, dout.permute((1, 0)), none, use_acc=False, is_async=True)
+        if SOFTCAP is None:
+            dp = warpgroup_mma(v, dout.permute((1, 0)), none, use_acc=False, is_async=True)
         if not AHEAD:
             s_acc = warpgroup_mma_wait(1, deps=(s_acc,))
         lse = lse_s.index(s).reshape([BLOCK_M]).load(cols) * LOG2E
@@ -130,8 +132,11 @@ def _multiply(
             if PACKED:
                 seen = seen & (queries < length_q)[None, :]
             p = gl.where(seen, p, 0.0)
-        dv = warpgroup_mma(gl.convert_layout(p.to(dtype), operand), dout, dv, is_async=True)
-        p *= slopes
+        p_operand = gl.convert_layout(p.to(dtype), operand)
+        if SOFTCAP is not None:  # no registers before
+            p *= slopes
+            dp = warpgroup_mma(v, dout.permute((1, 0)), none, use_acc=False, is_async=True)
+        dv = warpgroup_mma(p_operand, dout, dv, is_async=True)
         dp = warpgroup_mma_wait(1, deps=(dp,))
         delta = delta_s.index(s).reshape([BLOCK_M]).load(cols)
         if PACKED:
@@ -171,7 +176,9 @@ def _multiply(
     tma.store_wait(0)
     rows = gl.arange(0, ROWS, gl.SliceLayout(1, layout_k))
     features = hk * D + gl.arange(0, D, gl.SliceLayout(0, layout_k))
-    offs = (place + g * ROWS + rows)[:, None] * (HK * D) + features[None, :]
+    # the parts of a split group stand one behind the other
+    place = (gl.program_id(1) * B + b).to(gl.int64) * SK + start_k + row
+    offs = (place + rows)[:, None] * (HK * D) + features[None, :]
     mask = (row + rows < length_k)[:, None]
     gl.store(dk_ptr + offs, (dk * scale).to(dk_ptr.dtype.element_ty), mask=mask)
     gl.store(dv_ptr + offs, dv.to(dv_ptr.dtype.element_ty), mask=mask)
@@ -188,7 +195,7 @@ def _attention_bwd_hopper_kernel(
     layout: gl.constexpr = mbarrier.MBarrierLayout()
     ds_layout: gl.constexpr = gl.NVMMASharedLayout.get_default_for([2 * ROWS, BLOCK_M], q_desc.dtype)
     q_s = gl.allocate_shared_memory(q_desc.dtype, [STAGES, 1, 1, BLOCK_M, D], q_desc.layout)
-    k_s = gl.allocate_shared_memory(q_desc.dtype, [1, 1, 2 * ROWS, D], k_desc.layout)
+    k_s = gl.allocate_shared_memory(q_desc.dtype, [1, 1, 1, 2 * ROWS, D], k_desc.layout)
     v_s = gl.allocate_shared_memory(q_desc.dtype, [1, 1, 2 * ROWS, D], v_desc.layout)
     dout_s = gl.allocate_shared_memory(q_desc.dtype, [STAGES, 1, 1, BLOCK_M, D], dout_desc.layout)
     lse_s = gl.allocate_shared_memory(gl.float32, [STAGES, 1, BLOCK_M], rows_desc.layout)
@@ -218,7 +225,6 @@ def _attention_bwd_hopper_kernel(
     length_q = S
     if cu_k_ptr is not None:
         row, start_k, length_k, first_q, length_q = find_rows(block, cu_k_ptr, cu_q_ptr, count, SK, 2 * ROWS, SEQUENCES)
-    first_k = start_k + row
     shift = length_k - length_q
     first = row - shift
     last = gl.minimum(row + 2 * ROWS, length_k) - 1 - shift
@@ -230,20 +236,19 @@ def _attention_bwd_hopper_kernel(
     skipped = gl.program_id(1) * share
     first_head = hk * group + skipped
     heads = gl.maximum(gl.minimum(share, group - skipped), 0)
-    place = (gl.program_id(1) * B + b).to(gl.int64) * SK + first_k  # parts of a split group one behind the other
     PACKED: gl.constexpr = cu_k_ptr is not None
     gl.warp_specialize(
         [
             (_multiply, (0, dq_desc, dk_ptr, dv_ptr, q_s, k_s, v_s, dout_s, lse_s, delta_s, ds_s, dq_s, kv_full, full,
-                         empty, ds_full, b, hk, row, length_k, first_q, length_q,
-                         start, end, inner_start, inner_end, first_head, heads, left, right, scale, place, HK, SOFTCAP,
+                         empty, ds_full, b, hk, row, start_k, length_k, first_q, length_q,
+                         start, end, inner_start, inner_end, first_head, heads, left, right, scale, B, SK, HK, SOFTCAP,
                          HAS_LEFT, HAS_RIGHT, PACKED, BLOCK_M, STAGES, AHEAD)),
             (_multiply, (1, dq_desc, dk_ptr, dv_ptr, q_s, k_s, v_s, dout_s, lse_s, delta_s, ds_s, dq_s, kv_full, full,
-                         empty, ds_full, b, hk, row, length_k, first_q, length_q,
-                         start, end, inner_start, inner_end, first_head, heads, left, right, scale, place, HK, SOFTCAP,
+                         empty, ds_full, b, hk, row, start_k, length_k, first_q, length_q,
+                         start, end, inner_start, inner_end, first_head, heads, left, right, scale, B, SK, HK, SOFTCAP,
                          HAS_LEFT, HAS_RIGHT, PACKED, BLOCK_M, STAGES, AHEAD)),
             (_load, (q_desc, k_desc, v_desc, dout_desc, rows_desc, q_s, k_s, v_s, dout_s, lse_s, delta_s, kv_full, full,
-                     empty, b, hk, first_k, first_q, start, end, first_head, heads, B,
+                     empty, b, hk, start_k + row, first_q, start, end, first_head, heads, B,
                      H, BLOCK_M, STAGES)),
         ],
         worker_num_warps=[4, 1],
