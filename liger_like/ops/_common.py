@@ -80,9 +80,11 @@ def launch(
     tensors: tuple[Tensor | None, ...],
     sizes: tuple[int, ...],
     floats: tuple[float, ...] = (),
+    descriptors: tuple[Any, ...] = (),
     **options: Any,
 ) -> None:
-    """``kernel[grid](*tensors, *sizes, *floats, **options)`` in less host time; ``options`` has the constants.
+    """``kernel[grid](*descriptors, *tensors, *sizes, *floats, **options)`` in less host time; ``options`` has the
+    constants, which with the dtypes of the tensors decide all of a descriptor that a kernel is compiled for.
 
     Triton binds and inspects all arguments at every call to find the kernel compiled for them. Here what decides it is
     the key to a kernel that Triton returned before, which is then run as Triton runs it. Left to Triton are tensors
@@ -100,7 +102,7 @@ def launch(
     for size in sizes:
         key.append(size if size < 2 else 16 | size & 15 | size >> 31 << 5)
     if INTERPRET or not DIRECT or bits & 15 or _RUNTIME.launch_enter_hook.calls or _RUNTIME.launch_exit_hook.calls:
-        kernel[grid](*tensors, *sizes, *floats, **options)
+        kernel[grid](*descriptors, *tensors, *sizes, *floats, **options)
         return
     device = tensors[0].get_device()  # type: ignore[union-attr]
     known = device, *key
@@ -109,10 +111,11 @@ def launch(
         run, function, metadata, constants = found
         stream = torch._C._cuda_getCurrentRawStream(device)
         grid += (1,) * (3 - len(grid))
-        run(*grid, stream, function, metadata, None, None, None, *pointers, *sizes, *floats, *constants)
+        run(*grid, stream, function, metadata, None, None, None, *descriptors, *pointers, *sizes, *floats, *constants)
     else:
-        compiled = kernel[grid](*tensors, *sizes, *floats, **options)
-        constants = [options[param.name] for param in kernel.params[len(tensors) + len(sizes) + len(floats) :]]
+        given = *descriptors, *tensors, *sizes, *floats
+        compiled = kernel[grid](*given, **options)
+        constants = [options[param.name] for param in kernel.params[len(given) :]]
         _COMPILED[known] = compiled.run, compiled.function, compiled.packed_metadata, constants
 
 

@@ -281,3 +281,21 @@ def less_delta(a, b, delta):
     ROWS: tl.constexpr = a[0].shape[0]
     COLS: tl.constexpr = b[0].shape[0]
     return contract(a, b, tl.broadcast_to(-delta, (ROWS, COLS)))
+
+
+@triton.jit
+def finish(most, total, sink):
+    """What to multiply the products of rows by, and their lse, with the sink that joins them; 0 and -inf where no key
+    was seen.
+    """
+    none = total == 0.0
+    total = tl.where(none, 1.0, total)
+    most = tl.where(none, 0.0, most)
+    factor = 1.0 / total
+    if sink is not None:
+        sink *= LOG2E
+        new_most = tl.maximum(most, sink)
+        decay = tl.exp2(most - new_most)
+        total = total * decay + tl.exp2(sink - new_most)
+        factor, most = decay / total, new_most
+    return factor, tl.where(none, float("-inf"), (most + tl.log2(total)) * LN2)

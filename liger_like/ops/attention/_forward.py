@@ -10,11 +10,10 @@ from triton import next_power_of_2
 
 from liger_like.ops._common import dense, launch, num_programs, op, packed
 from liger_like.ops.attention._blocks import (
-    LN2,
-    LOG2E,
     add_product,
     contract,
     find_rows,
+    finish,
     load_bias,
     load_parts,
     load_spans,
@@ -29,6 +28,8 @@ from liger_like.ops.attention._blocks import (
     zero_parts,
     zones,
 )
+from liger_like.ops.attention._forward_hopper import attention_fwd_hopper
+from liger_like.ops.attention._hopper import on_hopper
 from liger_like.ops.attention._setup import MASKING_SCHEMA, Masking, constants_of, section_of, strides_of
 from liger_like.ops.attention._tiles import Tile, tile_for
 
@@ -64,21 +65,6 @@ def _attend_block(
     v = load_parts(v_ptr + first * STRIDE_V, rows, STRIDE_V, mask, DV)  # zero where masked: what is there may be NaN
     acc = add_product(scale_parts(acc, decay[:, None]), p, v)
     return acc, total * decay + tl.sum(p, 1), new_most
-
-
-@triton.jit
-def _finish(acc, total, most, sinks_ptr, heads):
-    """Output in parts and lse of rows, with the sinks that their heads have; 0 and -inf where no key was seen."""
-    none = total == 0.0
-    total = tl.where(none, 1.0, total)
-    if sinks_ptr is not None:
-        sink = tl.load(sinks_ptr + heads).to(tl.float32) * LOG2E
-        new_most = tl.where(none, 0.0, tl.maximum(most, sink))
-        decay = tl.exp2(tl.where(none, 0.0, most) - new_most)
-        total = total * decay + tl.where(none, 0.0, tl.exp2(sink - new_most))
-        acc, most = scale_parts(acc, decay[:, None]), new_most
-    lse = tl.where(none, float("-inf"), (most + tl.log2(total)) * LN2)
-    return scale_parts(acc, (1.0 / total)[:, None]), lse
 
 
 @triton.jit(do_not_specialize=["B", "S", "SK", "count", "blocks", "section", "splits", "left", "right"])
@@ -126,7 +112,12 @@ def _attention_fwd_kernel(
             state, q, n, edge, k_ptr, v_ptr, bias_rows, mask_ptr, STRIDE_K, STRIDE_V, stride_bs, stride_bk, queries,
             spans, shift, length_q, length_k, left, right, scale, SOFTCAP, HAS_LEFT, HAS_RIGHT, D, DV, BLOCK_N,
         )  # fmt: skip
-    out, lse = _finish(*state, sinks_ptr, heads)
+    acc, total, most = state
+    sink = None
+    if sinks_ptr is not None:
+        sink = tl.load(sinks_ptr + heads).to(tl.float32)
+    factor, lse = finish(most, total, sink)
+    out = scale_parts(acc, factor[:, None])
     b += tl.program_id(1).to(tl.int64) * B  # the parts of a split softmax stand one behind the other
     mask_q = tokens < length_q - first
     store_parts(out_ptr + ((b * S + first_q) * H + of_head) * DV, tokens, H * DV, mask_q, out, DV)
@@ -184,6 +175,9 @@ def attention_fwd(q: Tensor, k: Tensor, v: Tensor, sinks: Tensor | None, *option
     (B, S, H, _), (SK, HK, DV) = q.shape, v.shape[1:]
     tile = tile_for("fwd", q, v, masking)
     few = masking.max_seqlen_q * (H // HK) <= tile.block_m
+    if not few and on_hopper(masking, q, k, v):
+        attention_fwd_hopper(q, k, v, sinks, masking, out, lse)
+        return out, lse
     pack = H // HK if few else 1
     blocks, heads = masking.num_blocks(S * pack, tile.block_m), B * H // pack
     splits = _splits(masking, tile, blocks * heads, q.device) if few else 1

@@ -110,6 +110,36 @@ FP32: Tiles = {
 }
 
 
+class HopperForward(NamedTuple):
+    """Warp groups of 64 queries, keys in a block, buffers for those, whether the groups take turns to multiply, and
+    whether there are as many programs as multiprocessors, which walk, or as many as tiles.
+    """
+
+    groups: int
+    block_n: int
+    stages: int
+    ping_pong: bool
+    persistent: bool
+
+    def constants(self) -> dict[str, int]:
+        """As the kernel takes them."""
+        return {
+            "BLOCK_N": self.block_n,
+            "STAGES": self.stages,
+            "GROUPS": self.groups,
+            "PING_PONG": self.ping_pong,
+            "num_warps": 4,
+        }
+
+
+# width of a head -> options without and with a causal mask
+HOPPER_FORWARD: dict[int, tuple[HopperForward, HopperForward]] = {
+    64: (HopperForward(3, 128, 2, False, True), HopperForward(2, 128, 2, False, True)),
+    128: (HopperForward(2, 128, 2, True, True), HopperForward(2, 128, 2, True, True)),
+    256: (HopperForward(2, 64, 2, False, True), HopperForward(2, 64, 2, True, False)),
+}
+
+
 @functools.cache
 def gpu_class(device: torch.device) -> str:
     """Which tiles a GPU takes: "hopper", else "large" or "small" by the shared memory that a program can have."""

@@ -1,0 +1,342 @@
+"""The forward of ``_forward`` for Hopper, in Gluon: one warp loads by TMA, warp groups of 64 queries each multiply.
+
+A program walks over tiles: 64 queries for each warp group, of one head. Keys and values come from the last block to the
+first, into rings of STAGES buffers, each with a barrier for "full" and one for "empty"; the use-th filling goes into
+buffer use % STAGES, and the parity of use // STAGES is the barriers' phase. The scores of a block are multiplied while
+the softmax of the block before is made, and its product with the values while that of the next is (Shah et al.,
+arXiv:2407.08608). What a tile loads first is on its way while the one before is multiplied and stored.
+"""
+
+from torch import Tensor
+from triton.experimental import gluon
+from triton.experimental.gluon import language as gl
+from triton.experimental.gluon.language.nvidia.hopper import (
+    fence_async_shared,
+    mbarrier,
+    tma,
+    warpgroup_mma,
+    warpgroup_mma_wait,
+)
+
+from liger_like.ops._common import launch, num_programs
+from liger_like.ops.attention._blocks import (
+    finish,
+    load_spans,
+    schedule,
+    scores,
+    unit_of_scores,
+    visible,
+    within,
+    zones,
+)
+from liger_like.ops.attention._hopper import clear_rows, descriptor, find_rows
+from liger_like.ops.attention._setup import Masking, section_of
+from liger_like.ops.attention._tiles import HOPPER_FORWARD
+
+ROWS = gl.constexpr(64)  # of a warp group
+
+
+@gluon.jit
+def _tile_of(
+    tile, pointers, sizes, B, S, left, right, H: gl.constexpr, HAS_LEFT: gl.constexpr, HAS_RIGHT: gl.constexpr,
+    SEQUENCES: gl.constexpr, BLOCK_M: gl.constexpr, BLOCK_N: gl.constexpr,
+):  # fmt: skip
+    """Where a tile is: batch, head, first row; first rows and lengths of its sequence; the blocks of keys, at least
+    one, that it sees; and which of them need no mask.
+    """
+    cu_q_ptr, cu_k_ptr, spans_ptr = pointers
+    SK, count, blocks, section = sizes
+    block, head = schedule(tile, blocks, B * H, section)
+    b = head // H
+    row = block * BLOCK_M
+    start_q = 0
+    length_q = S
+    start_k = 0
+    length_k = SK
+    if cu_q_ptr is not None:
+        row, start_q, length_q, start_k, length_k = find_rows(block, cu_q_ptr, cu_k_ptr, count, S, BLOCK_M, SEQUENCES)
+    shift = length_k - length_q
+    last = gl.minimum(row + BLOCK_M, length_q) - 1
+    spans = None
+    if spans_ptr is not None:  # which do not fall: those of the first and the last row have the least and the greatest
+        both = gl.arange(0, 2, gl.BlockedLayout([1], [32], [gl.num_warps()], [0]))
+        spans = load_spans(spans_ptr, b.to(gl.int64), B, S, gl.where(both == 0, row, last))
+    start, end, inner_start, inner_end = zones(
+        row + shift, last + shift, left, right, spans, length_k, 0, 1, HAS_LEFT, HAS_RIGHT, BLOCK_N
+    )
+    end = start + gl.maximum(gl.cdiv(end - start, BLOCK_N), 1) * BLOCK_N
+    return b, head % H, row, start_q, length_q, start_k, length_k, start, end, inner_start, inner_end
+
+
+@gluon.jit
+def _fill(desc, b, h, row, bufs, full, empty, use, STAGES: gl.constexpr):
+    """Load rows into the buffer that the use-th filling of a ring goes to, once it is empty."""
+    s = use % STAGES
+    mbarrier.wait(empty.index(s), use // STAGES & 1 ^ 1)
+    mbarrier.expect(full.index(s), desc.block_type.nbytes)
+    tma.async_copy_global_to_shared(desc, [b, h, row, 0], full.index(s), bufs.index(s))
+
+
+@gluon.jit
+def _load(
+    shared, descs, H: gl.constexpr, HK: gl.constexpr, HAS_LEFT: gl.constexpr, HAS_RIGHT: gl.constexpr,
+    SEQUENCES: gl.constexpr, BLOCK_N: gl.constexpr, STAGES: gl.constexpr, GROUPS: gl.constexpr,
+):  # fmt: skip
+    pointers, sizes, B, S, tiles, left, right, bufs, full, empty = shared
+    q_desc, k_desc, v_desc = descs
+    q_s, k_s, v_s = bufs
+    q_full, k_full, v_full = full
+    q_empty, k_empty, v_empty = empty
+    use = 0
+    turn = 0
+    for tile in range(gl.program_id(0), tiles, gl.num_programs(0)):
+        b, h, row, start_q, length_q, start_k, _, start, end, _, _ = _tile_of(
+            tile, pointers, sizes, B, S, left, right, H, HAS_LEFT, HAS_RIGHT, SEQUENCES, GROUPS * ROWS,
+            BLOCK_N,
+        )  # fmt: skip
+        if row < length_q:
+            hk = h // (H // HK)
+            last = start_k + end - BLOCK_N
+            _fill(k_desc, b, hk, last, k_s, k_full, k_empty, use, STAGES)
+            for g in gl.static_range(GROUPS):
+                mbarrier.wait(q_empty.index(g), turn & 1 ^ 1)
+                mbarrier.expect(q_full.index(g), q_desc.block_type.nbytes)
+                place = start_q + row + g * ROWS
+                tma.async_copy_global_to_shared(q_desc, [b, h, place, 0], q_full.index(g), q_s.index(g))
+            turn += 1
+            for n in range(last, start_k + start - BLOCK_N, -BLOCK_N):
+                if n > start_k + start:  # the next keys are needed before these values
+                    _fill(k_desc, b, hk, n - BLOCK_N, k_s, k_full, k_empty, use + 1, STAGES)
+                _fill(v_desc, b, hk, n, v_s, v_full, v_empty, use, STAGES)
+                use += 1
+
+
+@gluon.jit
+def _softmax(
+    s, most, total, n, queries, spans, shift, length_k, inner_start, inner_end, left, right, scale,
+    SOFTCAP: gl.constexpr, HAS_LEFT: gl.constexpr, HAS_RIGHT: gl.constexpr, dtype: gl.constexpr,
+    layout_p: gl.constexpr,
+):  # fmt: skip
+    """p of a block of products, the running maxima and sums, and the factors of what was summed before."""
+    BLOCK_N: gl.constexpr = s.shape[1]
+    s, _ = scores(s, None, scale, SOFTCAP, False)
+    unit = unit_of_scores(scale, SOFTCAP, False)
+    if (n < inner_start) | (n + BLOCK_N > inner_end):
+        keys = n + gl.arange(0, BLOCK_N, gl.SliceLayout(0, s.type.layout))
+        seen = visible(queries[:, None], keys[None, :], shift, length_k, left, right, HAS_LEFT, HAS_RIGHT)
+        s = gl.where(within(seen, spans, keys[None, :]), s, float("-inf"))
+    new_most = gl.maximum(most, gl.max(s, 1) * unit)
+    finite = gl.where(new_most == float("-inf"), 0.0, new_most)
+    p = gl.exp2(s * unit - finite[:, None])
+    decay = gl.exp2(most - finite)
+    return gl.convert_layout(p.to(dtype), layout_p), new_most, total * decay + gl.sum(p, 1), decay
+
+
+@gluon.jit
+def _store(out_desc, out_ptr, buf, acc, b, h, H: gl.constexpr, start, row, length, PACKED: gl.constexpr):
+    """Store rows of the output by way of a buffer; rows behind a sequence, of which there may be a next, not at all."""
+    DV: gl.constexpr = acc.shape[1]
+    out = acc.to(out_desc.dtype)
+    if PACKED and row + ROWS > length:
+        rows = row + gl.arange(0, ROWS, gl.SliceLayout(1, acc.type.layout))
+        cols = gl.arange(0, DV, gl.SliceLayout(0, acc.type.layout))
+        ptrs = out_ptr + ((start + rows).to(gl.int64) * H + h)[:, None] * DV + cols[None, :]
+        gl.store(ptrs, out, mask=(rows < length)[:, None])
+    else:
+        tma.store_wait(0)
+        buf.reshape([ROWS, DV]).store(out)
+        fence_async_shared()
+        tma.async_copy_shared_to_global(out_desc, [b, h, start + row, 0], buf)
+
+
+@gluon.jit
+def _attend(
+    g: gl.constexpr, shared, own, H: gl.constexpr, SOFTCAP: gl.constexpr, HAS_LEFT: gl.constexpr,
+    HAS_RIGHT: gl.constexpr, SEQUENCES: gl.constexpr, BLOCK_N: gl.constexpr, STAGES: gl.constexpr,
+    GROUPS: gl.constexpr, PING_PONG: gl.constexpr, ROOM: gl.constexpr,
+):  # fmt: skip
+    pointers, sizes, B, S, tiles, left, right, bufs, full, empty = shared
+    out_desc, out_ptr, lse_ptr, sinks_ptr, scale, out_s, turns, cleared = own
+    spans_ptr = pointers[2]
+    q_s, k_s, v_s = bufs
+    q_full, k_full, v_full = full
+    q_empty, k_empty, v_empty = empty
+    D: gl.constexpr = out_desc.block_type.shape[3]
+    dtype: gl.constexpr = out_desc.dtype
+    PACKED: gl.constexpr = pointers[0] is not None
+    layout_s: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, BLOCK_N, 16])
+    layout_o: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, D, 16])
+    layout_p: gl.constexpr = gl.DotOperandLayout(0, layout_o, 2)
+    rows_s: gl.constexpr = gl.SliceLayout(1, layout_s)
+    rows_o: gl.constexpr = gl.SliceLayout(1, layout_o)
+    zeros = gl.zeros([ROWS, BLOCK_N], gl.float32, layout_s)
+    q = q_s.index(g).reshape([ROWS, D])
+    use = 0
+    turn = 0
+    rounds = 0
+    clears = 0
+    for tile in range(gl.program_id(0), tiles, gl.num_programs(0)):
+        b, h, row, start_q, length_q, _, length_k, start, end, inner_start, inner_end = _tile_of(
+            tile, pointers, sizes, B, S, left, right, H, HAS_LEFT, HAS_RIGHT, SEQUENCES, GROUPS * ROWS,
+            BLOCK_N,
+        )  # fmt: skip
+        if row < length_q:
+            row += g * ROWS
+            shift = length_k - length_q
+            queries = row + gl.arange(0, ROWS, rows_s)
+            spans = None
+            if spans_ptr is not None:
+                spans = load_spans(spans_ptr, b.to(gl.int64), B, S, queries[:, None])
+            most = gl.full([ROWS], float("-inf"), gl.float32, rows_s)
+            total = gl.zeros([ROWS], gl.float32, rows_s)
+            acc = gl.zeros([ROWS, D], gl.float32, layout_o)
+            mbarrier.wait(q_full.index(g), turn & 1)
+            mbarrier.wait(k_full.index(use % STAGES), use // STAGES & 1)
+            k = k_s.index(use % STAGES).reshape([BLOCK_N, D])
+            s = warpgroup_mma(q, k.permute((1, 0)), zeros, use_acc=False, is_async=True)
+            s = warpgroup_mma_wait(0, deps=(s,))
+            mbarrier.arrive(k_empty.index(use % STAGES), count=1)
+            p, most, total, decay = _softmax(
+                s, most, total, end - BLOCK_N, queries, spans, shift, length_k, inner_start, inner_end, left, right,
+                scale, SOFTCAP, HAS_LEFT, HAS_RIGHT, dtype, layout_p,
+            )  # fmt: skip
+            if PACKED and end > length_k:  # 0 times what the next sequence holds may be NaN
+                mbarrier.wait(v_full.index(use % STAGES), use // STAGES & 1)
+                if g == 0:
+                    clear_rows(v_s.index(use % STAGES).reshape([BLOCK_N, D]), length_k - (end - BLOCK_N))
+                mbarrier.arrive(cleared, count=1)
+                mbarrier.wait(cleared, clears & 1)
+                clears += 1
+            for n in range(end - 2 * BLOCK_N, start - BLOCK_N, -BLOCK_N):
+                last = use % STAGES
+                last_phase = use // STAGES & 1
+                use += 1
+                mbarrier.wait(k_full.index(use % STAGES), use // STAGES & 1)
+                if PING_PONG:  # while one group multiplies, the others make their softmax
+                    mbarrier.wait(turns.index(g), rounds & 1 ^ (1 if g == 0 else 0))
+                    rounds += 1
+                k = k_s.index(use % STAGES).reshape([BLOCK_N, D])
+                s = warpgroup_mma(q, k.permute((1, 0)), zeros, use_acc=False, is_async=True)
+                mbarrier.wait(v_full.index(last), last_phase)
+                acc = warpgroup_mma(p, v_s.index(last).reshape([BLOCK_N, D]), acc, is_async=True)
+                if PING_PONG:
+                    mbarrier.arrive(turns.index((g + 1) % GROUPS), count=1)
+                s = warpgroup_mma_wait(1, deps=(s,))
+                mbarrier.arrive(k_empty.index(use % STAGES), count=1)
+                p, most, total, decay = _softmax(
+                    s, most, total, n, queries, spans, shift, length_k, inner_start, inner_end, left, right, scale,
+                    SOFTCAP, HAS_LEFT, HAS_RIGHT, dtype, layout_p,
+                )  # fmt: skip
+                acc = warpgroup_mma_wait(0, deps=(acc,))
+                mbarrier.arrive(v_empty.index(last), count=1)
+                acc *= gl.convert_layout(decay, rows_o)[:, None]
+            if ROOM:
+                mbarrier.arrive(q_empty.index(g), count=1)
+            last = use % STAGES
+            mbarrier.wait(v_full.index(last), use // STAGES & 1)
+            acc = warpgroup_mma(p, v_s.index(last).reshape([BLOCK_N, D]), acc, is_async=True)
+            acc = warpgroup_mma_wait(0, deps=(acc,))
+            mbarrier.arrive(v_empty.index(last), count=1)
+            use += 1
+            turn += 1
+            sink = None
+            if sinks_ptr is not None:
+                sink = gl.load(sinks_ptr + h).to(gl.float32)
+            factor, lse = finish(most, total, sink)
+            acc *= gl.convert_layout(factor, rows_o)[:, None]
+            lse_ptrs = lse_ptr + (b.to(gl.int64) * H + h) * S + start_q + queries
+            gl.store(lse_ptrs, lse, mask=queries < length_q)
+            _store(out_desc, out_ptr, out_s.index(g), acc, b, h, H, start_q, row, length_q, PACKED)
+            if not ROOM:
+                tma.store_wait(0)
+                mbarrier.arrive(q_empty.index(g), count=1)
+    tma.store_wait(0)
+
+
+@gluon.jit(do_not_specialize=["B", "S", "SK", "count", "blocks", "section", "tiles", "left", "right"])
+def _attention_fwd_hopper_kernel(
+    q_desc, k_desc, v_desc, out_desc, out_ptr, lse_ptr, sinks_ptr, cu_q_ptr, cu_k_ptr, spans_ptr, B, S, SK, count,
+    blocks, section, tiles, left, right, scale, H: gl.constexpr, HK: gl.constexpr, SOFTCAP: gl.constexpr,
+    HAS_LEFT: gl.constexpr, HAS_RIGHT: gl.constexpr, SEQUENCES: gl.constexpr, BLOCK_N: gl.constexpr,
+    STAGES: gl.constexpr, GROUPS: gl.constexpr, PING_PONG: gl.constexpr,
+):  # fmt: skip
+    D: gl.constexpr = q_desc.block_type.shape[3]
+    ROOM: gl.constexpr = D < 256  # for the output beside the queries
+    barriers: gl.constexpr = mbarrier.MBarrierLayout()
+    q_s = gl.allocate_shared_memory(q_desc.dtype, [GROUPS, 1, 1, ROWS, D], q_desc.layout)
+    out_s = gl.allocate_shared_memory(q_desc.dtype, [GROUPS, 1, 1, ROWS, D], q_desc.layout) if ROOM else q_s
+    k_s = gl.allocate_shared_memory(k_desc.dtype, [STAGES, 1, 1, BLOCK_N, D], k_desc.layout)
+    v_s = gl.allocate_shared_memory(v_desc.dtype, [STAGES, 1, 1, BLOCK_N, D], v_desc.layout)
+    q_full = gl.allocate_shared_memory(gl.int64, [GROUPS, 1], barriers)
+    q_empty = gl.allocate_shared_memory(gl.int64, [GROUPS, 1], barriers)
+    k_full = gl.allocate_shared_memory(gl.int64, [STAGES, 1], barriers)
+    k_empty = gl.allocate_shared_memory(gl.int64, [STAGES, 1], barriers)
+    v_full = gl.allocate_shared_memory(gl.int64, [STAGES, 1], barriers)
+    v_empty = gl.allocate_shared_memory(gl.int64, [STAGES, 1], barriers)
+    turns = gl.allocate_shared_memory(gl.int64, [GROUPS, 1], barriers)
+    cleared = gl.allocate_shared_memory(gl.int64, [1], barriers)
+    for g in gl.static_range(GROUPS):
+        mbarrier.init(q_full.index(g), count=1)
+        mbarrier.init(q_empty.index(g), count=1)
+        mbarrier.init(turns.index(g), count=1)
+    for i in gl.static_range(STAGES):
+        mbarrier.init(k_full.index(i), count=1)
+        mbarrier.init(k_empty.index(i), count=GROUPS)
+        mbarrier.init(v_full.index(i), count=1)
+        mbarrier.init(v_empty.index(i), count=GROUPS)
+    mbarrier.init(cleared, count=GROUPS)
+    fence_async_shared()
+    sizes = SK, count, blocks, section
+    bufs, full, empty = (q_s, k_s, v_s), (q_full, k_full, v_full), (q_empty, k_empty, v_empty)
+    shared = (cu_q_ptr, cu_k_ptr, spans_ptr), sizes, B, S, tiles, left, right, bufs, full, empty
+    own = out_desc, out_ptr, lse_ptr, sinks_ptr, scale, out_s, turns, cleared
+    descs = q_desc, k_desc, v_desc
+    if GROUPS == 2:
+        gl.warp_specialize(
+            [
+                (_attend, (0, shared, own, H, SOFTCAP, HAS_LEFT, HAS_RIGHT, SEQUENCES, BLOCK_N, STAGES, 2, PING_PONG,
+                           ROOM)),
+                (_attend, (1, shared, own, H, SOFTCAP, HAS_LEFT, HAS_RIGHT, SEQUENCES, BLOCK_N, STAGES, 2, PING_PONG,
+                           ROOM)),
+                (_load, (shared, descs, H, HK, HAS_LEFT, HAS_RIGHT, SEQUENCES, BLOCK_N, STAGES, 2)),
+            ],
+            worker_num_warps=[4, 1],
+            worker_num_regs=[240, 24],
+        )  # fmt: skip
+    else:
+        gl.warp_specialize(
+            [
+                (_attend, (0, shared, own, H, SOFTCAP, HAS_LEFT, HAS_RIGHT, SEQUENCES, BLOCK_N, STAGES, 3, PING_PONG,
+                           ROOM)),
+                (_attend, (1, shared, own, H, SOFTCAP, HAS_LEFT, HAS_RIGHT, SEQUENCES, BLOCK_N, STAGES, 3, PING_PONG,
+                           ROOM)),
+                (_attend, (2, shared, own, H, SOFTCAP, HAS_LEFT, HAS_RIGHT, SEQUENCES, BLOCK_N, STAGES, 3, PING_PONG,
+                           ROOM)),
+                (_load, (shared, descs, H, HK, HAS_LEFT, HAS_RIGHT, SEQUENCES, BLOCK_N, STAGES, 3)),
+            ],
+            worker_num_warps=[4, 4, 1],
+            worker_num_regs=[160, 160, 24],
+        )  # fmt: skip
+
+
+def attention_fwd_hopper(
+    q: Tensor, k: Tensor, v: Tensor, sinks: Tensor | None, masking: Masking, out: Tensor, lse: Tensor
+) -> None:
+    """Fill output and lse of a call that ``on_hopper`` takes."""
+    (B, S, H, D), (SK, HK) = q.shape, k.shape[1:3]
+    tile = HOPPER_FORWARD[D][masking.right >= 0]
+    blocks = masking.num_blocks(S, 64 * tile.groups)
+    tiles = blocks * B * H
+    launch(
+        _attention_fwd_hopper_kernel,
+        (min(tiles, num_programs(q.device, 1)) if tile.persistent else tiles,),
+        (out, lse, sinks, masking.cu_seqlens_q, masking.cu_seqlens_k, masking.spans),
+        (B, S, SK, masking.sequences, blocks, section_of(k, v, masking.max_seqlen_k, H // HK), tiles, masking.left,
+         masking.right),
+        (masking.scale,),
+        (descriptor(q, 64), descriptor(k, tile.block_n), descriptor(v, tile.block_n), descriptor(out, 64)),
+        H=H,
+        HK=HK,
+        **masking.constants(),
+        **tile.constants(),
+    )  # fmt: skip
