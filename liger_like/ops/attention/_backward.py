@@ -333,14 +333,15 @@ def attention_bwd(
         splits = _group_splits(blocks * B * HK, H // HK, q.device)
         dtype = q.dtype if splits == 1 else torch.float32
         sums = [torch.empty((splits, *x.shape), dtype=dtype, device=x.device) for x in (k, v)]
+        of_keys = masking._replace(spans=_spans_of_keys(masking.spans, SK))
         if in_gluon:
-            dq = hopper.add_gradients(dout, q, k, v, rows, masking, splits, *sums)
+            dq = hopper.add_gradients(dout, q, k, v, rows, of_keys, splits, *sums)
         else:
             dq_sum = torch.zeros(q.shape, dtype=torch.float32, device=q.device) if one_pass else None
             launch(
                 _attention_dkv_kernel,
                 (blocks * B * HK, splits),
-                (*inputs, *masking._replace(spans=_spans_of_keys(masking.spans, SK)).pointers(), dq_sum, *sums),
+                (*inputs, *of_keys.pointers(), dq_sum, *sums),
                 (*sizes, blocks, section_of(q, dout, masking.max_seqlen_q * (H // HK), 1), splits, *window),
                 (masking.scale,),
                 **constants,

@@ -8,6 +8,7 @@ Queries come into a ring of STAGES buffers, each with a barrier for "full" and o
 into buffer use % STAGES, and the parity of use // STAGES is the barriers' phase.
 """
 
+import torch
 import triton
 import triton.language as tl
 from torch import Tensor
@@ -25,14 +26,23 @@ from triton.experimental.gluon.language.nvidia.hopper import (
 from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 
 from liger_like.ops._common import launch
-from liger_like.ops.attention._blocks import LOG2E, schedule, scores, unit_of_scores, visible, zones
+from liger_like.ops.attention._blocks import (
+    LOG2E,
+    load_spans,
+    schedule,
+    scores,
+    unit_of_scores,
+    visible,
+    within,
+    zones,
+)
 from liger_like.ops.attention._hopper import clear_rows, descriptor, find_rows, on_hopper
 from liger_like.ops.attention._setup import Masking, section_of
 
 ROWS = gl.constexpr(64)  # of keys in a warp group
 BLOCK_N = 2 * ROWS.value
 BLOCK_M = {64: 128, 128: 64}  # width of heads -> queries in a block; wider heads do not fit
-STAGES, REGISTERS = 2, 240
+STAGES = 2
 AHEAD = True
 
 
@@ -44,13 +54,22 @@ def _add_to_global(desc, coord, src, _semantic=None):
 
 
 @gluon.jit
-def _load(
-    q_desc, k_desc, v_desc, dout_desc, rows_desc, q_s, k_s, v_s, dout_s, lse_s, delta_s, kv_full, full, empty, b, hk,
-    first_k, first_q, start, end, first_head, heads, B, H, BLOCK_M: gl.constexpr, STAGES: gl.constexpr,
-):  # fmt: skip
+def _clear(q, dout, delta, first):
+    """Zero the rows of a block from ``first`` on, which are of another sequence; both groups write the same."""
+    clear_rows(q, first)
+    clear_rows(dout, first)
+    layout: gl.constexpr = gl.BlockedLayout([1], [32], [gl.num_warps()], [0])
+    delta.store(gl.where(gl.arange(0, delta.shape[0], layout) < first, delta.load(layout), 0.0))
+
+
+@gluon.jit
+def _load(place, descs, bufs, kv_full, full, empty, B, H: gl.constexpr, BLOCK_M: gl.constexpr, STAGES: gl.constexpr):
+    b, hk, row, start_k, _, first_q, _, start, end, _, _, first_head, heads = place
+    q_desc, k_desc, v_desc, dout_desc, rows_desc = descs
+    q_s, k_s, v_s, dout_s, lse_s, delta_s = bufs
     mbarrier.expect(kv_full, k_desc.block_type.nbytes + v_desc.block_type.nbytes)
-    tma.async_copy_global_to_shared(k_desc, [b, hk, first_k, 0], kv_full, k_s.index(0))
-    tma.async_copy_global_to_shared(v_desc, [b, hk, first_k, 0], kv_full, v_s)
+    tma.async_copy_global_to_shared(k_desc, [b, hk, start_k + row, 0], kv_full, k_s.index(0))
+    tma.async_copy_global_to_shared(v_desc, [b, hk, start_k + row, 0], kv_full, v_s)
     use = 0
     for h in range(first_head, first_head + heads):
         for m in range(first_q + start, first_q + end, BLOCK_M):
@@ -66,11 +85,13 @@ def _load(
 
 @gluon.jit
 def _multiply(
-    g: gl.constexpr, dq_desc, dk_ptr, dv_ptr, q_s, k_s, v_s, dout_s, lse_s, delta_s, ds_s, dq_s, kv_full, full, empty,
-    ds_full, b, hk, row, start_k, length_k, first_q, length_q, start, end, inner_start, inner_end, first_head, heads,
-    left, right, scale, B, SK, HK: gl.constexpr, SOFTCAP: gl.constexpr, HAS_LEFT: gl.constexpr, HAS_RIGHT: gl.constexpr,
+    g: gl.constexpr, place, outputs, bufs, ds_s, dq_s, kv_full, full, empty, ds_full, spans_ptr, B, SK, left, right,
+    scale, HK: gl.constexpr, SOFTCAP: gl.constexpr, HAS_LEFT: gl.constexpr, HAS_RIGHT: gl.constexpr,
     PACKED: gl.constexpr, BLOCK_M: gl.constexpr, STAGES: gl.constexpr, AHEAD: gl.constexpr,
 ):  # fmt: skip
+    b, hk, row, start_k, length_k, first_q, length_q, start, end, inner_start, inner_end, first_head, heads = place
+    dq_desc, dk_ptr, dv_ptr = outputs
+    q_s, k_s, v_s, dout_s, lse_s, delta_s = bufs
     D: gl.constexpr = q_s.shape[4]
     HALF: gl.constexpr = D // 2
     dtype: gl.constexpr = q_s.dtype
@@ -100,6 +121,7 @@ def _multiply(
     if AHEAD:
         mbarrier.wait(full.index(0), 0, pred=steps > 0)
         q = q_s.index(0).reshape([BLOCK_M, D])
+        # an index that the compiler does not know to be 0: else what describes k to the tensor cores stays in registers
         k_first = k_s.index(gl.program_id(2)).reshape([2 * ROWS, D]).slice(g * ROWS, ROWS)
         s_acc = warpgroup_mma(k_first, q.permute((1, 0)), none, use_acc=False, is_async=True)
         s_acc = warpgroup_mma_wait(0, deps=(s_acc,))
@@ -109,13 +131,13 @@ def _multiply(
         s = use % STAGES
         q = q_s.index(s).reshape([BLOCK_M, D])
         dout = dout_s.index(s).reshape([BLOCK_M, D])
+        delta_buf = delta_s.index(s).reshape([BLOCK_M])
         ds_buf = ds_s.index(use % 2)
         if not AHEAD:
             mbarrier.wait(full.index(s), use // STAGES & 1)
             s_acc = warpgroup_mma(k, q.permute((1, 0)), none, use_acc=False, is_async=True)
         if PACKED and m + BLOCK_M > length_q:
-            clear_rows(q, length_q - m)
-            clear_rows(dout, length_q - m)
+            _clear(q, dout, delta_buf, length_q - m)
         if SOFTCAP is None:
             dp = warpgroup_mma(v, dout.permute((1, 0)), none, use_acc=False, is_async=True)
         if not AHEAD:
@@ -124,13 +146,13 @@ def _multiply(
         p, slopes = scores(s_acc, None, scale, SOFTCAP, False)
         p = gl.exp2(p * unit - lse[None, :])
         if (m < inner_start) | (m + BLOCK_M > inner_end):
-            queries = m + gl.arange(0, BLOCK_M, cols)
-            keys = row + gl.arange(0, ROWS, gl.SliceLayout(1, layout_s))
-            seen = visible(
-                queries[None, :], keys[:, None], length_k - length_q, length_k, left, right, HAS_LEFT, HAS_RIGHT
-            )
+            queries = (m + gl.arange(0, BLOCK_M, cols))[None, :]
+            keys = (row + gl.arange(0, ROWS, gl.SliceLayout(1, layout_s)))[:, None]
+            seen = visible(queries, keys, length_k - length_q, length_k, left, right, HAS_LEFT, HAS_RIGHT)
             if PACKED:
-                seen = seen & (queries < length_q)[None, :]
+                seen = seen & (queries < length_q)
+            if spans_ptr is not None:
+                seen = within(seen, load_spans(spans_ptr, b.to(gl.int64), B, SK, keys), queries)
             p = gl.where(seen, p, 0.0)
         p_operand = gl.convert_layout(p.to(dtype), operand)
         if SOFTCAP is not None:  # no registers before
@@ -138,32 +160,27 @@ def _multiply(
             dp = warpgroup_mma(v, dout.permute((1, 0)), none, use_acc=False, is_async=True)
         dv = warpgroup_mma(p_operand, dout, dv, is_async=True)
         dp = warpgroup_mma_wait(1, deps=(dp,))
-        delta = delta_s.index(s).reshape([BLOCK_M]).load(cols)
-        if PACKED:
-            delta = gl.where(m + gl.arange(0, BLOCK_M, cols) < length_q, delta, 0.0)
-        ds = (p * (dp - delta[None, :])).to(dtype)
+        ds = (p * (dp - delta_buf.load(cols)[None, :])).to(dtype)
         ds_buf.slice(g * ROWS, ROWS).store(ds)
         fence_async_shared()
         mbarrier.arrive(ds_full.index(use % 2), count=1)
         dk = warpgroup_mma(gl.convert_layout(ds, operand), q, dk, is_async=True)
         mbarrier.wait(ds_full.index(use % 2), use // 2 & 1)
-        dq = warpgroup_mma(
-            ds_buf.permute((1, 0)), k_all.slice(g * HALF, HALF, dim=1), zeros, use_acc=False, is_async=True
-        )
+        k_half = k_all.slice(g * HALF, HALF, dim=1)
+        dq = warpgroup_mma(ds_buf.permute((1, 0)), k_half, zeros, use_acc=False, is_async=True)
+        dv, dk = warpgroup_mma_wait(1, deps=(dv, dk))
+        mbarrier.arrive(empty.index(s), count=1)
         if AHEAD:
-            dv, dk = warpgroup_mma_wait(1, deps=(dv, dk))
-            mbarrier.arrive(empty.index(s), count=1)
             t = (use + 1) % STAGES
             mbarrier.wait(full.index(t), (use + 1) // STAGES & 1, pred=use + 1 < steps)
             q = q_s.index(t).reshape([BLOCK_M, D])
             s_acc = warpgroup_mma(k, q.permute((1, 0)), none, use_acc=False, is_async=True)
             dq = warpgroup_mma_wait(1, deps=(dq,))
         else:
-            dv, dk = warpgroup_mma_wait(1, deps=(dv, dk))
-            mbarrier.arrive(empty.index(s), count=1)
             dq = warpgroup_mma_wait(0, deps=(dq,))
         if PACKED and m + BLOCK_M > length_q:
-            dq = gl.where((m + gl.arange(0, BLOCK_M, gl.SliceLayout(1, layout_q)) < length_q)[:, None], dq, 0.0)
+            rows = m + gl.arange(0, BLOCK_M, gl.SliceLayout(1, layout_q))
+            dq = gl.where((rows < length_q)[:, None], dq, 0.0)
         tma.store_wait(0)
         dq_s.index(g).reshape([BLOCK_M, HALF]).store(dq)
         fence_async_shared()
@@ -177,22 +194,22 @@ def _multiply(
     rows = gl.arange(0, ROWS, gl.SliceLayout(1, layout_k))
     features = hk * D + gl.arange(0, D, gl.SliceLayout(0, layout_k))
     # the parts of a split group stand one behind the other
-    place = (gl.program_id(1) * B + b).to(gl.int64) * SK + start_k + row
-    offs = (place + rows)[:, None] * (HK * D) + features[None, :]
+    offs = (gl.program_id(1) * B + b).to(gl.int64) * SK + start_k + row + rows
+    offs = offs[:, None] * (HK * D) + features[None, :]
     mask = (row + rows < length_k)[:, None]
     gl.store(dk_ptr + offs, (dk * scale).to(dk_ptr.dtype.element_ty), mask=mask)
     gl.store(dv_ptr + offs, dv.to(dv_ptr.dtype.element_ty), mask=mask)
 
 
-@gluon.jit(do_not_specialize=["count", "B", "S", "SK", "blocks", "section", "splits", "left", "right"])
+@gluon.jit(do_not_specialize=["B", "S", "SK", "count", "blocks", "section", "splits", "left", "right"])
 def _attention_bwd_hopper_kernel(
-    q_desc, k_desc, v_desc, dout_desc, rows_desc, dq_desc, dk_ptr, dv_ptr, cu_q_ptr, cu_k_ptr, count, B, S, SK, blocks,
-    section, splits, left, right, scale, H: gl.constexpr, HK: gl.constexpr, SOFTCAP: gl.constexpr,
+    q_desc, k_desc, v_desc, dout_desc, rows_desc, dq_desc, dk_ptr, dv_ptr, cu_q_ptr, cu_k_ptr, spans_ptr, B, S, SK,
+    count, blocks, section, splits, left, right, scale, H: gl.constexpr, HK: gl.constexpr, SOFTCAP: gl.constexpr,
     HAS_LEFT: gl.constexpr, HAS_RIGHT: gl.constexpr, SEQUENCES: gl.constexpr, BLOCK_M: gl.constexpr,
-    STAGES: gl.constexpr, REGISTERS: gl.constexpr, AHEAD: gl.constexpr,
+    STAGES: gl.constexpr, AHEAD: gl.constexpr,
 ):  # fmt: skip
     D: gl.constexpr = q_desc.block_type.shape[3]
-    layout: gl.constexpr = mbarrier.MBarrierLayout()
+    barriers: gl.constexpr = mbarrier.MBarrierLayout()
     ds_layout: gl.constexpr = gl.NVMMASharedLayout.get_default_for([2 * ROWS, BLOCK_M], q_desc.dtype)
     q_s = gl.allocate_shared_memory(q_desc.dtype, [STAGES, 1, 1, BLOCK_M, D], q_desc.layout)
     k_s = gl.allocate_shared_memory(q_desc.dtype, [1, 1, 1, 2 * ROWS, D], k_desc.layout)
@@ -202,10 +219,10 @@ def _attention_bwd_hopper_kernel(
     delta_s = gl.allocate_shared_memory(gl.float32, [STAGES, 1, BLOCK_M], rows_desc.layout)
     ds_s = gl.allocate_shared_memory(q_desc.dtype, [2, 2 * ROWS, BLOCK_M], ds_layout)
     dq_s = gl.allocate_shared_memory(gl.float32, [2, 1, 1, BLOCK_M, D // 2], dq_desc.layout)
-    kv_full = gl.allocate_shared_memory(gl.int64, [1], layout)
-    full = gl.allocate_shared_memory(gl.int64, [STAGES, 1], layout)
-    empty = gl.allocate_shared_memory(gl.int64, [STAGES, 1], layout)
-    ds_full = gl.allocate_shared_memory(gl.int64, [2, 1], layout)
+    kv_full = gl.allocate_shared_memory(gl.int64, [1], barriers)
+    full = gl.allocate_shared_memory(gl.int64, [STAGES, 1], barriers)
+    empty = gl.allocate_shared_memory(gl.int64, [STAGES, 1], barriers)
+    ds_full = gl.allocate_shared_memory(gl.int64, [2, 1], barriers)
     mbarrier.init(kv_full, count=1)
     for i in gl.static_range(2):
         mbarrier.init(ds_full.index(i), count=2)
@@ -214,8 +231,8 @@ def _attention_bwd_hopper_kernel(
         mbarrier.init(empty.index(i), count=2)
     fence_async_shared()
     block, head = schedule(gl.program_id(0), blocks, B * HK, section)
-    if HAS_RIGHT:
-        block = blocks - 1 - block  # under a causal mask the first keys are seen most
+    if HAS_RIGHT or spans_ptr is not None:
+        block = blocks - 1 - block  # under a causal mask, which spans may be, the first keys are seen most
     b = head // HK
     hk = head % HK
     row = block * (2 * ROWS)
@@ -226,33 +243,34 @@ def _attention_bwd_hopper_kernel(
     if cu_k_ptr is not None:
         row, start_k, length_k, first_q, length_q = find_rows(block, cu_k_ptr, cu_q_ptr, count, SK, 2 * ROWS, SEQUENCES)
     shift = length_k - length_q
-    first = row - shift
-    last = gl.minimum(row + 2 * ROWS, length_k) - 1 - shift
+    last = gl.minimum(row + 2 * ROWS, length_k) - 1
+    spans = None
+    if spans_ptr is not None:  # which do not fall: those of the first and the last key have the least and the greatest
+        both = gl.arange(0, 2, gl.BlockedLayout([1], [32], [gl.num_warps()], [0]))
+        spans = load_spans(spans_ptr, b.to(gl.int64), B, SK, gl.where(both == 0, row, last))
     start, end, inner_start, inner_end = zones(
-        first, last, right, left, None, length_q, 0, 1, HAS_RIGHT, HAS_LEFT, BLOCK_M
+        row - shift, last - shift, right, left, spans, length_q, 0, 1, HAS_RIGHT, HAS_LEFT, BLOCK_M
     )
     group: gl.constexpr = H // HK
     share = gl.cdiv(group, splits)
     skipped = gl.program_id(1) * share
     first_head = hk * group + skipped
     heads = gl.maximum(gl.minimum(share, group - skipped), 0)
+    place = b, hk, row, start_k, length_k, first_q, length_q, start, end, inner_start, inner_end, first_head, heads
+    descs = q_desc, k_desc, v_desc, dout_desc, rows_desc
+    outputs = dq_desc, dk_ptr, dv_ptr
+    bufs = q_s, k_s, v_s, dout_s, lse_s, delta_s
     PACKED: gl.constexpr = cu_k_ptr is not None
     gl.warp_specialize(
         [
-            (_multiply, (0, dq_desc, dk_ptr, dv_ptr, q_s, k_s, v_s, dout_s, lse_s, delta_s, ds_s, dq_s, kv_full, full,
-                         empty, ds_full, b, hk, row, start_k, length_k, first_q, length_q,
-                         start, end, inner_start, inner_end, first_head, heads, left, right, scale, B, SK, HK, SOFTCAP,
-                         HAS_LEFT, HAS_RIGHT, PACKED, BLOCK_M, STAGES, AHEAD)),
-            (_multiply, (1, dq_desc, dk_ptr, dv_ptr, q_s, k_s, v_s, dout_s, lse_s, delta_s, ds_s, dq_s, kv_full, full,
-                         empty, ds_full, b, hk, row, start_k, length_k, first_q, length_q,
-                         start, end, inner_start, inner_end, first_head, heads, left, right, scale, B, SK, HK, SOFTCAP,
-                         HAS_LEFT, HAS_RIGHT, PACKED, BLOCK_M, STAGES, AHEAD)),
-            (_load, (q_desc, k_desc, v_desc, dout_desc, rows_desc, q_s, k_s, v_s, dout_s, lse_s, delta_s, kv_full, full,
-                     empty, b, hk, start_k + row, first_q, start, end, first_head, heads, B,
-                     H, BLOCK_M, STAGES)),
+            (_multiply, (0, place, outputs, bufs, ds_s, dq_s, kv_full, full, empty, ds_full, spans_ptr, B, SK, left,
+                         right, scale, HK, SOFTCAP, HAS_LEFT, HAS_RIGHT, PACKED, BLOCK_M, STAGES, AHEAD)),
+            (_multiply, (1, place, outputs, bufs, ds_s, dq_s, kv_full, full, empty, ds_full, spans_ptr, B, SK, left,
+                         right, scale, HK, SOFTCAP, HAS_LEFT, HAS_RIGHT, PACKED, BLOCK_M, STAGES, AHEAD)),
+            (_load, (place, descs, bufs, kv_full, full, empty, B, H, BLOCK_M, STAGES)),
         ],
         worker_num_warps=[4, 1],
-        worker_num_regs=[REGISTERS, 24],
+        worker_num_regs=[240, 24],
     )  # fmt: skip
 
 
@@ -274,39 +292,24 @@ def add_gradients(
     """dq; dk and dv [splits, B, Sk, Hk, D] get what the parts of the query heads of a key head give."""
     (B, S, H, D), (SK, HK) = q.shape, k.shape[1:3]
     block_m, blocks = BLOCK_M[D], masking.num_blocks(SK, BLOCK_N)
-    total = q.new_zeros(q.shape, dtype=rows.dtype)
-    layout = gl.NVMMASharedLayout(swizzle_byte_width=0, element_bitwidth=32, rank=2)
-    rows = rows.flatten(0, 2)
-    _attention_bwd_hopper_kernel[(blocks * B * HK, splits)](
-        descriptor(q, block_m),
-        descriptor(k, BLOCK_N),
-        descriptor(v, BLOCK_N),
-        descriptor(dout, block_m),
-        TensorDescriptor(rows, rows.shape, rows.stride(), [1, block_m], layout),
-        descriptor(total, block_m, D // 2),
-        dk,
-        dv,
-        masking.cu_seqlens_q,
-        masking.cu_seqlens_k,
-        masking.sequences,
-        B,
-        S,
-        SK,
-        blocks,
-        section_of(q, dout, masking.max_seqlen_q * (H // HK), 1),
-        splits,
-        masking.left,
-        masking.right,
-        masking.scale,
+    dq, total = torch.empty_like(q, memory_format=torch.contiguous_format), rows.new_zeros(q.shape)
+    rows, layout = rows.flatten(0, 2), gl.NVMMASharedLayout(swizzle_byte_width=0, element_bitwidth=32, rank=2)
+    launch(
+        _attention_bwd_hopper_kernel,
+        (blocks * B * HK, splits),
+        (dk, dv, masking.cu_seqlens_q, masking.cu_seqlens_k, masking.spans),
+        (B, S, SK, masking.sequences, blocks, section_of(q, dout, masking.max_seqlen_q * (H // HK), 1), splits,
+         masking.left, masking.right),
+        (masking.scale,),
+        (descriptor(q, block_m), descriptor(k, BLOCK_N), descriptor(v, BLOCK_N), descriptor(dout, block_m),
+         TensorDescriptor(rows, rows.shape, rows.stride(), [1, block_m], layout), descriptor(total, block_m, D // 2)),
         H=H,
         HK=HK,
         **masking.constants(),
         BLOCK_M=block_m,
         STAGES=STAGES,
-        REGISTERS=REGISTERS,
         AHEAD=AHEAD,
         num_warps=4,
-    )
-    dq = q.new_empty(q.shape)
+    )  # fmt: skip
     launch(_scale_kernel, (triton.cdiv(q.numel(), 2048),), (total, dq), (q.numel(),), (masking.scale,), BLOCK=2048)
     return dq
