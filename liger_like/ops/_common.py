@@ -84,7 +84,7 @@ def launch(
     **options: Any,
 ) -> None:
     """``kernel[grid](*descriptors, *tensors, *sizes, *floats, **options)`` in less host time; ``options`` has the
-    constants, which with the dtypes of the tensors decide all of a descriptor that a kernel is compiled for.
+    constants, which decide all of a descriptor that a kernel is compiled for but its dtype.
 
     Triton binds and inspects all arguments at every call to find the kernel compiled for them. Here what decides it is
     the key to a kernel that Triton returned before, which is then run as Triton runs it. Left to Triton are tensors
@@ -99,6 +99,8 @@ def launch(
             bits |= pointer
         pointers.append(pointer)
         key.append(dtype)
+    for descriptor in descriptors:
+        key.append(descriptor.base.dtype)
     for size in sizes:
         key.append(size if size < 2 else 16 | size & 15 | size >> 31 << 5)
     if INTERPRET or not DIRECT or bits & 15 or _RUNTIME.launch_enter_hook.calls or _RUNTIME.launch_exit_hook.calls:

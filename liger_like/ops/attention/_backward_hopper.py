@@ -2,8 +2,8 @@
 
 A program owns 128 keys of a key head, 64 for each warp group, and walks over the blocks of queries that see them, those
 of all its query heads. Scores stand as [keys, queries], so that p and ds are multiplied from registers for dv and dk.
-ds goes to shared memory, too, where each group takes all of it for its half of dq's features, which TMA adds up in fp32
-in memory (Shah et al., arXiv:2407.08608). The scores of a block are multiplied while dq of the block before is stored.
+ds goes to shared memory, too, where each group takes of both what its half of dq needs, which TMA adds up in fp32 in
+memory (Shah et al., arXiv:2407.08608). The scores of a block are multiplied while dq of the block before is stored.
 Queries come into a ring of STAGES buffers, each with a barrier for "full" and one for "empty"; the use-th filling goes
 into buffer use % STAGES, and the parity of use // STAGES is the barriers' phase.
 """
@@ -41,7 +41,8 @@ from liger_like.ops.attention._setup import Masking, section_of
 
 ROWS = gl.constexpr(64)  # of keys in a warp group
 BLOCK_N = 2 * ROWS.value
-BLOCK_M = {64: 128, 128: 64}  # width of heads -> queries in a block; wider heads do not fit
+# width of heads -> queries in a block, and with a softcap; wider heads do not fit
+BLOCK_M = {64: (128, 64), 128: (64, 64)}
 STAGES = 2
 AHEAD = True
 
@@ -64,15 +65,15 @@ def _clear(q, dout, delta, first):
 
 @gluon.jit
 def _load(place, descs, bufs, kv_full, full, empty, B, H: gl.constexpr, BLOCK_M: gl.constexpr, STAGES: gl.constexpr):
-    b, hk, row, start_k, _, first_q, _, start, end, _, _, first_head, heads = place
+    b, hk, row, _, _, _, start, end, _, _, first_head, heads = place
     q_desc, k_desc, v_desc, dout_desc, rows_desc = descs
     q_s, k_s, v_s, dout_s, lse_s, delta_s = bufs
     mbarrier.expect(kv_full, k_desc.block_type.nbytes + v_desc.block_type.nbytes)
-    tma.async_copy_global_to_shared(k_desc, [b, hk, start_k + row, 0], kv_full, k_s.index(0))
-    tma.async_copy_global_to_shared(v_desc, [b, hk, start_k + row, 0], kv_full, v_s)
+    tma.async_copy_global_to_shared(k_desc, [b, hk, row, 0], kv_full, k_s.index(0))
+    tma.async_copy_global_to_shared(v_desc, [b, hk, row, 0], kv_full, v_s)
     use = 0
     for h in range(first_head, first_head + heads):
-        for m in range(first_q + start, first_q + end, BLOCK_M):
+        for m in range(start, end, BLOCK_M):
             s = use % STAGES
             mbarrier.wait(empty.index(s), use // STAGES & 1 ^ 1)
             mbarrier.expect(full.index(s), 2 * (q_desc.block_type.nbytes + rows_desc.block_type.nbytes))
@@ -89,32 +90,36 @@ def _multiply(
     scale, HK: gl.constexpr, SOFTCAP: gl.constexpr, HAS_LEFT: gl.constexpr, HAS_RIGHT: gl.constexpr,
     PACKED: gl.constexpr, BLOCK_M: gl.constexpr, STAGES: gl.constexpr, AHEAD: gl.constexpr,
 ):  # fmt: skip
-    b, hk, row, start_k, length_k, first_q, length_q, start, end, inner_start, inner_end, first_head, heads = place
+    # rows are those of the tensors
+    b, hk, row, end_k, end_q, shift, start, end, inner_start, inner_end, first_head, heads = place
     dq_desc, dk_ptr, dv_ptr = outputs
     q_s, k_s, v_s, dout_s, lse_s, delta_s = bufs
     D: gl.constexpr = q_s.shape[4]
-    HALF: gl.constexpr = D // 2
+    # the part of dq that a group makes: half of the queries if there are two times 64, else half of the features
+    WIDTH: gl.constexpr = dq_s.shape[4]
+    first_row: gl.constexpr = 0 if WIDTH < D else g * ROWS
+    first_col: gl.constexpr = g * WIDTH if WIDTH < D else 0
     dtype: gl.constexpr = q_s.dtype
     layout_s: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, BLOCK_M, 16])
     layout_k: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, D, 16])
-    layout_q: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, HALF, 16])
+    layout_q: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, WIDTH, 16])
     operand: gl.constexpr = gl.DotOperandLayout(0, layout_k, 2)
     cols: gl.constexpr = gl.SliceLayout(0, layout_s)
     none = gl.zeros([ROWS, BLOCK_M], gl.float32, layout_s)
-    zeros = gl.zeros([BLOCK_M, HALF], gl.float32, layout_q)
+    zeros = gl.zeros([ROWS, WIDTH], gl.float32, layout_q)
     dk = gl.zeros([ROWS, D], gl.float32, layout_k)
     dv = gl.zeros([ROWS, D], gl.float32, layout_k)
     k_all = k_s.index(0).reshape([2 * ROWS, D])
     v_all = v_s.reshape([2 * ROWS, D])
     mbarrier.wait(kv_full, 0)
-    if PACKED and row + 2 * ROWS > length_k:  # both groups write the same
-        clear_rows(k_all, length_k - row)
-        clear_rows(v_all, length_k - row)
+    if PACKED and row + 2 * ROWS > end_k:  # both groups write the same
+        clear_rows(k_all, end_k - row)
+        clear_rows(v_all, end_k - row)
     row += g * ROWS
     k = k_all.slice(g * ROWS, ROWS)
     v = v_all.slice(g * ROWS, ROWS)
     unit = unit_of_scores(scale, SOFTCAP, False)
-    if row + ROWS > length_k:
+    if row + ROWS > end_k:
         inner_end = start
     steps = heads * gl.cdiv(end - start, BLOCK_M)
     s_acc = none
@@ -136,26 +141,29 @@ def _multiply(
         if not AHEAD:
             mbarrier.wait(full.index(s), use // STAGES & 1)
             s_acc = warpgroup_mma(k, q.permute((1, 0)), none, use_acc=False, is_async=True)
-        if PACKED and m + BLOCK_M > length_q:
-            _clear(q, dout, delta_buf, length_q - m)
+        if PACKED and m + BLOCK_M > end_q:
+            _clear(q, dout, delta_buf, end_q - m)
         if SOFTCAP is None:
             dp = warpgroup_mma(v, dout.permute((1, 0)), none, use_acc=False, is_async=True)
         if not AHEAD:
-            s_acc = warpgroup_mma_wait(1, deps=(s_acc,))
+            s_acc = warpgroup_mma_wait(1 if SOFTCAP is None else 0, deps=(s_acc,))
         lse = lse_s.index(s).reshape([BLOCK_M]).load(cols) * LOG2E
         p, slopes = scores(s_acc, None, scale, SOFTCAP, False)
         p = gl.exp2(p * unit - lse[None, :])
-        if (m < inner_start) | (m + BLOCK_M > inner_end):
+        edge = (m < inner_start) | (m + BLOCK_M > inner_end)
+        if SOFTCAP is not None:
+            edge = True  # a branch would keep both p and slopes in registers
+        if edge:
             queries = (m + gl.arange(0, BLOCK_M, cols))[None, :]
             keys = (row + gl.arange(0, ROWS, gl.SliceLayout(1, layout_s)))[:, None]
-            seen = visible(queries, keys, length_k - length_q, length_k, left, right, HAS_LEFT, HAS_RIGHT)
+            seen = visible(queries, keys, shift, end_k, left, right, HAS_LEFT, HAS_RIGHT)
             if PACKED:
-                seen = seen & (queries < length_q)
+                seen = seen & (queries < end_q)
             if spans_ptr is not None:
                 seen = within(seen, load_spans(spans_ptr, b.to(gl.int64), B, SK, keys), queries)
             p = gl.where(seen, p, 0.0)
         p_operand = gl.convert_layout(p.to(dtype), operand)
-        if SOFTCAP is not None:  # no registers before
+        if SOFTCAP is not None:  # before, there are no registers for it
             p *= slopes
             dp = warpgroup_mma(v, dout.permute((1, 0)), none, use_acc=False, is_async=True)
         dv = warpgroup_mma(p_operand, dout, dv, is_async=True)
@@ -166,8 +174,9 @@ def _multiply(
         mbarrier.arrive(ds_full.index(use % 2), count=1)
         dk = warpgroup_mma(gl.convert_layout(ds, operand), q, dk, is_async=True)
         mbarrier.wait(ds_full.index(use % 2), use // 2 & 1)
-        k_half = k_all.slice(g * HALF, HALF, dim=1)
-        dq = warpgroup_mma(ds_buf.permute((1, 0)), k_half, zeros, use_acc=False, is_async=True)
+        ds_part = ds_buf.slice(first_row, ROWS, dim=1).permute((1, 0))
+        k_part = k_all.slice(first_col, WIDTH, dim=1)
+        dq = warpgroup_mma(ds_part, k_part, zeros, use_acc=False, is_async=True)
         dv, dk = warpgroup_mma_wait(1, deps=(dv, dk))
         mbarrier.arrive(empty.index(s), count=1)
         if AHEAD:
@@ -178,13 +187,13 @@ def _multiply(
             dq = warpgroup_mma_wait(1, deps=(dq,))
         else:
             dq = warpgroup_mma_wait(0, deps=(dq,))
-        if PACKED and m + BLOCK_M > length_q:
-            rows = m + gl.arange(0, BLOCK_M, gl.SliceLayout(1, layout_q))
-            dq = gl.where((rows < length_q)[:, None], dq, 0.0)
+        if PACKED and m + BLOCK_M > end_q:
+            rows = m + first_row + gl.arange(0, ROWS, gl.SliceLayout(1, layout_q))
+            dq = gl.where((rows < end_q)[:, None], dq, 0.0)
         tma.store_wait(0)
-        dq_s.index(g).reshape([BLOCK_M, HALF]).store(dq)
+        dq_s.index(g).reshape([ROWS, WIDTH]).store(dq)
         fence_async_shared()
-        _add_to_global(dq_desc, [b, h, first_q + m, g * HALF], dq_s.index(g))
+        _add_to_global(dq_desc, [b, h, m + first_row, first_col], dq_s.index(g))
         if AHEAD:
             s_acc = warpgroup_mma_wait(0, deps=(s_acc,))
         m += BLOCK_M
@@ -194,9 +203,9 @@ def _multiply(
     rows = gl.arange(0, ROWS, gl.SliceLayout(1, layout_k))
     features = hk * D + gl.arange(0, D, gl.SliceLayout(0, layout_k))
     # the parts of a split group stand one behind the other
-    offs = (gl.program_id(1) * B + b).to(gl.int64) * SK + start_k + row + rows
+    offs = (gl.program_id(1) * B + b).to(gl.int64) * SK + row + rows
     offs = offs[:, None] * (HK * D) + features[None, :]
-    mask = (row + rows < length_k)[:, None]
+    mask = (row + rows < end_k)[:, None]
     gl.store(dk_ptr + offs, (dk * scale).to(dk_ptr.dtype.element_ty), mask=mask)
     gl.store(dv_ptr + offs, dv.to(dv_ptr.dtype.element_ty), mask=mask)
 
@@ -218,7 +227,7 @@ def _attention_bwd_hopper_kernel(
     lse_s = gl.allocate_shared_memory(gl.float32, [STAGES, 1, BLOCK_M], rows_desc.layout)
     delta_s = gl.allocate_shared_memory(gl.float32, [STAGES, 1, BLOCK_M], rows_desc.layout)
     ds_s = gl.allocate_shared_memory(q_desc.dtype, [2, 2 * ROWS, BLOCK_M], ds_layout)
-    dq_s = gl.allocate_shared_memory(gl.float32, [2, 1, 1, BLOCK_M, D // 2], dq_desc.layout)
+    dq_s = gl.allocate_shared_memory(gl.float32, [2, 1, 1, ROWS, dq_desc.block_type.shape[3]], dq_desc.layout)
     kv_full = gl.allocate_shared_memory(gl.int64, [1], barriers)
     full = gl.allocate_shared_memory(gl.int64, [STAGES, 1], barriers)
     empty = gl.allocate_shared_memory(gl.int64, [STAGES, 1], barriers)
@@ -238,10 +247,10 @@ def _attention_bwd_hopper_kernel(
     row = block * (2 * ROWS)
     start_k = 0
     length_k = SK
-    first_q = 0
+    start_q = 0
     length_q = S
     if cu_k_ptr is not None:
-        row, start_k, length_k, first_q, length_q = find_rows(block, cu_k_ptr, cu_q_ptr, count, SK, 2 * ROWS, SEQUENCES)
+        row, start_k, length_k, start_q, length_q = find_rows(block, cu_k_ptr, cu_q_ptr, count, SK, 2 * ROWS, SEQUENCES)
     shift = length_k - length_q
     last = gl.minimum(row + 2 * ROWS, length_k) - 1
     spans = None
@@ -256,7 +265,10 @@ def _attention_bwd_hopper_kernel(
     skipped = gl.program_id(1) * share
     first_head = hk * group + skipped
     heads = gl.maximum(gl.minimum(share, group - skipped), 0)
-    place = b, hk, row, start_k, length_k, first_q, length_q, start, end, inner_start, inner_end, first_head, heads
+    place = (
+        b, hk, start_k + row, start_k + length_k, start_q + length_q, shift + start_k - start_q, start_q + start,
+        start_q + end, start_q + inner_start, start_q + inner_end, first_head, heads,
+    )  # fmt: skip
     descs = q_desc, k_desc, v_desc, dout_desc, rows_desc
     outputs = dq_desc, dk_ptr, dv_ptr
     bufs = q_s, k_s, v_s, dout_s, lse_s, delta_s
@@ -291,7 +303,8 @@ def add_gradients(
 ) -> Tensor:
     """dq; dk and dv [splits, B, Sk, Hk, D] get what the parts of the query heads of a key head give."""
     (B, S, H, D), (SK, HK) = q.shape, k.shape[1:3]
-    block_m, blocks = BLOCK_M[D], masking.num_blocks(SK, BLOCK_N)
+    block_m, blocks = BLOCK_M[D][masking.softcap is not None], masking.num_blocks(SK, BLOCK_N)
+    width = D if block_m == BLOCK_N else D // 2
     dq, total = torch.empty_like(q, memory_format=torch.contiguous_format), rows.new_zeros(q.shape)
     rows, layout = rows.flatten(0, 2), gl.NVMMASharedLayout(swizzle_byte_width=0, element_bitwidth=32, rank=2)
     launch(
@@ -302,7 +315,7 @@ def add_gradients(
          masking.left, masking.right),
         (masking.scale,),
         (descriptor(q, block_m), descriptor(k, BLOCK_N), descriptor(v, BLOCK_N), descriptor(dout, block_m),
-         TensorDescriptor(rows, rows.shape, rows.stride(), [1, block_m], layout), descriptor(total, block_m, D // 2)),
+         TensorDescriptor(rows, rows.shape, rows.stride(), [1, block_m], layout), descriptor(total, 64, width)),
         H=H,
         HK=HK,
         **masking.constants(),
