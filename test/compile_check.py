@@ -15,7 +15,7 @@ import subprocess
 import sys
 import tempfile
 from collections import defaultdict
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from concurrent.futures import Future, ProcessPoolExecutor
 from concurrent.futures.process import BrokenProcessPool
 from typing import Any, NamedTuple
@@ -33,6 +33,7 @@ from triton.runtime.jit import JITFunction, create_function_from_signature
 
 from liger_like import testing
 from liger_like.ops import _accumulate, _common, _tiles
+from liger_like.ops.attention import _forward_hopper, _hopper
 from liger_like.ops.attention import _tiles as _attention_tiles
 
 # GPU -> what Triton compiles for, and the KiB of shared memory (LDS) that one program can have there
@@ -50,7 +51,7 @@ TARGETS = {
 DTYPES = (torch.float32, torch.float16, torch.bfloat16)
 WIDTHS = [*(2**k for k in range(1, 16)), *(3 * 2**k for k in range(3, 14))]  # blocks that are full, and that are not
 HEAD_WIDTHS = [2**k for k in range(1, 10)]
-ATTENTION_WIDTHS = (16, 80, 96, 128, 192, 256)
+ATTENTION_WIDTHS = ((16, 16), (80, 80), (96, 96), (128, 128), (192, 128), (256, 128))
 TILE_OPTIONS = ("BLOCK", "num_", "STAGES", "EVEN", "ONE_BLOCK")
 SHARE = 4  # variants of a tile, where it is for fewer GPUs
 # what ``ops.attention`` calls them when it picks a tile
@@ -63,6 +64,7 @@ CLASSES = {
 ONLY = {
     _accumulate._add_products_kernel: ("sm_90", "sm_100"),
     _accumulate.hopper._add_products_hopper_kernel: ("sm_90",),
+    _forward_hopper._attention_fwd_hopper_kernel: ("sm_90",),
 }
 
 
@@ -116,14 +118,24 @@ def cost(kernel: Any) -> Cost:
 
 
 def spills(sass: str) -> bool:
-    """Whether machine code moves registers to memory, or, if it multiplies matrices, does so in a loop."""
+    """Whether machine code moves registers to memory, or, if it multiplies matrices, does so in a loop.
+
+    Where warps have parts of their own, what the parts share is kept from the start, and the one with the fewest
+    registers has no room for it: there, in a loop that multiplies and is not around another one.
+    """
     code = [(int(at, 16), text) for at, text in re.findall(r"/\*([0-9a-f]{4,})\*/\s+(.*?);", sass)]
     moves = [at for at, text in code if re.search(r"\b(STL|LDL)\b", text)]
     if "MMA" not in sass:
         return bool(moves)
     jumps = ((at, re.search(r"\bBRA\b.*?0x([0-9a-f]+)", text)) for at, text in code)
-    loops = [(int(to[1], 16), at) for at, to in jumps if to and int(to[1], 16) < at]
-    return any(start <= at <= end for at in moves for start, end in loops)
+    loops = [range(int(to[1], 16), at) for at, to in jumps if to and int(to[1], 16) < at]
+    if "USETMAXREG" in sass:
+        ends = [at for at, text in code if re.search(r"\bEXIT\b", text)]  # behind it are the retries of waits
+        products = [at for at, text in code if "MMA" in text]
+        loops = [loop for loop in loops if any(at in loop for at in products) and not any(at in loop for at in ends)]
+        around = [a for a, b in itertools.permutations(loops, 2) if b[0] in a and b[-1] in a]
+        loops = [loop for loop in loops if loop not in around]
+    return any(at in loop for at in moves for loop in loops)
 
 
 def calls() -> Iterator[tuple[testing.OpSpec, torch.dtype, dict[str, Any], dict[str, Any]]]:
@@ -150,7 +162,9 @@ def calls() -> Iterator[tuple[testing.OpSpec, torch.dtype, dict[str, Any], dict[
             yield spec, dtype, shape, options
 
 
-def attention_calls() -> Iterator[tuple[testing.OpSpec, torch.dtype, dict[str, Any], dict[str, Any]]]:
+def attention_calls(
+    widths: Iterable[tuple[int, int]] = ATTENTION_WIDTHS, dtypes: Iterable[torch.dtype] = DTYPES
+) -> Iterator[tuple[testing.OpSpec, torch.dtype, dict[str, Any], dict[str, Any]]]:
     """Attention with heads of every width, over long rows, in spans, one row and many keys, and packed sequences."""
     heads: dict[str, Any] = {"H": 4, "Hk": 2}
     shapes: dict[str, list[dict[str, Any]]] = {
@@ -165,9 +179,9 @@ def attention_calls() -> Iterator[tuple[testing.OpSpec, torch.dtype, dict[str, A
     }
     flags = ({"deterministic": False}, {"deterministic": True})
     for spec in testing.SPECS:
-        for shape, D, dtype in itertools.product(shapes.get(spec.name, ()), ATTENTION_WIDTHS, DTYPES):
+        for shape, (D, Dv), dtype in itertools.product(shapes.get(spec.name, ()), widths, dtypes):
             for options, flag in itertools.product(spec.options, flags):
-                yield spec, dtype, shape | {"D": D, "Dv": min(D, 128)}, options | flag
+                yield spec, dtype, shape | {"D": D, "Dv": Dv}, options | flag
 
 
 def record() -> list[Launch]:
@@ -199,6 +213,12 @@ def record() -> list[Launch]:
                 for spec, dtype, shape, options in attention_calls():
                     testing.run(spec.fn, spec.inputs(dtype, "cpu", **shape), options)
         gpus = ("sm_90",)
+        with (
+            patch.object(_attention_tiles, "gpu_class", lambda device: "hopper"),
+            patch.multiple(_hopper, architecture=lambda device: 9, INTERPRET=False),
+        ):
+            for spec, dtype, shape, options in attention_calls([(D, D) for D in _hopper.WIDTHS], _hopper.DTYPES):
+                testing.run(spec.fn, spec.inputs(dtype, "cpu", **shape), options)
         # products that on a CPU are torch's; M and N with and without 16 as a divisor
         flags, factors = (False, True), (None, torch.ones(1))
         for architecture, again, factor, M, N in itertools.product((9, 10), flags, factors, (128, 136), (64, 72)):
@@ -213,7 +233,12 @@ def record() -> list[Launch]:
 def compile_for(index: int, gpu: str) -> Cost:
     """Compile launch ``index`` in a worker."""
     source, options = LAUNCHES[index].specialise(TARGETS[gpu][0])
-    return cost(triton.compile(source, target=TARGETS[gpu][0], options=options))
+    kernel = triton.compile(source, target=TARGETS[gpu][0], options=options)
+    if LAUNCHES[index].kernel.is_gluon():  # for a warp that loads by TMA, and others that multiply
+        missing = [part for part in ("cp.async.bulk.tensor", "wgmma", "setmaxnreg") if part not in kernel.asm["ptx"]]
+        if missing:
+            raise RuntimeError(f"no {', '.join(missing)}")
+    return cost(kernel)
 
 
 def verdict(gpu: str, future: Future[Cost]) -> tuple[Cost | None, str]:

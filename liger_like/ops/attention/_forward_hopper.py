@@ -31,7 +31,7 @@ from liger_like.ops.attention._blocks import (
 )
 from liger_like.ops.attention._hopper import clear_rows, descriptor, find_rows
 from liger_like.ops.attention._setup import Masking, section_of
-from liger_like.ops.attention._tiles import HOPPER_FORWARD
+from liger_like.ops.attention._tiles import hopper_forward
 
 ROWS = gl.constexpr(64)  # of a warp group
 
@@ -324,7 +324,7 @@ def attention_fwd_hopper(
 ) -> None:
     """Fill output and lse of a call that ``on_hopper`` takes."""
     (B, S, H, D), (SK, HK) = q.shape, k.shape[1:3]
-    tile = HOPPER_FORWARD[D][masking.right >= 0]
+    tile = hopper_forward(D, masking)
     blocks = masking.num_blocks(S, 64 * tile.groups)
     tiles = blocks * B * H
     launch(

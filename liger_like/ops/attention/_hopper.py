@@ -27,7 +27,7 @@ def on_hopper(masking: Masking, q: Tensor, *others: Tensor) -> bool:
         and q.dtype in DTYPES
         and q.shape[-1] in WIDTHS
         and all(x.shape[-1] == q.shape[-1] for x in others)
-        and all(t is None for t in (masking.bias, masking.key_padding_mask, masking.offsets, masking.spans))
+        and all(t is None for t in (masking.bias, masking.key_padding_mask, masking.offsets))
         and all(map(_moved_by_tma, (q, *others)))
     )
 
