@@ -33,7 +33,7 @@ from triton.runtime.jit import JITFunction, create_function_from_signature
 
 from liger_like import testing
 from liger_like.ops import _accumulate, _common, _tiles
-from liger_like.ops.attention import _forward_hopper, _hopper
+from liger_like.ops.attention import _backward_hopper, _forward_hopper, _hopper
 from liger_like.ops.attention import _tiles as _attention_tiles
 
 # GPU -> what Triton compiles for, and the KiB of shared memory (LDS) that one program can have there
@@ -65,6 +65,8 @@ ONLY = {
     _accumulate._add_products_kernel: ("sm_90", "sm_100"),
     _accumulate.hopper._add_products_hopper_kernel: ("sm_90",),
     _forward_hopper._attention_fwd_hopper_kernel: ("sm_90",),
+    _backward_hopper._attention_bwd_hopper_kernel: ("sm_90",),
+    _backward_hopper._scale_kernel: ("sm_90",),
 }
 
 
