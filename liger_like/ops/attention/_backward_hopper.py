@@ -41,7 +41,7 @@ from liger_like.ops.attention._setup import Masking, section_of
 
 ROWS = gl.constexpr(64)  # of keys in a warp group
 BLOCK_N = 2 * ROWS.value
-# width of heads -> queries in a block, and with a softcap; wider heads do not fit
+# width of heads -> queries in a block, and with a softcap or spans, which take registers; wider heads do not fit
 BLOCK_M = {64: (128, 64), 128: (64, 64)}
 STAGES = 2
 AHEAD = True
@@ -82,6 +82,22 @@ def _load(place, descs, bufs, kv_full, full, empty, B, H: gl.constexpr, BLOCK_M:
             tma.async_copy_global_to_shared(dout_desc, [b, h, m, 0], full.index(s), dout_s.index(s))
             tma.async_copy_global_to_shared(rows_desc, [(B + b) * H + h, m], full.index(s), delta_s.index(s))
             use += 1
+
+
+@gluon.jit
+def _hide(
+    p, b, m, row, end_k, end_q, shift, spans_ptr, B, SK, left, right, HAS_LEFT: gl.constexpr, HAS_RIGHT: gl.constexpr,
+    PACKED: gl.constexpr,
+):  # fmt: skip
+    """``p`` of the keys from ``row`` on and the queries from ``m`` on, but 0 where a key is not seen."""
+    queries = (m + gl.arange(0, p.shape[1], gl.SliceLayout(0, p.type.layout)))[None, :]
+    keys = (row + gl.arange(0, p.shape[0], gl.SliceLayout(1, p.type.layout)))[:, None]
+    seen = visible(queries, keys, shift, end_k, left, right, HAS_LEFT, HAS_RIGHT)
+    if PACKED:
+        seen = seen & (queries < end_q)
+    if spans_ptr is not None:
+        seen = within(seen, load_spans(spans_ptr, b.to(gl.int64), B, SK, keys), queries)
+    return gl.where(seen, p, 0.0)
 
 
 @gluon.jit
@@ -154,14 +170,7 @@ def _multiply(
         if SOFTCAP is not None:
             edge = True  # a branch would keep both p and slopes in registers
         if edge:
-            queries = (m + gl.arange(0, BLOCK_M, cols))[None, :]
-            keys = (row + gl.arange(0, ROWS, gl.SliceLayout(1, layout_s)))[:, None]
-            seen = visible(queries, keys, shift, end_k, left, right, HAS_LEFT, HAS_RIGHT)
-            if PACKED:
-                seen = seen & (queries < end_q)
-            if spans_ptr is not None:
-                seen = within(seen, load_spans(spans_ptr, b.to(gl.int64), B, SK, keys), queries)
-            p = gl.where(seen, p, 0.0)
+            p = _hide(p, b, m, row, end_k, end_q, shift, spans_ptr, B, SK, left, right, HAS_LEFT, HAS_RIGHT, PACKED)
         p_operand = gl.convert_layout(p.to(dtype), operand)
         if SOFTCAP is not None:  # before, there are no registers for it
             p *= slopes
@@ -303,7 +312,8 @@ def add_gradients(
 ) -> Tensor:
     """dq; dk and dv [splits, B, Sk, Hk, D] get what the parts of the query heads of a key head give."""
     (B, S, H, D), (SK, HK) = q.shape, k.shape[1:3]
-    block_m, blocks = BLOCK_M[D][masking.softcap is not None], masking.num_blocks(SK, BLOCK_N)
+    block_m = BLOCK_M[D][masking.softcap is not None or masking.spans is not None]
+    blocks = masking.num_blocks(SK, BLOCK_N)
     width = D if block_m == BLOCK_N else D // 2
     dq, total = torch.empty_like(q, memory_format=torch.contiguous_format), rows.new_zeros(q.shape)
     rows, layout = rows.flatten(0, 2), gl.NVMMASharedLayout(swizzle_byte_width=0, element_bitwidth=32, rank=2)
