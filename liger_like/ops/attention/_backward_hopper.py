@@ -86,7 +86,7 @@ def _load(place, descs, bufs, kv_full, full, empty, B, H: gl.constexpr, BLOCK_M:
 
 @gluon.jit
 def _hide(
-    p, b, m, row, end_k, end_q, shift, spans_ptr, B, SK, left, right, HAS_LEFT: gl.constexpr, HAS_RIGHT: gl.constexpr,
+    p, m, row, end_k, end_q, shift, spans, left, right, HAS_LEFT: gl.constexpr, HAS_RIGHT: gl.constexpr,
     PACKED: gl.constexpr,
 ):  # fmt: skip
     """``p`` of the keys from ``row`` on and the queries from ``m`` on, but 0 where a key is not seen."""
@@ -95,9 +95,7 @@ def _hide(
     seen = visible(queries, keys, shift, end_k, left, right, HAS_LEFT, HAS_RIGHT)
     if PACKED:
         seen = seen & (queries < end_q)
-    if spans_ptr is not None:
-        seen = within(seen, load_spans(spans_ptr, b.to(gl.int64), B, SK, keys), queries)
-    return gl.where(seen, p, 0.0)
+    return gl.where(within(seen, spans, queries), p, 0.0)
 
 
 @gluon.jit
@@ -137,6 +135,10 @@ def _multiply(
     unit = unit_of_scores(scale, SOFTCAP, False)
     if row + ROWS > end_k:
         inner_end = start
+    spans = None
+    if spans_ptr is not None:
+        keys = row + gl.arange(0, ROWS, gl.SliceLayout(1, layout_s))
+        spans = load_spans(spans_ptr, b.to(gl.int64), B, SK, keys[:, None])
     steps = heads * gl.cdiv(end - start, BLOCK_M)
     s_acc = none
     if AHEAD:
@@ -170,7 +172,7 @@ def _multiply(
         if SOFTCAP is not None:
             edge = True  # a branch would keep both p and slopes in registers
         if edge:
-            p = _hide(p, b, m, row, end_k, end_q, shift, spans_ptr, B, SK, left, right, HAS_LEFT, HAS_RIGHT, PACKED)
+            p = _hide(p, m, row, end_k, end_q, shift, spans, left, right, HAS_LEFT, HAS_RIGHT, PACKED)
         p_operand = gl.convert_layout(p.to(dtype), operand)
         if SOFTCAP is not None:  # before, there are no registers for it
             p *= slopes
