@@ -70,6 +70,7 @@ def test_which_calls_it_takes(monkeypatch):
         return torch.zeros_like(q)
 
     monkeypatch.setattr(_backward_hopper, "add_gradients", add_gradients)
+    monkeypatch.setattr(_backward, "launch", lambda *args, **options: None)
     monkeypatch.setattr(_hopper, "INTERPRET", False)
     monkeypatch.setattr(_hopper, "architecture", lambda device: 9)
 
@@ -129,7 +130,7 @@ MASKS = [
     {"softcap": 20.0},
     {"softcap": 2.0, "causal": True},
 ]
-LENGTHS = [(1, 1), (63, 63), (65, 65), (127, 129), (129, 127), (200, 901), (700, 300), (1, 700), (513, 513)]
+LENGTHS = [(63, 63), (65, 65), (127, 129), (129, 127), (200, 901), (700, 300), (1, 700), (513, 513)]
 
 
 @gpu
