@@ -84,7 +84,7 @@ def launch(
     **options: Any,
 ) -> None:
     """``kernel[grid](*descriptors, *tensors, *sizes, *floats, **options)`` in less host time; ``options`` has the
-    constants, which decide all of a descriptor that a kernel is compiled for but its dtype.
+    constants. The dtype and the block of a descriptor decide its layout.
 
     Triton binds and inspects all arguments at every call to find the kernel compiled for them. Here what decides it is
     the key to a kernel that Triton returned before, which is then run as Triton runs it. Left to Triton are tensors
@@ -100,7 +100,7 @@ def launch(
         pointers.append(pointer)
         key.append(dtype)
     for descriptor in descriptors:
-        key.append(descriptor.base.dtype)
+        key += descriptor.base.dtype, *descriptor.block_shape
     for size in sizes:
         key.append(size if size < 2 else 16 | size & 15 | size >> 31 << 5)
     if INTERPRET or not DIRECT or bits & 15 or _RUNTIME.launch_enter_hook.calls or _RUNTIME.launch_exit_hook.calls:

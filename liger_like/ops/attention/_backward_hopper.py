@@ -8,7 +8,6 @@ Queries come into a ring of STAGES buffers, each with a barrier for "full" and o
 into buffer use % STAGES, and the parity of use // STAGES is the barriers' phase.
 """
 
-import torch
 import triton
 import triton.language as tl
 from torch import Tensor
@@ -317,7 +316,7 @@ def add_gradients(
     block_m = BLOCK_M[D][masking.softcap is not None or masking.spans is not None]
     blocks = masking.num_blocks(SK, BLOCK_N)
     width = D if block_m == BLOCK_N else D // 2
-    dq, total = torch.empty_like(q, memory_format=torch.contiguous_format), rows.new_zeros(q.shape)
+    dq, total = q.new_empty(q.shape), rows.new_zeros(q.shape)
     rows, layout = rows.flatten(0, 2), gl.NVMMASharedLayout(swizzle_byte_width=0, element_bitwidth=32, rank=2)
     launch(
         _attention_bwd_hopper_kernel,
@@ -327,7 +326,7 @@ def add_gradients(
          masking.left, masking.right),
         (masking.scale,),
         (descriptor(q, block_m), descriptor(k, BLOCK_N), descriptor(v, BLOCK_N), descriptor(dout, block_m),
-         TensorDescriptor(rows, rows.shape, rows.stride(), [1, block_m], layout), descriptor(total, 64, width)),
+         TensorDescriptor(rows, [*rows.shape], [*rows.stride()], [1, block_m], layout), descriptor(total, 64, width)),
         H=H,
         HK=HK,
         **masking.constants(),

@@ -1,4 +1,6 @@
-"""Attention forward: one pass over the keys with an online softmax (arXiv:1805.02867), split where rows are few."""
+"""Attention forward: one pass over the keys with an online softmax (arXiv:1805.02867), split where rows are few, and
+left to ``_forward_hopper`` where that can.
+"""
 
 from typing import Any
 
