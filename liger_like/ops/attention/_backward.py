@@ -3,6 +3,7 @@ dq_i = scale sum_j ds_ij k_j and dk_j = scale sum_i ds_ij q_i; p is formed again
 
 A program owns a block of keys and sums over the queries that see it, those of all query heads of its key head. dq is
 added up on the way in fp32, in an order that differs from run to run, or by kernel of its own in one that does not.
+The former is on Hopper, for what ``_hopper.on_hopper`` takes, the kernel of ``_backward_hopper``.
 """
 
 from typing import Any
