@@ -103,6 +103,15 @@ class Cost(NamedTuple):
     shared: float
 
 
+def dump(kernel: Any, option: str) -> str:
+    """What is in the machine code of a compiled kernel."""
+    with tempfile.NamedTemporaryFile(suffix=".cubin") as file:
+        file.write(kernel.asm["cubin"])
+        file.flush()
+        command = triton.knobs.nvidia.cuobjdump.path, option, file.name
+        return subprocess.run(command, capture_output=True, text=True, check=True).stdout
+
+
 def cost(kernel: Any) -> Cost:
     """Read the cost of a compiled kernel off its machine code."""
     shared = kernel.metadata.shared / 1024
@@ -112,16 +121,11 @@ def cost(kernel: Any) -> Cost:
             for field in ("vgpr_count", "private_segment_fixed_size")
         )
         return Cost(vgprs, scratch, shared)
-    with tempfile.NamedTemporaryFile(suffix=".cubin") as file:
-        file.write(kernel.asm["cubin"])
-        file.flush()
-        dump = triton.knobs.nvidia.cuobjdump.path
-        usage = subprocess.run([dump, "--dump-resource-usage", file.name], capture_output=True, text=True, check=True)
-        registers, stack = (int(re.search(rf"{field}:(\d+)", usage.stdout)[1]) for field in ("REG", "STACK"))
-        # a stack frame may be more than spills (or less: alignment): what counts is whether the code uses it
-        sass = subprocess.run([dump, "-sass", file.name], capture_output=True, text=True, check=True) if stack else None
+    usage = dump(kernel, "--dump-resource-usage")
+    registers, stack = (int(re.search(rf"{field}:(\d+)", usage)[1]) for field in ("REG", "STACK"))
+    # a stack frame may be more than spills (or less: alignment): what counts is whether the code uses it
     one_in = MAY_SPILL.get(kernel.metadata.name, sys.maxsize)
-    return Cost(registers, stack if sass and spills(sass.stdout, one_in) else 0, shared)
+    return Cost(registers, stack if stack and spills(dump(kernel, "-sass"), one_in) else 0, shared)
 
 
 def spills(sass: str, one_in: int = sys.maxsize) -> bool:
@@ -246,6 +250,9 @@ def compile_for(index: int, gpu: str) -> Cost:
         missing = [part for part in ("cp.async.bulk.tensor", "wgmma", "setmaxnreg") if part not in kernel.asm["ptx"]]
         if missing:
             raise RuntimeError(f"no {', '.join(missing)}")
+        products = re.findall(r"\bHGMMA\b.*?;", dump(kernel, "-sass"))
+        if 2 * sum("gsb0" in product for product in products) > len(products):  # for want of registers, for example
+            raise RuntimeError("each product waits for the one before it")
     return cost(kernel)
 
 

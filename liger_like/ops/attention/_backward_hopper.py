@@ -8,7 +8,6 @@ Queries come into a ring of STAGES buffers, each with a barrier for "full" and o
 into buffer use % STAGES, and the parity of use // STAGES is the barriers' phase.
 """
 
-import torch
 import triton
 import triton.language as tl
 from torch import Tensor
@@ -44,7 +43,7 @@ BLOCK_N = 2 * ROWS.value
 # width of heads -> queries in a block, and with a softcap or spans, which take registers; wider heads do not fit
 BLOCK_M = {64: (128, 64), 128: (64, 64)}
 STAGES = 2
-AHEAD = True
+AHEAD = 1  # when the scores of the next block are begun: 0 behind this one, 1 behind its dk, 2 before that ends
 
 
 @builtin
@@ -99,12 +98,19 @@ def _hide(
 
 
 @gluon.jit
+def _store(ptr, x, length, STRIDE: gl.constexpr):
+    """The first ``length`` rows of ``x``."""
+    rows = gl.arange(0, x.shape[0], gl.SliceLayout(1, x.type.layout))[:, None]
+    cols = gl.arange(0, x.shape[1], gl.SliceLayout(0, x.type.layout))[None, :]
+    gl.store(ptr + rows * STRIDE + cols, x.to(ptr.dtype.element_ty), mask=rows < length)
+
+
+@gluon.jit
 def _multiply(
     g: gl.constexpr, place, outputs, bufs, ds_s, dq_s, kv_full, full, empty, ds_full, spans_ptr, B, SK, left, right,
     scale, HK: gl.constexpr, SOFTCAP: gl.constexpr, HAS_LEFT: gl.constexpr, HAS_RIGHT: gl.constexpr,
     PACKED: gl.constexpr, BLOCK_M: gl.constexpr, STAGES: gl.constexpr, AHEAD: gl.constexpr,
 ):  # fmt: skip
-    # rows are those of the tensors
     b, hk, row, end_k, end_q, shift, start, end, inner_start, inner_end, first_head, heads = place
     dq_desc, dk_ptr, dv_ptr = outputs
     q_s, k_s, v_s, dout_s, lse_s, delta_s = bufs
@@ -140,7 +146,6 @@ def _multiply(
         keys = row + gl.arange(0, ROWS, gl.SliceLayout(1, layout_s))
         spans = load_spans(spans_ptr, b.to(gl.int64), B, SK, keys[:, None])
     steps = heads * gl.cdiv(end - start, BLOCK_M)
-    s_acc = none
     if AHEAD:
         mbarrier.wait(full.index(0), 0, pred=steps > 0)
         q = q_s.index(0).reshape([BLOCK_M, D])
@@ -148,8 +153,7 @@ def _multiply(
         k_first = k_s.index(gl.program_id(2)).reshape([2 * ROWS, D]).slice(g * ROWS, ROWS)
         s_acc = warpgroup_mma(k_first, q.permute((1, 0)), none, use_acc=False, is_async=True)
         s_acc = warpgroup_mma_wait(0, deps=(s_acc,))
-    h = first_head
-    m = start
+    h, m = first_head, start
     for use in range(0, steps):
         s = use % STAGES
         q = q_s.index(s).reshape([BLOCK_M, D])
@@ -188,14 +192,21 @@ def _multiply(
         ds_part = ds_buf.slice(first_row, ROWS, dim=1).permute((1, 0))
         k_part = k_all.slice(first_col, WIDTH, dim=1)
         dq = warpgroup_mma(ds_part, k_part, zeros, use_acc=False, is_async=True)
-        dv, dk = warpgroup_mma_wait(1, deps=(dv, dk))
-        mbarrier.arrive(empty.index(s), count=1)
+        if AHEAD == 2:
+            dv = warpgroup_mma_wait(2, deps=(dv,))
+        else:
+            dv, dk = warpgroup_mma_wait(1, deps=(dv, dk))
+            mbarrier.arrive(empty.index(s), count=1)
         if AHEAD:
             t = (use + 1) % STAGES
             mbarrier.wait(full.index(t), (use + 1) // STAGES & 1, pred=use + 1 < steps)
             q = q_s.index(t).reshape([BLOCK_M, D])
             s_acc = warpgroup_mma(k, q.permute((1, 0)), none, use_acc=False, is_async=True)
-            dq = warpgroup_mma_wait(1, deps=(dq,))
+            if AHEAD == 2:
+                dk, dq = warpgroup_mma_wait(1, deps=(dk, dq))
+                mbarrier.arrive(empty.index(s), count=1)
+            else:
+                dq = warpgroup_mma_wait(1, deps=(dq,))
         else:
             dq = warpgroup_mma_wait(0, deps=(dq,))
         if PACKED and m + BLOCK_M > end_q:
@@ -211,14 +222,10 @@ def _multiply(
         h = gl.where(m < end, h, h + 1)
         m = gl.where(m < end, m, start)
     tma.store_wait(0)
-    rows = gl.arange(0, ROWS, gl.SliceLayout(1, layout_k))
-    features = hk * D + gl.arange(0, D, gl.SliceLayout(0, layout_k))
     # the parts of a split group stand one behind the other
-    offs = (gl.program_id(1) * B + b).to(gl.int64) * SK + row + rows
-    offs = offs[:, None] * (HK * D) + features[None, :]
-    mask = (row + rows < end_k)[:, None]
-    gl.store(dk_ptr + offs, (dk * scale).to(dk_ptr.dtype.element_ty), mask=mask)
-    gl.store(dv_ptr + offs, dv.to(dv_ptr.dtype.element_ty), mask=mask)
+    first = ((gl.program_id(1) * B + b).to(gl.int64) * SK + row) * HK + hk
+    _store(dk_ptr + first * D, dk * scale, end_k - row, HK * D)
+    _store(dv_ptr + first * D, dv, end_k - row, HK * D)
 
 
 @gluon.jit(do_not_specialize=["B", "S", "SK", "count", "blocks", "section", "splits", "left", "right"])
@@ -276,7 +283,7 @@ def _attention_bwd_hopper_kernel(
     skipped = gl.program_id(1) * share
     first_head = hk * group + skipped
     heads = gl.maximum(gl.minimum(share, group - skipped), 0)
-    place = (
+    place = (  # from here on rows are those of the tensors
         b, hk, start_k + row, start_k + length_k, start_q + length_q, shift + start_k - start_q, start_q + start,
         start_q + end, start_q + inner_start, start_q + inner_end, first_head, heads,
     )  # fmt: skip
@@ -317,7 +324,7 @@ def add_gradients(
     block_m = BLOCK_M[D][masking.softcap is not None or masking.spans is not None]
     blocks = masking.num_blocks(SK, BLOCK_N)
     width = D if block_m == BLOCK_N else D // 2
-    dq, total = torch.empty_like(q, memory_format=torch.contiguous_format), rows.new_zeros(q.shape)
+    dq, total = q.new_empty(q.shape), rows.new_zeros(q.shape)
     rows, layout = rows.flatten(0, 2), gl.NVMMASharedLayout(swizzle_byte_width=0, element_bitwidth=32, rank=2)
     launch(
         _attention_bwd_hopper_kernel,
@@ -327,7 +334,7 @@ def add_gradients(
          masking.left, masking.right),
         (masking.scale,),
         (descriptor(q, block_m), descriptor(k, BLOCK_N), descriptor(v, BLOCK_N), descriptor(dout, block_m),
-         TensorDescriptor(rows, rows.shape, rows.stride(), [1, block_m], layout), descriptor(total, 64, width)),
+         TensorDescriptor(rows, [*rows.shape], [*rows.stride()], [1, block_m], layout), descriptor(total, 64, width)),
         H=H,
         HK=HK,
         **masking.constants(),
