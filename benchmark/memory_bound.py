@@ -3,6 +3,8 @@
     make bench-ops                                     measures, writes results/ and from it the report
     python -m benchmark.memory_bound --quick           one shape of each op, printed only
     python -m benchmark.memory_bound --only rope,swiglu    those ops, printed only
+    python -m benchmark.memory_bound --host            the time on the host, printed only; without a GPU ours alone, and
+                                                       what Triton does to launch a kernel is left out
     python -m benchmark.memory_bound --report          the report again, without a GPU
 
 Shapes, inputs and counts of bytes are those of ``testing.SPECS``, in bf16 and under random upstream gradients, which
@@ -33,10 +35,12 @@ from dataclasses import dataclass, field
 from functools import partial
 from pkgutil import resolve_name
 from typing import Any
+from unittest.mock import patch
 
 import torch
 import torch.nn.functional as F  # noqa: N812
 from torch import Tensor
+from triton.runtime.jit import JITFunction
 
 from benchmark.markdown import Row
 from benchmark.measure import (
@@ -53,8 +57,10 @@ from benchmark.measure import (
 )
 from benchmark.memory_bound_report import tables, write_report
 from liger_like import testing
+from liger_like.ops import _common
 
 Build = Callable[[testing.Inputs], Step]  # of a forward; what it imports is no part of the host's time
+Contest = tuple[testing.OpSpec, str, Mapping[str, Build]]
 
 SPECS = {spec.name: spec for spec in testing.SPECS}
 GRAPH_STEPS, REPLAYS, EAGER_STEPS, HOST_STEPS = 5, 4, 20, 50
@@ -324,13 +330,17 @@ def small_shapes(spec: testing.OpSpec) -> list[dict[str, Any]]:
     return [shape for i, shape in enumerate(shapes) if shape not in shapes[:i]]
 
 
+def contests(names: Iterable[str]) -> list[Contest]:
+    """Those ops, after what any op costs."""
+    return [(SPECS["rms_norm"], "floor", FLOOR), *((OPS[n].spec, n, OPS[n].contestants()) for n in names)]
+
+
 def time_host(
-    names: Iterable[str], rounds: int, device: str = "cuda", wait: Step = torch.cuda.synchronize
+    contests: Iterable[Contest], rounds: int, device: str = "cuda", wait: Step = torch.cuda.synchronize
 ) -> list[Row]:
-    """Every contestant of those ops on small inputs, after what any op costs."""
+    """Every contestant on small inputs."""
     torch.manual_seed(0)
     torch.compiler.reset()
-    contests = [(SPECS["rms_norm"], "floor", FLOOR), *((OPS[n].spec, n, OPS[n].contestants()) for n in names)]
     rows = []
     for spec, title, contestants in contests:
         for shape in small_shapes(spec):
@@ -345,6 +355,18 @@ def time_host(
     return rows
 
 
+def host_alone(names: Iterable[str]) -> Row:
+    """What a file in results/ has of the host's time."""
+    if torch.cuda.is_available():
+        host = time_host(contests(names), ROUNDS)
+    else:
+        ours = [(spec, title, dict([*contestants.items()][:1])) for spec, title, contestants in contests(names)]
+        nothing = patch.object(JITFunction, "run", lambda *_, **__: None)
+        with patch.object(_common, "INTERPRET", True), nothing:  # as if the kernels were interpreted
+            host = time_host(ours, ROUNDS, "cpu", lambda: None)
+    return {**environment("Liger", "fla"), "ops": [], "host": host}
+
+
 def measure_all(names: Iterable[str], quick: bool) -> Row:
     """The content of a file in results/."""
     rounds = QUICK_ROUNDS if quick else ROUNDS
@@ -352,7 +374,7 @@ def measure_all(names: Iterable[str], quick: bool) -> Row:
     return {
         **environment("Liger", "fla"),
         "ops": [time_shape(name, shape, rounds) for name, shape in cases],
-        "host": time_host(names, rounds),
+        "host": time_host(contests(names), rounds),
     }
 
 
@@ -360,14 +382,18 @@ def main() -> None:
     parser = argparse.ArgumentParser(prog="python -m benchmark.memory_bound")
     parser.add_argument("--quick", action="store_true", help="one shape of each op, printed only")
     parser.add_argument("--only", metavar="OP,...", help=f"these ops, printed only, out of {', '.join(OPS)}")
+    parser.add_argument("--host", action="store_true", help="the time on the host alone, printed only; needs no GPU")
     parser.add_argument("--report", action="store_true", help="only write the report of results/; needs no GPU")
     options = parser.parse_args()
     names = options.only.split(",") if options.only else [*OPS]
     if unknown := {*names} - {*OPS}:
         parser.error(f"--only: no op is called {', '.join(sorted(unknown))}")
+    if options.host:
+        print(tables(rounded(host_alone(names))))
+        return
     if not options.report:
         if not torch.cuda.is_available():
-            parser.error("needs a GPU (all but --report)")
+            parser.error("needs a GPU (all but --host and --report)")
         result = rounded(measure_all(names, options.quick))
         if options.quick or options.only:
             print(tables(result))

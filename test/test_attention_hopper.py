@@ -221,6 +221,7 @@ def test_documents_are_those_of_varlen(D, hopper, poisoned):
 def test_empty_spans(S, D, hopper, poisoned):
     """Of all rows of a block, before the keys, between them, behind them."""
     inputs = attention_inputs(torch.bfloat16, "cuda", B=3, S=S, Sk=300, H=8, Hk=1, D=D, sinks=True)
+    inputs["v"] = torch.full_like(inputs["v"], torch.nan)
     for start, end in ((-9, -4), (200, 200), (250, 140), (300, 300), (900, 990)):
         spans = torch.empty(2, 3, S, device="cuda", dtype=torch.int32)
         spans[0], spans[1] = start, end

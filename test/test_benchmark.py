@@ -227,6 +227,14 @@ def test_refill() -> None:
     torch.testing.assert_close(setting.step(), expected, rtol=0, atol=0)
 
 
+@pytest.mark.skipif(torch.cuda.is_available(), reason="measures peers, too, where there is a GPU")
+def test_time_on_a_host_without_gpu(monkeypatch):
+    monkeypatch.setattr(memory_bound, "ROUNDS", 1)
+    rows = memory_bound.host_alone(["rms_norm"])["host"]
+    assert [row["name"] for row in rows] == ["empty autograd.Function", "liger_like"]
+    assert all(0 < row["forward_us"] < row["us"] for row in rows)
+
+
 @pytest.mark.filterwarnings("ignore:flex_attention called without torch.compile")
 @pytest.mark.parametrize(
     ("name", "shape", "options"),

@@ -15,6 +15,7 @@ from triton._C.libtriton import ir
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language._core import builtin
+from triton.experimental.gluon.language.nvidia.ampere import async_copy
 from triton.experimental.gluon.language.nvidia.hopper import (
     fence_async_shared,
     mbarrier,
@@ -22,7 +23,6 @@ from triton.experimental.gluon.language.nvidia.hopper import (
     warpgroup_mma,
     warpgroup_mma_wait,
 )
-from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 
 from liger_like.ops._common import launch
 from liger_like.ops.attention._blocks import (
@@ -63,23 +63,31 @@ def _clear(q, dout, delta, first):
 
 
 @gluon.jit
-def _load(place, descs, bufs, kv_full, full, empty, B, H: gl.constexpr, BLOCK_M: gl.constexpr, STAGES: gl.constexpr):
+def _load(
+    place, descs, rows_ptr, bufs, kv_full, full, empty, B, PADDED, H: gl.constexpr, BLOCK_M: gl.constexpr,
+    STAGES: gl.constexpr,
+):  # fmt: skip
     b, hk, row, _, _, _, start, end, _, _, first_head, heads = place
-    q_desc, k_desc, v_desc, dout_desc, rows_desc = descs
+    q_desc, k_desc, v_desc, dout_desc = descs
     q_s, k_s, v_s, dout_s, lse_s, delta_s = bufs
     mbarrier.expect(kv_full, k_desc.block_type.nbytes + v_desc.block_type.nbytes)
     tma.async_copy_global_to_shared(k_desc, [b, hk, row, 0], kv_full, k_s.index(0))
     tma.async_copy_global_to_shared(v_desc, [b, hk, row, 0], kv_full, v_s)
     use = 0
+    offs = gl.arange(0, BLOCK_M, gl.BlockedLayout([1], [32], [1], [0]))
     for h in range(first_head, first_head + heads):
+        lse_ptr = rows_ptr + (b * H + h).to(gl.int64) * PADDED
+        delta_ptr = lse_ptr + B.to(gl.int64) * H * PADDED
         for m in range(start, end, BLOCK_M):
             s = use % STAGES
             mbarrier.wait(empty.index(s), use // STAGES & 1 ^ 1)
-            mbarrier.expect(full.index(s), 2 * (q_desc.block_type.nbytes + rows_desc.block_type.nbytes))
+            # not by TMA, for which a packed sequence would have to start at a multiple of 16 bytes
+            async_copy.async_copy_global_to_shared(lse_s.index(s), lse_ptr + m + offs)
+            async_copy.async_copy_global_to_shared(delta_s.index(s), delta_ptr + m + offs)
+            async_copy.mbarrier_arrive(full.index(s))
+            mbarrier.expect(full.index(s), 2 * q_desc.block_type.nbytes)
             tma.async_copy_global_to_shared(q_desc, [b, h, m, 0], full.index(s), q_s.index(s))
-            tma.async_copy_global_to_shared(rows_desc, [b * H + h, m], full.index(s), lse_s.index(s))
             tma.async_copy_global_to_shared(dout_desc, [b, h, m, 0], full.index(s), dout_s.index(s))
-            tma.async_copy_global_to_shared(rows_desc, [(B + b) * H + h, m], full.index(s), delta_s.index(s))
             use += 1
 
 
@@ -158,7 +166,7 @@ def _multiply(
         s = use % STAGES
         q = q_s.index(s).reshape([BLOCK_M, D])
         dout = dout_s.index(s).reshape([BLOCK_M, D])
-        delta_buf = delta_s.index(s).reshape([BLOCK_M])
+        delta_buf = delta_s.index(s)
         ds_buf = ds_s.index(use % 2)
         if not AHEAD:
             mbarrier.wait(full.index(s), use // STAGES & 1)
@@ -169,7 +177,7 @@ def _multiply(
             dp = warpgroup_mma(v, dout.permute((1, 0)), none, use_acc=False, is_async=True)
         if not AHEAD:
             s_acc = warpgroup_mma_wait(1 if SOFTCAP is None else 0, deps=(s_acc,))
-        lse = lse_s.index(s).reshape([BLOCK_M]).load(cols) * LOG2E
+        lse = lse_s.index(s).load(cols) * LOG2E
         p, slopes = scores(s_acc, None, scale, SOFTCAP, False)
         p = gl.exp2(p * unit - lse[None, :])
         edge = (m < inner_start) | (m + BLOCK_M > inner_end)
@@ -228,12 +236,12 @@ def _multiply(
     _store(dv_ptr + first * D, dv, end_k - row, HK * D)
 
 
-@gluon.jit(do_not_specialize=["B", "S", "SK", "count", "blocks", "section", "splits", "left", "right"])
+@gluon.jit(do_not_specialize=["B", "S", "SK", "PADDED", "count", "blocks", "section", "splits", "left", "right"])
 def _attention_bwd_hopper_kernel(
-    q_desc, k_desc, v_desc, dout_desc, rows_desc, dq_desc, dk_ptr, dv_ptr, cu_q_ptr, cu_k_ptr, spans_ptr, B, S, SK,
-    count, blocks, section, splits, left, right, scale, H: gl.constexpr, HK: gl.constexpr, SOFTCAP: gl.constexpr,
-    HAS_LEFT: gl.constexpr, HAS_RIGHT: gl.constexpr, SEQUENCES: gl.constexpr, BLOCK_M: gl.constexpr,
-    STAGES: gl.constexpr, AHEAD: gl.constexpr,
+    q_desc, k_desc, v_desc, dout_desc, dq_desc, rows_ptr, dk_ptr, dv_ptr, cu_q_ptr, cu_k_ptr, spans_ptr, B, S, SK,
+    PADDED, count, blocks, section, splits, left, right, scale, H: gl.constexpr, HK: gl.constexpr,
+    SOFTCAP: gl.constexpr, HAS_LEFT: gl.constexpr, HAS_RIGHT: gl.constexpr, SEQUENCES: gl.constexpr,
+    BLOCK_M: gl.constexpr, STAGES: gl.constexpr, AHEAD: gl.constexpr,
 ):  # fmt: skip
     D: gl.constexpr = q_desc.block_type.shape[3]
     barriers: gl.constexpr = mbarrier.MBarrierLayout()
@@ -242,8 +250,9 @@ def _attention_bwd_hopper_kernel(
     k_s = gl.allocate_shared_memory(q_desc.dtype, [1, 1, 1, 2 * ROWS, D], k_desc.layout)
     v_s = gl.allocate_shared_memory(q_desc.dtype, [1, 1, 2 * ROWS, D], v_desc.layout)
     dout_s = gl.allocate_shared_memory(q_desc.dtype, [STAGES, 1, 1, BLOCK_M, D], dout_desc.layout)
-    lse_s = gl.allocate_shared_memory(gl.float32, [STAGES, 1, BLOCK_M], rows_desc.layout)
-    delta_s = gl.allocate_shared_memory(gl.float32, [STAGES, 1, BLOCK_M], rows_desc.layout)
+    plain: gl.constexpr = gl.SwizzledSharedLayout(1, 1, 1, [0])
+    lse_s = gl.allocate_shared_memory(gl.float32, [STAGES, BLOCK_M], plain)
+    delta_s = gl.allocate_shared_memory(gl.float32, [STAGES, BLOCK_M], plain)
     ds_s = gl.allocate_shared_memory(q_desc.dtype, [2, 2 * ROWS, BLOCK_M], ds_layout)
     dq_s = gl.allocate_shared_memory(gl.float32, [2, 1, 1, ROWS, dq_desc.block_type.shape[3]], dq_desc.layout)
     kv_full = gl.allocate_shared_memory(gl.int64, [1], barriers)
@@ -287,7 +296,7 @@ def _attention_bwd_hopper_kernel(
         b, hk, start_k + row, start_k + length_k, start_q + length_q, shift + start_k - start_q, start_q + start,
         start_q + end, start_q + inner_start, start_q + inner_end, first_head, heads,
     )  # fmt: skip
-    descs = q_desc, k_desc, v_desc, dout_desc, rows_desc
+    descs = q_desc, k_desc, v_desc, dout_desc
     outputs = dq_desc, dk_ptr, dv_ptr
     bufs = q_s, k_s, v_s, dout_s, lse_s, delta_s
     PACKED: gl.constexpr = cu_k_ptr is not None
@@ -297,7 +306,7 @@ def _attention_bwd_hopper_kernel(
                          right, scale, HK, SOFTCAP, HAS_LEFT, HAS_RIGHT, PACKED, BLOCK_M, STAGES, AHEAD)),
             (_multiply, (1, place, outputs, bufs, ds_s, dq_s, kv_full, full, empty, ds_full, spans_ptr, B, SK, left,
                          right, scale, HK, SOFTCAP, HAS_LEFT, HAS_RIGHT, PACKED, BLOCK_M, STAGES, AHEAD)),
-            (_load, (place, descs, bufs, kv_full, full, empty, B, H, BLOCK_M, STAGES)),
+            (_load, (place, descs, rows_ptr, bufs, kv_full, full, empty, B, PADDED, H, BLOCK_M, STAGES)),
         ],
         worker_num_warps=[4, 1],
         worker_num_regs=[240, 24],
@@ -325,16 +334,15 @@ def add_gradients(
     blocks = masking.num_blocks(SK, BLOCK_N)
     width = D if block_m == BLOCK_N else D // 2
     dq, total = q.new_empty(q.shape), rows.new_zeros(q.shape)
-    rows, layout = rows.flatten(0, 2), gl.NVMMASharedLayout(swizzle_byte_width=0, element_bitwidth=32, rank=2)
     launch(
         _attention_bwd_hopper_kernel,
         (blocks * B * HK, splits),
-        (dk, dv, masking.cu_seqlens_q, masking.cu_seqlens_k, masking.spans),
-        (B, S, SK, masking.sequences, blocks, section_of(q, dout, masking.max_seqlen_q * (H // HK), 1), splits,
-         masking.left, masking.right),
+        (rows, dk, dv, masking.cu_seqlens_q, masking.cu_seqlens_k, masking.spans),
+        (B, S, SK, rows.shape[3], masking.sequences, blocks, section_of(q, dout, masking.max_seqlen_q * (H // HK), 1),
+         splits, masking.left, masking.right),
         (masking.scale,),
         (descriptor(q, block_m), descriptor(k, BLOCK_N), descriptor(v, BLOCK_N), descriptor(dout, block_m),
-         TensorDescriptor(rows, [*rows.shape], [*rows.stride()], [1, block_m], layout), descriptor(total, 64, width)),
+         descriptor(total, 64, width)),
         H=H,
         HK=HK,
         **masking.constants(),

@@ -275,11 +275,11 @@ def finish(most, total, sink):
     none = total == 0.0
     total = tl.where(none, 1.0, total)
     most = tl.where(none, 0.0, most)
-    factor = 1.0 / total
+    factor = tl.where(none, 0.0, 1.0 / total)
     if sink is not None:
         sink *= LOG2E
         new_most = tl.maximum(most, sink)
         decay = tl.exp2(most - new_most)
         total = total * decay + tl.exp2(sink - new_most)
-        factor, most = decay / total, new_most
+        factor, most = tl.where(none, 0.0, decay / total), new_most
     return factor, tl.where(none, float("-inf"), (most + tl.log2(total)) * LN2)

@@ -243,7 +243,8 @@ def _attend(
             if sinks_ptr is not None:
                 sink = gl.load(sinks_ptr + h).to(gl.float32)
             factor, lse = finish(most, total, sink)
-            acc *= gl.convert_layout(factor, rows_o)[:, None]
+            factor = gl.convert_layout(factor, rows_o)[:, None]
+            acc = gl.where(factor > 0.0, acc * factor, 0.0)  # of a row that sees no key, 0 times what may be NaN
             lse_ptrs = lse_ptr + (b.to(gl.int64) * H + h) * S + start_q + queries
             gl.store(lse_ptrs, lse, mask=queries < length_q)
             _store(out_desc, out_ptr, out_s.index(g), acc, b, h, H, start_q, row, length_q, PACKED)

@@ -68,7 +68,7 @@ class Masking(NamedTuple):
 def section_of(k: Tensor, v: Tensor, keys: int, group: int) -> int:
     """Heads whose keys and values stay in L2 together: 16 MiB of them."""
     each = keys * (k.shape[-1] + v.shape[-1]) * k.element_size()
-    return max(1, (16 << 20) // max(1, each)) * group
+    return min(max(1, (16 << 20) // max(1, each)), k.shape[0] * k.shape[2]) * group
 
 
 def constants_of(q: Tensor, k: Tensor, v: Tensor) -> dict[str, int]:

@@ -36,21 +36,21 @@ TILES: dict[str, Tiles] = {
     "hopper": {
         "fwd": {
             64: (Tile(128, 64, 4, 3), Tile(128, 64, 8, 3)),
-            128: (Tile(64, 64, 4, 3), Tile(128, 64, 8, 3)),
+            128: (Tile(64, 64, 4, 3), Tile(64, 64, 4, 2)),
             192: (Tile(128, 64, 8, 3), Tile(128, 64, 8, 3)),
             256: (Tile(128, 64, 8, 2), Tile(64, 64, 8, 2)),
         },
         "dkv": {
-            64: (Tile(64, 128, 8, 2), Tile(64, 64, 8, 2)),
-            128: (Tile(64, 128, 8, 2), Tile(32, 64, 8, 1)),
-            192: (Tile(64, 64, 8, 2), Tile(32, 64, 8, 1)),
+            64: (Tile(32, 64, 4, 3), Tile(64, 64, 8, 2)),
+            128: (Tile(64, 128, 8, 2), Tile(32, 64, 4, 2)),
+            192: (Tile(16, 64, 4, 3), Tile(32, 64, 8, 1)),
             256: (Tile(32, 64, 8, 1), Tile(16, 16, 4, 1)),
         },
         "dq": {
-            64: (Tile(128, 128, 8, 2), Tile(128, 64, 8, 2)),
-            128: (Tile(128, 64, 8, 3), Tile(64, 64, 8, 1)),
+            64: (Tile(64, 64, 4, 3), Tile(128, 64, 8, 2)),
+            128: (Tile(128, 64, 8, 3), Tile(64, 32, 4, 3)),
             192: (Tile(128, 64, 8, 2), Tile(64, 64, 8, 1)),
-            256: (Tile(128, 64, 8, 1), Tile(64, 64, 8, 1)),
+            256: (Tile(128, 64, 8, 1), Tile(128, 32, 8, 2)),
         },
         "dbias": {256: (Tile(64, 64, 8, 1), Tile(64, 64, 8, 1))},
     },
@@ -133,13 +133,13 @@ HOPPER_FORWARD = {
     ),
     128: (
         HopperForward(2, 128, 2, True, True),
-        HopperForward(2, 128, 2, True, True),
+        HopperForward(2, 128, 2, False, True),
         HopperForward(2, 128, 2, True, True),
     ),
     256: (
-        HopperForward(2, 64, 2, False, True),
+        HopperForward(2, 64, 2, False, False),
+        HopperForward(2, 64, 2, False, False),
         HopperForward(2, 64, 2, True, False),
-        HopperForward(2, 64, 2, True, True),
     ),
 }
 
