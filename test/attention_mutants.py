@@ -118,18 +118,13 @@ ATTENTION = [
         "rows without keys are NaN",
     ),
     (
-        "_forward.py",
-        'lse = tl.where(none, float("-inf"), (most',
-        "lse = tl.where(none, 0.0, (most",
+        "_blocks.py",
+        'return factor, tl.where(none, float("-inf"), (most',
+        "return factor, tl.where(none, 0.0, (most",
         "lse of rows without keys is 0",
     ),
-    ("_forward.py", "tl.where(none, 0.0, tl.exp2(sink - new_most))", "0.0", "sinks are left out of the sum"),
-    (
-        "_forward.py",
-        "tl.load(sinks_ptr + heads).to(tl.float32) * LOG2E",
-        "tl.load(sinks_ptr + heads).to(tl.float32)",
-        "sinks in powers of 2",
-    ),
+    ("_blocks.py", "total * decay + tl.exp2(sink - new_most)", "total * decay", "sinks are left out of the sum"),
+    ("_blocks.py", "sink *= LOG2E", "pass", "sinks in powers of 2"),
     ("_forward.py", "b += tl.program_id(1).to(tl.int64) * B", "pass", "the parts of the keys overwrite one another"),
     (
         "_forward.py",
