@@ -181,8 +181,8 @@ def _multiply(
         p, slopes = scores(s_acc, None, scale, SOFTCAP, False)
         p = gl.exp2(p * unit - lse[None, :])
         edge = (m < inner_start) | (m + BLOCK_M > inner_end)
-        if SOFTCAP is not None:
-            edge = True  # a branch would keep both p and slopes in registers
+        if SOFTCAP is not None and spans_ptr is None:
+            edge = True  # a branch would keep both p and slopes in registers; spans need one all the same
         if edge:
             p = _hide(p, m, row, end_k, end_q, shift, spans, left, right, HAS_LEFT, HAS_RIGHT, PACKED)
         p_operand = gl.convert_layout(p.to(dtype), operand)
