@@ -43,7 +43,6 @@ BLOCK_N = 2 * ROWS.value
 # width of heads -> queries in a block, and with a softcap or spans, which take registers; wider heads do not fit
 BLOCK_M = {64: (128, 64), 128: (64, 64)}
 STAGES = 2
-AHEAD = 1  # when the scores of the next block are begun: 0 behind this one, 1 behind its dk, 2 before that ends
 
 
 @builtin
@@ -117,7 +116,7 @@ def _store(ptr, x, length, STRIDE: gl.constexpr):
 def _multiply(
     g: gl.constexpr, place, outputs, bufs, ds_s, dq_s, kv_full, full, empty, ds_full, spans_ptr, B, SK, left, right,
     scale, HK: gl.constexpr, SOFTCAP: gl.constexpr, HAS_LEFT: gl.constexpr, HAS_RIGHT: gl.constexpr,
-    PACKED: gl.constexpr, BLOCK_M: gl.constexpr, STAGES: gl.constexpr, AHEAD: gl.constexpr,
+    PACKED: gl.constexpr, BLOCK_M: gl.constexpr, STAGES: gl.constexpr,
 ):  # fmt: skip
     b, hk, row, end_k, end_q, shift, start, end, inner_start, inner_end, first_head, heads = place
     dq_desc, dk_ptr, dv_ptr = outputs
@@ -154,13 +153,12 @@ def _multiply(
         keys = row + gl.arange(0, ROWS, gl.SliceLayout(1, layout_s))
         spans = load_spans(spans_ptr, b.to(gl.int64), B, SK, keys[:, None])
     steps = heads * gl.cdiv(end - start, BLOCK_M)
-    if AHEAD:
-        mbarrier.wait(full.index(0), 0, pred=steps > 0)
-        q = q_s.index(0).reshape([BLOCK_M, D])
-        # an index that the compiler does not know to be 0: else what describes k to the tensor cores stays in registers
-        k_first = k_s.index(gl.program_id(2)).reshape([2 * ROWS, D]).slice(g * ROWS, ROWS)
-        s_acc = warpgroup_mma(k_first, q.permute((1, 0)), none, use_acc=False, is_async=True)
-        s_acc = warpgroup_mma_wait(0, deps=(s_acc,))
+    mbarrier.wait(full.index(0), 0, pred=steps > 0)
+    q = q_s.index(0).reshape([BLOCK_M, D])
+    # an index that the compiler does not know to be 0: else what describes k to the tensor cores stays in registers
+    k_first = k_s.index(gl.program_id(2)).reshape([2 * ROWS, D]).slice(g * ROWS, ROWS)
+    s_acc = warpgroup_mma(k_first, q.permute((1, 0)), none, use_acc=False, is_async=True)
+    s_acc = warpgroup_mma_wait(0, deps=(s_acc,))
     h, m = first_head, start
     for use in range(0, steps):
         s = use % STAGES
@@ -168,15 +166,10 @@ def _multiply(
         dout = dout_s.index(s).reshape([BLOCK_M, D])
         delta_buf = delta_s.index(s)
         ds_buf = ds_s.index(use % 2)
-        if not AHEAD:
-            mbarrier.wait(full.index(s), use // STAGES & 1)
-            s_acc = warpgroup_mma(k, q.permute((1, 0)), none, use_acc=False, is_async=True)
         if PACKED and m + BLOCK_M > end_q:
             _clear(q, dout, delta_buf, end_q - m)
         if SOFTCAP is None:
             dp = warpgroup_mma(v, dout.permute((1, 0)), none, use_acc=False, is_async=True)
-        if not AHEAD:
-            s_acc = warpgroup_mma_wait(1 if SOFTCAP is None else 0, deps=(s_acc,))
         lse = lse_s.index(s).load(cols) * LOG2E
         p, slopes = scores(s_acc, None, scale, SOFTCAP, False)
         p = gl.exp2(p * unit - lse[None, :])
@@ -200,23 +193,13 @@ def _multiply(
         ds_part = ds_buf.slice(first_row, ROWS, dim=1).permute((1, 0))
         k_part = k_all.slice(first_col, WIDTH, dim=1)
         dq = warpgroup_mma(ds_part, k_part, zeros, use_acc=False, is_async=True)
-        if AHEAD == 2:
-            dv = warpgroup_mma_wait(2, deps=(dv,))
-        else:
-            dv, dk = warpgroup_mma_wait(1, deps=(dv, dk))
-            mbarrier.arrive(empty.index(s), count=1)
-        if AHEAD:
-            t = (use + 1) % STAGES
-            mbarrier.wait(full.index(t), (use + 1) // STAGES & 1, pred=use + 1 < steps)
-            q = q_s.index(t).reshape([BLOCK_M, D])
-            s_acc = warpgroup_mma(k, q.permute((1, 0)), none, use_acc=False, is_async=True)
-            if AHEAD == 2:
-                dk, dq = warpgroup_mma_wait(1, deps=(dk, dq))
-                mbarrier.arrive(empty.index(s), count=1)
-            else:
-                dq = warpgroup_mma_wait(1, deps=(dq,))
-        else:
-            dq = warpgroup_mma_wait(0, deps=(dq,))
+        dv, dk = warpgroup_mma_wait(1, deps=(dv, dk))
+        mbarrier.arrive(empty.index(s), count=1)
+        t = (use + 1) % STAGES
+        mbarrier.wait(full.index(t), (use + 1) // STAGES & 1, pred=use + 1 < steps)
+        q = q_s.index(t).reshape([BLOCK_M, D])
+        s_acc = warpgroup_mma(k, q.permute((1, 0)), none, use_acc=False, is_async=True)
+        dq = warpgroup_mma_wait(1, deps=(dq,))
         if PACKED and m + BLOCK_M > end_q:
             rows = m + first_row + gl.arange(0, ROWS, gl.SliceLayout(1, layout_q))
             dq = gl.where((rows < end_q)[:, None], dq, 0.0)
@@ -224,8 +207,7 @@ def _multiply(
         dq_s.index(g).reshape([ROWS, WIDTH]).store(dq)
         fence_async_shared()
         _add_to_global(dq_desc, [b, h, m + first_row, first_col], dq_s.index(g))
-        if AHEAD:
-            s_acc = warpgroup_mma_wait(0, deps=(s_acc,))
+        s_acc = warpgroup_mma_wait(0, deps=(s_acc,))
         m += BLOCK_M
         h = gl.where(m < end, h, h + 1)
         m = gl.where(m < end, m, start)
@@ -241,7 +223,7 @@ def _attention_bwd_hopper_kernel(
     q_desc, k_desc, v_desc, dout_desc, dq_desc, rows_ptr, dk_ptr, dv_ptr, cu_q_ptr, cu_k_ptr, spans_ptr, B, S, SK,
     PADDED, count, blocks, section, splits, left, right, scale, H: gl.constexpr, HK: gl.constexpr,
     SOFTCAP: gl.constexpr, HAS_LEFT: gl.constexpr, HAS_RIGHT: gl.constexpr, SEQUENCES: gl.constexpr,
-    BLOCK_M: gl.constexpr, STAGES: gl.constexpr, AHEAD: gl.constexpr,
+    BLOCK_M: gl.constexpr, STAGES: gl.constexpr,
 ):  # fmt: skip
     D: gl.constexpr = q_desc.block_type.shape[3]
     barriers: gl.constexpr = mbarrier.MBarrierLayout()
@@ -303,9 +285,9 @@ def _attention_bwd_hopper_kernel(
     gl.warp_specialize(
         [
             (_multiply, (0, place, outputs, bufs, ds_s, dq_s, kv_full, full, empty, ds_full, spans_ptr, B, SK, left,
-                         right, scale, HK, SOFTCAP, HAS_LEFT, HAS_RIGHT, PACKED, BLOCK_M, STAGES, AHEAD)),
+                         right, scale, HK, SOFTCAP, HAS_LEFT, HAS_RIGHT, PACKED, BLOCK_M, STAGES)),
             (_multiply, (1, place, outputs, bufs, ds_s, dq_s, kv_full, full, empty, ds_full, spans_ptr, B, SK, left,
-                         right, scale, HK, SOFTCAP, HAS_LEFT, HAS_RIGHT, PACKED, BLOCK_M, STAGES, AHEAD)),
+                         right, scale, HK, SOFTCAP, HAS_LEFT, HAS_RIGHT, PACKED, BLOCK_M, STAGES)),
             (_load, (place, descs, rows_ptr, bufs, kv_full, full, empty, B, PADDED, H, BLOCK_M, STAGES)),
         ],
         worker_num_warps=[4, 1],
@@ -348,7 +330,6 @@ def add_gradients(
         **masking.constants(),
         BLOCK_M=block_m,
         STAGES=STAGES,
-        AHEAD=AHEAD,
         num_warps=4,
     )  # fmt: skip
     launch(_scale_kernel, (triton.cdiv(q.numel(), 2048),), (total, dq), (q.numel(),), (masking.scale,), BLOCK=2048)
