@@ -101,7 +101,8 @@ def contestants(case: Case, inputs: testing.Inputs) -> dict[str, Callable[..., T
     return fns | {"flex_attention": partial(heads_first, partial(compiled, block_mask=mask))}
 
 
-def kernel_us(graph: torch.cuda.CUDAGraph) -> list[float]:
+def kernel_us(graph: torch.cuda.CUDAGraph, step: Step) -> list[float]:
+    """Of a graph of ``step``, which holds the tensors that the graph reads."""
     return [ms * 1e3 for ms in gpu_times(graph.replay, REPLAYS)]
 
 
@@ -114,7 +115,7 @@ def gpu_row(fn: Callable[..., Tensor], inputs: testing.Inputs) -> Row:
         "us": lambda: torch.autograd.grad(fn(*qkv), qkv, upstream),
     }
     mib = peak_mib(steps["us"])[0]
-    return {"mib": mib, **{key: partial(kernel_us, captured(step)) for key, step in steps.items()}}
+    return {"mib": mib, **{key: partial(kernel_us, captured(step), step) for key, step in steps.items()}}
 
 
 def measure(case: Case, rounds: int) -> Row:
