@@ -77,6 +77,7 @@ MUTANTS = [
         "leaves the last column unwritten",
     ),
     Mutant("_common.py", "offs_n < N, other=0.0", "offs_n < N - 1, other=0.0", "the last weight is taken for zero"),
+    Mutant("_common.py", "return y, 1.0 - y * y", "return y, 1.0 - y", "the slope of softcap in half precision"),
     Mutant(
         "_common.py", "return x.to(dtype).to(tl.float32)", "return x", "a cast that the reference makes is left out"
     ),

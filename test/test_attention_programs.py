@@ -97,6 +97,7 @@ def test_section_fits_the_cache():
     k = v = torch.empty(1, 4096, 8, 128, dtype=torch.float16)
     assert _forward.section_of(k, v, 4096, 4) == 8 * 4  # 2 MiB for each key head
     assert _forward.section_of(k, v, 2**30, 4) == 4
+    assert _forward.section_of(k, v, 1, 4) == 8 * 4  # no more than there are: sections times blocks are 32 bits
     assert _forward.section_of(k, v, 0, 1) > 0
 
 
