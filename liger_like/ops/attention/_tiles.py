@@ -1,5 +1,5 @@
 """Tiles of the attention kernels: for Hopper, where they are the fastest that were measured, and for other GPUs with
-much or little shared memory. None spills a register in a loop.
+much or little shared memory. But for a few with spans and a softcap, none spills a register in a loop.
 """
 
 import functools
