@@ -162,7 +162,7 @@ def _searched(function: Callable[..., Any], batch: int, rows: int, device: Any) 
 
     if function.__name__ != "and_mask":
         return None
-    # nor the module, to older ones
+    # of a nested function, older versions of torch.compile show the name alone
     if not torch.compiler.is_compiling() and function.__module__ != causal_mask_function.__module__:
         return None
     b, queries = torch.arange(batch, device=device)[:, None, None], torch.arange(rows, device=device)[:, None]

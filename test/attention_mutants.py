@@ -125,6 +125,12 @@ ATTENTION = [
     ),
     ("_blocks.py", "total * decay + tl.exp2(sink - new_most)", "total * decay", "sinks are left out of the sum"),
     ("_blocks.py", "sink *= LOG2E", "pass", "sinks in powers of 2"),
+    (
+        "_blocks.py",
+        "decay / total), new_most",
+        "1.0 / total), new_most",
+        "a sink above all scores leaves the output as it was",
+    ),
     ("_forward.py", "b += tl.program_id(1).to(tl.int64) * B", "pass", "the parts of the keys overwrite one another"),
     (
         "_forward.py",
