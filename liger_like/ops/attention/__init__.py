@@ -179,9 +179,8 @@ def flash_attention(
     in fp32, differentiable. A row that sees no key gives 0, and an lse of -inf.
 
     Gradients for q, k, v, sinks and bias; the scores are never in memory. ``deterministic``: whether the backward
-    must repeat bit for bit (None: if ``torch.use_deterministic_algorithms`` says so); so far it always does. Any
-    strides with dense features. bf16, fp16 and fp32 with D and Dv up to 256; others, and other devices, run the
-    plain-torch reference.
+    repeats bit for bit (None: if ``torch.use_deterministic_algorithms`` says so). Any strides with dense features.
+    bf16, fp16 and fp32 with D and Dv up to 256; others, and other devices, run the plain-torch reference.
 
     Raises TypeError or ValueError for arguments that do not fit. See Dao, arXiv:2307.08691.
     """

@@ -2,7 +2,8 @@
 dq_i = scale sum_j ds_ij k_j and dk_j = scale sum_i ds_ij q_i; p is formed again from q, k and lse.
 
 For dk and dv a program owns a block of keys and sums over the queries that see it, those of all query heads of its key
-head; for dq one owns a block of queries. Nothing is added up in memory, so a repetition gives the same bits.
+head; for dq one owns a block of queries. Nothing is added up in memory, so a repetition gives the same bits; where that
+is not asked for, ``_backward_hopper`` makes all in one pass if it can.
 """
 
 from typing import Any
@@ -14,6 +15,7 @@ from torch import Tensor
 from triton import next_power_of_2
 
 from liger_like.ops._common import dense, launch, num_programs, op, packed
+from liger_like.ops.attention import _backward_hopper as hopper
 from liger_like.ops.attention._bias import attention_dbias
 from liger_like.ops.attention._blocks import (
     add_product,
@@ -304,10 +306,8 @@ def _grads(
 def attention_bwd(
     dout: Tensor, q: Tensor, k: Tensor, v: Tensor, rows: Tensor, *args: Any
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """Gradients of q, k, v and the bias, for what ``attention_delta`` gives of whole rows; k and v may be a part. They
-    repeat bit for bit, whether asked to or not.
-    """
-    *options, _, needs = args
+    """Gradients of q, k, v and the bias, for what ``attention_delta`` gives of whole rows; k and v may be a part."""
+    *options, deterministic, needs = args
     if not (q.numel() and k.numel()):
         empty = _grads(dout, q, k, v, rows, options[0], needs)
         return tuple(t.zero_() for t in empty)  # type: ignore[return-value]
@@ -319,24 +319,29 @@ def attention_bwd(
     sizes = *strides_of(q, k, v, dout), *masking.bias_strides(), B, S, SK, rows.shape[3], masking.sequences
     constants = masking.constants() | constants_of(q, k, v) | {"STRIDE_D": dout.stride(1)}
     window = masking.left, masking.right
+    at_once = needs[0] and (needs[1] or needs[2]) and not deterministic and hopper.has_backward(masking, q, k, v, dout)
     if needs[1] or needs[2]:
         tile = tile_for("dkv", q, v, masking)
-        blocks = masking.num_blocks(SK, tile.block_n)
+        blocks = masking.num_blocks(SK, hopper.BLOCK_N if at_once else tile.block_n)
         splits = _group_splits(blocks * B * HK, H // HK, q.device)
         dtype = q.dtype if splits == 1 else torch.float32
         sums = [torch.empty((splits, *x.shape), dtype=dtype, device=x.device) for x in (k, v)]
-        launch(
-            _attention_dkv_kernel,
-            (blocks * B * HK, splits),
-            (*inputs, *masking._replace(spans=_spans_of_keys(masking.spans, SK)).pointers(), *sums),
-            (*sizes, blocks, section_of(q, dout, masking.max_seqlen_q * (H // HK), 1), splits, *window),
-            (masking.scale,),
-            **constants,
-            **tile.constants(),
-        )
+        of_keys = masking._replace(spans=_spans_of_keys(masking.spans, SK))
+        if at_once:
+            dq = hopper.add_gradients(dout, q, k, v, rows, of_keys, splits, *sums)
+        else:
+            launch(
+                _attention_dkv_kernel,
+                (blocks * B * HK, splits),
+                (*inputs, *of_keys.pointers(), *sums),
+                (*sizes, blocks, section_of(q, dout, masking.max_seqlen_q * (H // HK), 1), splits, *window),
+                (masking.scale,),
+                **constants,
+                **tile.constants(),
+            )
         whole = (x[0] if splits == 1 else x.sum(0).to(q.dtype) for x in sums)
         dk, dv = (x if need else x.new_empty(0) for x, need in zip(whole, needs[1:3], strict=True))
-    if needs[0]:
+    if needs[0] and not at_once:
         dq, tile = torch.empty(q.shape, dtype=q.dtype, device=q.device), tile_for("dq", q, v, masking)
         blocks = masking.num_blocks(S, tile.block_m)
         launch(

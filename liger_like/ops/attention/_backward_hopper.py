@@ -1,0 +1,336 @@
+"""The backward of ``_backward`` in one pass for Hopper, in Gluon: one warp loads by TMA, two warp groups multiply.
+
+A program owns 128 keys of a key head, 64 for each warp group, and walks over the blocks of queries that see them, those
+of all its query heads. Scores stand as [keys, queries], so that p and ds are multiplied from registers for dv and dk.
+ds goes to shared memory, too, where each group takes of both what its half of dq needs, which TMA adds up in fp32 in
+memory (Shah et al., arXiv:2407.08608). The scores of a block are multiplied while dq of the block before is stored.
+Queries come into a ring of STAGES buffers, each with a barrier for "full" and one for "empty"; the use-th filling goes
+into buffer use % STAGES, and the parity of use // STAGES is the barriers' phase.
+"""
+
+import triton
+import triton.language as tl
+from torch import Tensor
+from triton._C.libtriton import ir
+from triton.experimental import gluon
+from triton.experimental.gluon import language as gl
+from triton.experimental.gluon.language._core import builtin
+from triton.experimental.gluon.language.nvidia.ampere import async_copy
+from triton.experimental.gluon.language.nvidia.hopper import (
+    fence_async_shared,
+    mbarrier,
+    tma,
+    warpgroup_mma,
+    warpgroup_mma_wait,
+)
+
+from liger_like.ops._common import launch
+from liger_like.ops.attention._blocks import (
+    LOG2E,
+    load_spans,
+    schedule,
+    scores,
+    unit_of_scores,
+    visible,
+    within,
+    zones,
+)
+from liger_like.ops.attention._hopper import clear_rows, descriptor, find_rows, on_hopper
+from liger_like.ops.attention._setup import Masking, section_of
+
+ROWS = gl.constexpr(64)  # of keys in a warp group
+BLOCK_N = 2 * ROWS.value
+# width of heads -> queries in a block, and with a softcap or spans, which take registers; wider heads do not fit
+BLOCK_M = {64: (128, 64), 128: (64, 64)}
+STAGES = 2
+
+
+@builtin
+def _add_to_global(desc, coord, src, _semantic=None):
+    """TMA adds ``src`` to what is in memory."""
+    coord = _semantic._convert_to_ir_values(coord, require_i64=False)
+    _semantic.builder.create_async_tma_reduce(ir.DESCRIPTOR_REDUCE_KIND.ADD, desc.handle, coord, src.handle)
+
+
+@gluon.jit
+def _clear(q, dout, delta, first):
+    """Zero the rows of a block from ``first`` on, which are of another sequence; both groups write the same."""
+    clear_rows(q, first)
+    clear_rows(dout, first)
+    layout: gl.constexpr = gl.BlockedLayout([1], [32], [gl.num_warps()], [0])
+    delta.store(gl.where(gl.arange(0, delta.shape[0], layout) < first, delta.load(layout), 0.0))
+
+
+@gluon.jit
+def _load(
+    place, descs, rows_ptr, bufs, kv_full, full, empty, B, PADDED, H: gl.constexpr, BLOCK_M: gl.constexpr,
+    STAGES: gl.constexpr,
+):  # fmt: skip
+    b, hk, row, _, _, _, start, end, _, _, first_head, heads = place
+    q_desc, k_desc, v_desc, dout_desc = descs
+    q_s, k_s, v_s, dout_s, lse_s, delta_s = bufs
+    mbarrier.expect(kv_full, k_desc.block_type.nbytes + v_desc.block_type.nbytes)
+    tma.async_copy_global_to_shared(k_desc, [b, hk, row, 0], kv_full, k_s.index(0))
+    tma.async_copy_global_to_shared(v_desc, [b, hk, row, 0], kv_full, v_s)
+    use = 0
+    offs = gl.arange(0, BLOCK_M, gl.BlockedLayout([1], [32], [1], [0]))
+    for h in range(first_head, first_head + heads):
+        lse_ptr = rows_ptr + (b * H + h).to(gl.int64) * PADDED
+        delta_ptr = lse_ptr + B.to(gl.int64) * H * PADDED
+        for m in range(start, end, BLOCK_M):
+            s = use % STAGES
+            mbarrier.wait(empty.index(s), use // STAGES & 1 ^ 1)
+            # not by TMA, for which a packed sequence would have to start at a multiple of 16 bytes
+            async_copy.async_copy_global_to_shared(lse_s.index(s), lse_ptr + m + offs)
+            async_copy.async_copy_global_to_shared(delta_s.index(s), delta_ptr + m + offs)
+            async_copy.mbarrier_arrive(full.index(s))
+            mbarrier.expect(full.index(s), 2 * q_desc.block_type.nbytes)
+            tma.async_copy_global_to_shared(q_desc, [b, h, m, 0], full.index(s), q_s.index(s))
+            tma.async_copy_global_to_shared(dout_desc, [b, h, m, 0], full.index(s), dout_s.index(s))
+            use += 1
+
+
+@gluon.jit
+def _hide(
+    p, m, row, end_k, end_q, shift, spans, left, right, HAS_LEFT: gl.constexpr, HAS_RIGHT: gl.constexpr,
+    PACKED: gl.constexpr,
+):  # fmt: skip
+    """``p`` of the keys from ``row`` on and the queries from ``m`` on, but 0 where a key is not seen."""
+    queries = (m + gl.arange(0, p.shape[1], gl.SliceLayout(0, p.type.layout)))[None, :]
+    keys = (row + gl.arange(0, p.shape[0], gl.SliceLayout(1, p.type.layout)))[:, None]
+    seen = visible(queries, keys, shift, end_k, left, right, HAS_LEFT, HAS_RIGHT)
+    if PACKED:
+        seen = seen & (queries < end_q)
+    return gl.where(within(seen, spans, queries), p, 0.0)
+
+
+@gluon.jit
+def _store(ptr, x, length, STRIDE: gl.constexpr):
+    """The first ``length`` rows of ``x``."""
+    rows = gl.arange(0, x.shape[0], gl.SliceLayout(1, x.type.layout))[:, None]
+    cols = gl.arange(0, x.shape[1], gl.SliceLayout(0, x.type.layout))[None, :]
+    gl.store(ptr + rows * STRIDE + cols, x.to(ptr.dtype.element_ty), mask=rows < length)
+
+
+@gluon.jit
+def _multiply(
+    g: gl.constexpr, place, outputs, bufs, ds_s, dq_s, kv_full, full, empty, ds_full, spans_ptr, B, SK, left, right,
+    scale, HK: gl.constexpr, SOFTCAP: gl.constexpr, HAS_LEFT: gl.constexpr, HAS_RIGHT: gl.constexpr,
+    PACKED: gl.constexpr, BLOCK_M: gl.constexpr, STAGES: gl.constexpr,
+):  # fmt: skip
+    b, hk, row, end_k, end_q, shift, start, end, inner_start, inner_end, first_head, heads = place
+    dq_desc, dk_ptr, dv_ptr = outputs
+    q_s, k_s, v_s, dout_s, lse_s, delta_s = bufs
+    D: gl.constexpr = q_s.shape[4]
+    # the part of dq that a group makes: half of the queries if there are two times 64, else half of the features
+    WIDTH: gl.constexpr = dq_s.shape[4]
+    first_row: gl.constexpr = 0 if WIDTH < D else g * ROWS
+    first_col: gl.constexpr = g * WIDTH if WIDTH < D else 0
+    dtype: gl.constexpr = q_s.dtype
+    layout_s: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, BLOCK_M, 16])
+    layout_k: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, D, 16])
+    layout_q: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, WIDTH, 16])
+    operand: gl.constexpr = gl.DotOperandLayout(0, layout_k, 2)
+    cols: gl.constexpr = gl.SliceLayout(0, layout_s)
+    none = gl.zeros([ROWS, BLOCK_M], gl.float32, layout_s)
+    zeros = gl.zeros([ROWS, WIDTH], gl.float32, layout_q)
+    dk = gl.zeros([ROWS, D], gl.float32, layout_k)
+    dv = gl.zeros([ROWS, D], gl.float32, layout_k)
+    k_all = k_s.index(0).reshape([2 * ROWS, D])
+    v_all = v_s.reshape([2 * ROWS, D])
+    mbarrier.wait(kv_full, 0)
+    if PACKED and row + 2 * ROWS > end_k:  # both groups write the same
+        clear_rows(k_all, end_k - row)
+        clear_rows(v_all, end_k - row)
+    row += g * ROWS
+    k = k_all.slice(g * ROWS, ROWS)
+    v = v_all.slice(g * ROWS, ROWS)
+    unit = unit_of_scores(scale, SOFTCAP, False)
+    if row + ROWS > end_k:
+        inner_end = start
+    spans = None
+    if spans_ptr is not None:
+        keys = row + gl.arange(0, ROWS, gl.SliceLayout(1, layout_s))
+        spans = load_spans(spans_ptr, b.to(gl.int64), B, SK, keys[:, None])
+    steps = heads * gl.cdiv(end - start, BLOCK_M)
+    mbarrier.wait(full.index(0), 0, pred=steps > 0)
+    q = q_s.index(0).reshape([BLOCK_M, D])
+    # an index that the compiler does not know to be 0: else what describes k to the tensor cores stays in registers
+    k_first = k_s.index(gl.program_id(2)).reshape([2 * ROWS, D]).slice(g * ROWS, ROWS)
+    s_acc = warpgroup_mma(k_first, q.permute((1, 0)), none, use_acc=False, is_async=True)
+    s_acc = warpgroup_mma_wait(0, deps=(s_acc,))
+    h, m = first_head, start
+    for use in range(0, steps):
+        s = use % STAGES
+        q = q_s.index(s).reshape([BLOCK_M, D])
+        dout = dout_s.index(s).reshape([BLOCK_M, D])
+        delta_buf = delta_s.index(s)
+        ds_buf = ds_s.index(use % 2)
+        if PACKED and m + BLOCK_M > end_q:
+            _clear(q, dout, delta_buf, end_q - m)
+        if SOFTCAP is None:
+            dp = warpgroup_mma(v, dout.permute((1, 0)), none, use_acc=False, is_async=True)
+        lse = lse_s.index(s).load(cols) * LOG2E
+        p, slopes = scores(s_acc, None, scale, SOFTCAP, False)
+        p = gl.exp2(p * unit - lse[None, :])
+        edge = (m < inner_start) | (m + BLOCK_M > inner_end)
+        if SOFTCAP is not None and spans_ptr is None:
+            edge = True  # a branch would keep both p and slopes in registers; spans need one all the same
+        if edge:
+            p = _hide(p, m, row, end_k, end_q, shift, spans, left, right, HAS_LEFT, HAS_RIGHT, PACKED)
+        p_operand = gl.convert_layout(p.to(dtype), operand)
+        if SOFTCAP is not None:  # before, there are no registers for it
+            p *= slopes
+            dp = warpgroup_mma(v, dout.permute((1, 0)), none, use_acc=False, is_async=True)
+        dv = warpgroup_mma(p_operand, dout, dv, is_async=True)
+        dp = warpgroup_mma_wait(1, deps=(dp,))
+        ds = (p * (dp - delta_buf.load(cols)[None, :])).to(dtype)
+        ds_buf.slice(g * ROWS, ROWS).store(ds)
+        fence_async_shared()
+        mbarrier.arrive(ds_full.index(use % 2), count=1)
+        dk = warpgroup_mma(gl.convert_layout(ds, operand), q, dk, is_async=True)
+        mbarrier.wait(ds_full.index(use % 2), use // 2 & 1)
+        ds_part = ds_buf.slice(first_row, ROWS, dim=1).permute((1, 0))
+        k_part = k_all.slice(first_col, WIDTH, dim=1)
+        dq = warpgroup_mma(ds_part, k_part, zeros, use_acc=False, is_async=True)
+        dv, dk = warpgroup_mma_wait(1, deps=(dv, dk))
+        mbarrier.arrive(empty.index(s), count=1)
+        t = (use + 1) % STAGES
+        mbarrier.wait(full.index(t), (use + 1) // STAGES & 1, pred=use + 1 < steps)
+        q = q_s.index(t).reshape([BLOCK_M, D])
+        s_acc = warpgroup_mma(k, q.permute((1, 0)), none, use_acc=False, is_async=True)
+        dq = warpgroup_mma_wait(1, deps=(dq,))
+        if PACKED and m + BLOCK_M > end_q:
+            rows = m + first_row + gl.arange(0, ROWS, gl.SliceLayout(1, layout_q))
+            dq = gl.where((rows < end_q)[:, None], dq, 0.0)
+        tma.store_wait(0)
+        dq_s.index(g).reshape([ROWS, WIDTH]).store(dq)
+        fence_async_shared()
+        _add_to_global(dq_desc, [b, h, m + first_row, first_col], dq_s.index(g))
+        s_acc = warpgroup_mma_wait(0, deps=(s_acc,))
+        m += BLOCK_M
+        h = gl.where(m < end, h, h + 1)
+        m = gl.where(m < end, m, start)
+    tma.store_wait(0)
+    # the parts of a split group stand one behind the other
+    first = ((gl.program_id(1) * B + b).to(gl.int64) * SK + row) * HK + hk
+    _store(dk_ptr + first * D, dk * scale, end_k - row, HK * D)
+    _store(dv_ptr + first * D, dv, end_k - row, HK * D)
+
+
+@gluon.jit(do_not_specialize=["B", "S", "SK", "PADDED", "count", "blocks", "section", "splits", "left", "right"])
+def _attention_bwd_hopper_kernel(
+    q_desc, k_desc, v_desc, dout_desc, dq_desc, rows_ptr, dk_ptr, dv_ptr, cu_q_ptr, cu_k_ptr, spans_ptr, B, S, SK,
+    PADDED, count, blocks, section, splits, left, right, scale, H: gl.constexpr, HK: gl.constexpr,
+    SOFTCAP: gl.constexpr, HAS_LEFT: gl.constexpr, HAS_RIGHT: gl.constexpr, SEQUENCES: gl.constexpr,
+    BLOCK_M: gl.constexpr, STAGES: gl.constexpr,
+):  # fmt: skip
+    D: gl.constexpr = q_desc.block_type.shape[3]
+    barriers: gl.constexpr = mbarrier.MBarrierLayout()
+    ds_layout: gl.constexpr = gl.NVMMASharedLayout.get_default_for([2 * ROWS, BLOCK_M], q_desc.dtype)
+    q_s = gl.allocate_shared_memory(q_desc.dtype, [STAGES, 1, 1, BLOCK_M, D], q_desc.layout)
+    k_s = gl.allocate_shared_memory(q_desc.dtype, [1, 1, 1, 2 * ROWS, D], k_desc.layout)
+    v_s = gl.allocate_shared_memory(q_desc.dtype, [1, 1, 2 * ROWS, D], v_desc.layout)
+    dout_s = gl.allocate_shared_memory(q_desc.dtype, [STAGES, 1, 1, BLOCK_M, D], dout_desc.layout)
+    plain: gl.constexpr = gl.SwizzledSharedLayout(1, 1, 1, [0])
+    lse_s = gl.allocate_shared_memory(gl.float32, [STAGES, BLOCK_M], plain)
+    delta_s = gl.allocate_shared_memory(gl.float32, [STAGES, BLOCK_M], plain)
+    ds_s = gl.allocate_shared_memory(q_desc.dtype, [2, 2 * ROWS, BLOCK_M], ds_layout)
+    dq_s = gl.allocate_shared_memory(gl.float32, [2, 1, 1, ROWS, dq_desc.block_type.shape[3]], dq_desc.layout)
+    kv_full = gl.allocate_shared_memory(gl.int64, [1], barriers)
+    full = gl.allocate_shared_memory(gl.int64, [STAGES, 1], barriers)
+    empty = gl.allocate_shared_memory(gl.int64, [STAGES, 1], barriers)
+    ds_full = gl.allocate_shared_memory(gl.int64, [2, 1], barriers)
+    mbarrier.init(kv_full, count=1)
+    for i in gl.static_range(2):
+        mbarrier.init(ds_full.index(i), count=2)
+    for i in gl.static_range(STAGES):
+        mbarrier.init(full.index(i), count=1)
+        mbarrier.init(empty.index(i), count=2)
+    fence_async_shared()
+    block, head = schedule(gl.program_id(0), blocks, B * HK, section)
+    if HAS_RIGHT or spans_ptr is not None:
+        block = blocks - 1 - block  # under a causal mask, which spans may be, the first keys are seen most
+    b = head // HK
+    hk = head % HK
+    row = block * (2 * ROWS)
+    start_k = 0
+    length_k = SK
+    start_q = 0
+    length_q = S
+    if cu_k_ptr is not None:
+        row, start_k, length_k, start_q, length_q = find_rows(block, cu_k_ptr, cu_q_ptr, count, SK, 2 * ROWS, SEQUENCES)
+    shift = length_k - length_q
+    last = gl.minimum(row + 2 * ROWS, length_k) - 1
+    spans = None
+    if spans_ptr is not None:  # which do not fall: those of the first and the last key have the least and the greatest
+        both = gl.arange(0, 2, gl.BlockedLayout([1], [32], [gl.num_warps()], [0]))
+        spans = load_spans(spans_ptr, b.to(gl.int64), B, SK, gl.where(both == 0, row, last))
+    start, end, inner_start, inner_end = zones(
+        row - shift, last - shift, right, left, spans, length_q, 0, 1, HAS_RIGHT, HAS_LEFT, BLOCK_M
+    )
+    group: gl.constexpr = H // HK
+    share = gl.cdiv(group, splits)
+    skipped = gl.program_id(1) * share
+    first_head = hk * group + skipped
+    heads = gl.maximum(gl.minimum(share, group - skipped), 0)
+    place = (  # from here on rows are those of the tensors
+        b, hk, start_k + row, start_k + length_k, start_q + length_q, shift + start_k - start_q, start_q + start,
+        start_q + end, start_q + inner_start, start_q + inner_end, first_head, heads,
+    )  # fmt: skip
+    descs = q_desc, k_desc, v_desc, dout_desc
+    outputs = dq_desc, dk_ptr, dv_ptr
+    bufs = q_s, k_s, v_s, dout_s, lse_s, delta_s
+    PACKED: gl.constexpr = cu_k_ptr is not None
+    gl.warp_specialize(
+        [
+            (_multiply, (0, place, outputs, bufs, ds_s, dq_s, kv_full, full, empty, ds_full, spans_ptr, B, SK, left,
+                         right, scale, HK, SOFTCAP, HAS_LEFT, HAS_RIGHT, PACKED, BLOCK_M, STAGES)),
+            (_multiply, (1, place, outputs, bufs, ds_s, dq_s, kv_full, full, empty, ds_full, spans_ptr, B, SK, left,
+                         right, scale, HK, SOFTCAP, HAS_LEFT, HAS_RIGHT, PACKED, BLOCK_M, STAGES)),
+            (_load, (place, descs, rows_ptr, bufs, kv_full, full, empty, B, PADDED, H, BLOCK_M, STAGES)),
+        ],
+        worker_num_warps=[4, 1],
+        worker_num_regs=[240, 24],
+    )  # fmt: skip
+
+
+@triton.jit
+def _scale_kernel(sum_ptr, out_ptr, N, scale, BLOCK: tl.constexpr):
+    offs = tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
+    mask = offs < N
+    tl.store(out_ptr + offs, tl.load(sum_ptr + offs, mask=mask) * scale, mask=mask)
+
+
+def has_backward(masking: Masking, q: Tensor, *others: Tensor) -> bool:
+    """Whether ``add_gradients`` takes a call with these tensors."""
+    return q.shape[-1] in BLOCK_M and on_hopper(masking, q, *others)
+
+
+def add_gradients(
+    dout: Tensor, q: Tensor, k: Tensor, v: Tensor, rows: Tensor, masking: Masking, splits: int, dk: Tensor, dv: Tensor
+) -> Tensor:
+    """dq; dk and dv [splits, B, Sk, Hk, D] get what the parts of the query heads of a key head give."""
+    (B, S, H, D), (SK, HK) = q.shape, k.shape[1:3]
+    block_m = BLOCK_M[D][masking.softcap is not None or masking.spans is not None]
+    blocks = masking.num_blocks(SK, BLOCK_N)
+    width = D if block_m == BLOCK_N else D // 2
+    dq, total = q.new_empty(q.shape), rows.new_zeros(q.shape)
+    launch(
+        _attention_bwd_hopper_kernel,
+        (blocks * B * HK, splits),
+        (rows, dk, dv, masking.cu_seqlens_q, masking.cu_seqlens_k, masking.spans),
+        (B, S, SK, rows.shape[3], masking.sequences, blocks, section_of(q, dout, masking.max_seqlen_q * (H // HK), 1),
+         splits, masking.left, masking.right),
+        (masking.scale,),
+        (descriptor(q, block_m), descriptor(k, BLOCK_N), descriptor(v, BLOCK_N), descriptor(dout, block_m),
+         descriptor(total, 64, width)),
+        H=H,
+        HK=HK,
+        **masking.constants(),
+        BLOCK_M=block_m,
+        STAGES=STAGES,
+        num_warps=4,
+    )  # fmt: skip
+    launch(_scale_kernel, (triton.cdiv(q.numel(), 2048),), (total, dq), (q.numel(),), (masking.scale,), BLOCK=2048)
+    return dq
