@@ -38,13 +38,14 @@ class Mask(NamedTuple):
     and in its span.
 
     ``left`` and ``right``: keys beside the query's, -1: all. ``padding`` [B, Sk]: False for keys that nobody sees.
-    ``spans`` [2, B, S]: a query's first key and the one behind the last, in int32.
+    ``spans`` [2, B, S]: a query's first key and the one behind the last, in int32. ``in_spans``: no span has padding.
     """
 
     left: int = -1
     right: int = -1
     padding: Tensor | None = None
     spans: Tensor | None = None
+    in_spans: bool = False
 
     @property
     def ndim(self) -> int:
@@ -104,10 +105,34 @@ def make_mask(
         )  # fmt: skip
         return _bias(seen, dtype)
     padding = prepare_padding_mask(attention_mask, kv_length, kv_offset)
-    if padding is not None:
-        padding = padding[:, kv_offset : kv_offset + kv_length]
-        mask = mask._replace(padding=padding if is_tracing(padding) or not padding.all() else None)
-    return mask
+    if padding is None:
+        return mask
+    padding = padding[:, kv_offset : kv_offset + kv_length]
+    if is_tracing(padding):
+        return mask._replace(padding=padding)
+    return _without(mask, padding, q_length)
+
+
+def _without(mask: Mask, padding: Tensor, rows: int) -> Mask:
+    """``mask`` for keys of which those are hidden where ``padding`` is False: as spans, of which all kernels know, where
+    the others are neighbours and the mask is for a whole sequence.
+    """
+    ends = torch.stack((padding.int().argmax(-1), padding.shape[1] - padding.flip(-1).int().argmax(-1)))
+    one_piece = padding.sum(-1) == ends[1] - ends[0]
+    nothing_hidden, in_spans = torch.stack((padding.all(), one_piece.all())).tolist()  # the one wait for the GPU
+    if nothing_hidden:
+        return mask
+    if not in_spans or rows != padding.shape[1]:
+        return mask._replace(padding=padding)
+    spans = _cut(mask.spans, ends[:, :, None].expand(-1, -1, rows))
+    return mask._replace(padding=padding, spans=spans, in_spans=True)
+
+
+def _cut(spans: Tensor | None, ends: Tensor) -> Tensor:
+    """``spans`` [2, B, S] as far as they lie within ``ends``."""
+    if spans is not None:
+        ends = torch.stack((torch.maximum(ends[0], spans[0]), torch.minimum(ends[1], spans[1])))
+    return ends.int()
 
 
 def _recognised(function: Callable[..., Any]) -> Mask | None:
@@ -184,9 +209,7 @@ def _within_documents(spans: Tensor | None, query: Tensor, key: Tensor, cu_q: Te
     document = torch.bucketize(torch.arange(B * S, device=query.device), cu_q, right=True)
     before = key.shape[2] * torch.arange(B, device=query.device)[:, None]
     ends = torch.stack((cu_k[document - 1], cu_k[document.clamp(max=len(cu_k) - 1)])).view(2, B, S) - before
-    if spans is not None:
-        ends = torch.stack((torch.maximum(ends[0], spans[0]), torch.minimum(ends[1], spans[1])))
-    return ends.int()
+    return _cut(spans, ends)
 
 
 def attend(
@@ -221,7 +244,8 @@ def attend(
     scores |= {"sinks": options.get("s_aux"), "deterministic": options.get("deterministic")}
     if isinstance(mask, Tensor):
         return flash_attention(q, k, v, bias=mask, **scores), None  # type: ignore[return-value]
-    scores |= {"window": (mask.left, mask.right), "key_padding_mask": mask.padding, "spans": mask.spans}
+    scores |= {"window": (mask.left, mask.right), "spans": mask.spans}
+    scores |= {"key_padding_mask": None if mask.in_spans else mask.padding}
     return flash_attention(q, k, v, **scores), None  # type: ignore[return-value]
 
 
