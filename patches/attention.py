@@ -114,15 +114,15 @@ def make_mask(
 
 
 def _without(mask: Mask, padding: Tensor, rows: int) -> Mask:
-    """``mask`` for keys of which those are hidden where ``padding`` is False: as spans, of which all kernels know, where
-    the others are neighbours and the mask is for a whole sequence.
+    """``mask`` for keys that are hidden where ``padding`` is False: by spans, which all kernels take, where those that
+    are not hidden are neighbours.
     """
     ends = torch.stack((padding.int().argmax(-1), padding.shape[1] - padding.flip(-1).int().argmax(-1)))
     one_piece = padding.sum(-1) == ends[1] - ends[0]
     nothing_hidden, in_spans = torch.stack((padding.all(), one_piece.all())).tolist()  # the one wait for the GPU
     if nothing_hidden:
         return mask
-    if not in_spans or rows != padding.shape[1]:
+    if not in_spans:
         return mask._replace(padding=padding)
     spans = _cut(mask.spans, ends[:, :, None].expand(-1, -1, rows))
     return mask._replace(padding=padding, spans=spans, in_spans=True)

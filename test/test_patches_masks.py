@@ -5,7 +5,7 @@ import inspect
 import pytest
 import torch
 import transformers
-from test_patches_attention import BATCHES, pair
+from test_patches_attention import BATCHES, masked, pair
 from tiny_models import batch, results
 from torch._dynamo.testing import CompileCounterWithBackend
 from transformers import masking_utils
@@ -40,16 +40,19 @@ MASKS = {
 NEVER_MADE = ("causal", "window", "bidirectional", "bidirectional window", "chunked")
 
 
-@pytest.mark.parametrize("padding", [None, slice(2), slice(6, None)], ids=["none", "left", "right"])
+PADDING = {"none": None, "left": slice(2), "right": slice(6, None), "between": slice(3, 5), "all": slice(None)}
+
+
+@pytest.mark.parametrize("padding", PADDING)
 @pytest.mark.parametrize("name", MASKS)
 def test_masks_are_those_of_eager_attention(name, padding, device):
     attention.register()
     create, options = MASKS[name]
     options = {key: t.to(device) if torch.is_tensor(t) else t for key, t in options.items()}
     mask = None
-    if padding:
+    if padding != "none":
         mask = torch.ones(2, 9, device=device)
-        mask[0, padding] = 0
+        mask[0, PADDING[padding]] = 0
     made = []
     for implementation in ("liger_like", "eager"):
         config = transformers.LlamaConfig(sliding_window=3, attention_chunk_size=4, attn_implementation=implementation)
@@ -58,6 +61,7 @@ def test_masks_are_those_of_eager_attention(name, padding, device):
     assert isinstance(got, attention.Mask) == (name in NEVER_MADE)
     if isinstance(got, attention.Mask):
         assert (got.padding is None) == (mask is None)
+        assert got.in_spans == (padding in ("left", "right"))
         q = torch.zeros(2, 1, 9, 4, device=device)
         got = got.bias(q, q, -torch.inf)
     assert torch.equal((got == 0).expand_as(expected), expected == 0)
@@ -95,6 +99,17 @@ def test_compile_without_graph_breaks(family, given, by, masked_by, device):
     for name, t in expected.items():
         torch.testing.assert_close(got[name.removeprefix("_orig_mod.")] if name in got else got["_orig_mod." + name], t)
     assert masked_by == by
+
+
+@pytest.mark.parametrize(("padding", "by"), [("left", {"spans"}), ("right", {"spans"}), ("between", {"mask"})])
+def test_padding_at_an_end_comes_to_spans(padding, by, masked_by, device):
+    patched, original = pair("Llama", device)
+    inputs = masked(batch(device), PADDING[padding])
+    masked_by.clear()
+    got, expected = results(patched, inputs), results(original, inputs)
+    for name, t in expected.items():
+        torch.testing.assert_close(got[name], t)
+    assert masked_by == [by] * 2
 
 
 def test_documents_under_compile_that_transformers_does_not_look_for(masked_by, device):
