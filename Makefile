@@ -13,7 +13,7 @@ py := $(VENV)/bin/python
 ready := $(VENV)/.ready
 endif
 
-.PHONY: demo test check compile-check mutants bench bench-losses bench-ops bench-attention tune
+.PHONY: demo test check compile-check mutants sanitize bench bench-losses bench-ops bench-attention tune
 
 demo: $(ready)
 	$(py) examples/train.py
@@ -33,6 +33,10 @@ compile-check: $(ready) .cache/triton-3.6.0
 
 mutants: $(ready)
 	$(py) test/mutants.py
+
+# needs a GPU and compute-sanitizer
+sanitize: $(ready)
+	$(py) test/sanitize.py
 
 bench: $(ready)
 	mkdir -p .cache

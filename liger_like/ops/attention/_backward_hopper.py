@@ -3,9 +3,10 @@
 A program owns 128 keys of a key head, 64 for each warp group, and walks over the blocks of queries that see them, those
 of all its query heads. Scores stand as [keys, queries], so that p and ds are multiplied from registers for dv and dk.
 ds goes to shared memory, too, where each group takes of both what its half of dq needs, which TMA adds up in fp32 in
-memory (Shah et al., arXiv:2407.08608). The scores of a block are multiplied while dq of the block before is stored.
+memory (Shah et al., arXiv:2407.08608). That is done a block later, so that neither group waits for the other's softmax,
+and while the scores of the next block are multiplied.
 Queries come into a ring of STAGES buffers, each with a barrier for "full" and one for "empty"; the use-th filling goes
-into buffer use % STAGES, and the parity of use // STAGES is the barriers' phase.
+into buffer use % STAGES, and the parity of use // STAGES is the barriers' phase. ds has such a ring of two.
 """
 
 import triton
@@ -113,9 +114,21 @@ def _store(ptr, x, length, STRIDE: gl.constexpr):
 
 
 @gluon.jit
+def _add_dq(dq, desc, buf, b, h, row, col, end, PACKED: gl.constexpr):
+    """Add to what is in memory from ``row`` and ``col`` on, as soon as the buffer's last content is there."""
+    if PACKED and row + ROWS > end:
+        rows = row + gl.arange(0, ROWS, gl.SliceLayout(1, dq.type.layout))
+        dq = gl.where((rows < end)[:, None], dq, 0.0)
+    tma.store_wait(0)
+    buf.reshape(dq.shape).store(dq)
+    fence_async_shared()
+    _add_to_global(desc, [b, h, row, col], buf)
+
+
+@gluon.jit
 def _multiply(
-    g: gl.constexpr, place, outputs, bufs, ds_s, dq_s, kv_full, full, empty, ds_full, spans_ptr, B, SK, left, right,
-    scale, HK: gl.constexpr, SOFTCAP: gl.constexpr, HAS_LEFT: gl.constexpr, HAS_RIGHT: gl.constexpr,
+    g: gl.constexpr, place, outputs, bufs, ds_s, dq_s, kv_full, full, empty, ds_full, ds_empty, spans_ptr, B, SK, left,
+    right, scale, HK: gl.constexpr, SOFTCAP: gl.constexpr, HAS_LEFT: gl.constexpr, HAS_RIGHT: gl.constexpr,
     PACKED: gl.constexpr, BLOCK_M: gl.constexpr, STAGES: gl.constexpr,
 ):  # fmt: skip
     b, hk, row, end_k, end_q, shift, start, end, inner_start, inner_end, first_head, heads = place
@@ -145,6 +158,7 @@ def _multiply(
     row += g * ROWS
     k = k_all.slice(g * ROWS, ROWS)
     v = v_all.slice(g * ROWS, ROWS)
+    k_part = k_all.slice(first_col, WIDTH, dim=1)
     unit = unit_of_scores(scale, SOFTCAP, False)
     if row + ROWS > end_k:
         inner_end = start
@@ -160,12 +174,18 @@ def _multiply(
     s_acc = warpgroup_mma(k_first, q.permute((1, 0)), none, use_acc=False, is_async=True)
     s_acc = warpgroup_mma_wait(0, deps=(s_acc,))
     h, m = first_head, start
+    # the ds of the block before the first is 0, and its dq would be outside, where TMA adds nothing
+    ds_s.index(0).slice(g * ROWS, ROWS).store(none.to(dtype))
+    fence_async_shared()
+    mbarrier.arrive(ds_full.index(0), count=1)
+    last_h, last_m = first_head - 1, -BLOCK_M
     for use in range(0, steps):
         s = use % STAGES
+        t = (use + 1) % STAGES
+        phase = (use + 1) // STAGES & 1
         q = q_s.index(s).reshape([BLOCK_M, D])
         dout = dout_s.index(s).reshape([BLOCK_M, D])
         delta_buf = delta_s.index(s)
-        ds_buf = ds_s.index(use % 2)
         if PACKED and m + BLOCK_M > end_q:
             _clear(q, dout, delta_buf, end_q - m)
         if SOFTCAP is None:
@@ -185,32 +205,33 @@ def _multiply(
         dv = warpgroup_mma(p_operand, dout, dv, is_async=True)
         dp = warpgroup_mma_wait(1, deps=(dp,))
         ds = (p * (dp - delta_buf.load(cols)[None, :])).to(dtype)
-        ds_buf.slice(g * ROWS, ROWS).store(ds)
+        mbarrier.wait(ds_empty.index(t), phase ^ 1)
+        ds_s.index(t).slice(g * ROWS, ROWS).store(ds)
         fence_async_shared()
-        mbarrier.arrive(ds_full.index(use % 2), count=1)
+        mbarrier.arrive(ds_full.index(t), count=1)
         dk = warpgroup_mma(gl.convert_layout(ds, operand), q, dk, is_async=True)
-        mbarrier.wait(ds_full.index(use % 2), use // 2 & 1)
-        ds_part = ds_buf.slice(first_row, ROWS, dim=1).permute((1, 0))
-        k_part = k_all.slice(first_col, WIDTH, dim=1)
+        mbarrier.wait(ds_full.index(s), use // STAGES & 1)
+        ds_part = ds_s.index(s).slice(first_row, ROWS, dim=1).permute((1, 0))
         dq = warpgroup_mma(ds_part, k_part, zeros, use_acc=False, is_async=True)
         dv, dk = warpgroup_mma_wait(1, deps=(dv, dk))
         mbarrier.arrive(empty.index(s), count=1)
-        t = (use + 1) % STAGES
-        mbarrier.wait(full.index(t), (use + 1) // STAGES & 1, pred=use + 1 < steps)
+        mbarrier.wait(full.index(t), phase, pred=use + 1 < steps)
         q = q_s.index(t).reshape([BLOCK_M, D])
         s_acc = warpgroup_mma(k, q.permute((1, 0)), none, use_acc=False, is_async=True)
         dq = warpgroup_mma_wait(1, deps=(dq,))
-        if PACKED and m + BLOCK_M > end_q:
-            rows = m + first_row + gl.arange(0, ROWS, gl.SliceLayout(1, layout_q))
-            dq = gl.where((rows < end_q)[:, None], dq, 0.0)
-        tma.store_wait(0)
-        dq_s.index(g).reshape([ROWS, WIDTH]).store(dq)
-        fence_async_shared()
-        _add_to_global(dq_desc, [b, h, m + first_row, first_col], dq_s.index(g))
+        mbarrier.arrive(ds_empty.index(s), count=1)
+        _add_dq(dq, dq_desc, dq_s.index(g), b, last_h, last_m + first_row, first_col, end_q, PACKED)
         s_acc = warpgroup_mma_wait(0, deps=(s_acc,))
+        last_h, last_m = h, m
         m += BLOCK_M
         h = gl.where(m < end, h, h + 1)
         m = gl.where(m < end, m, start)
+    if steps > 0:
+        mbarrier.wait(ds_full.index(steps % STAGES), steps // STAGES & 1)
+        ds_part = ds_s.index(steps % STAGES).slice(first_row, ROWS, dim=1).permute((1, 0))
+        dq = warpgroup_mma(ds_part, k_part, zeros, use_acc=False, is_async=True)
+        dq = warpgroup_mma_wait(0, deps=(dq,))
+        _add_dq(dq, dq_desc, dq_s.index(g), b, last_h, last_m + first_row, first_col, end_q, PACKED)
     tma.store_wait(0)
     # the parts of a split group stand one behind the other
     first = ((gl.program_id(1) * B + b).to(gl.int64) * SK + row) * HK + hk
@@ -235,16 +256,17 @@ def _attention_bwd_hopper_kernel(
     plain: gl.constexpr = gl.SwizzledSharedLayout(1, 1, 1, [0])
     lse_s = gl.allocate_shared_memory(gl.float32, [STAGES, BLOCK_M], plain)
     delta_s = gl.allocate_shared_memory(gl.float32, [STAGES, BLOCK_M], plain)
-    ds_s = gl.allocate_shared_memory(q_desc.dtype, [2, 2 * ROWS, BLOCK_M], ds_layout)
+    ds_s = gl.allocate_shared_memory(q_desc.dtype, [STAGES, 2 * ROWS, BLOCK_M], ds_layout)
     dq_s = gl.allocate_shared_memory(gl.float32, [2, 1, 1, ROWS, dq_desc.block_type.shape[3]], dq_desc.layout)
     kv_full = gl.allocate_shared_memory(gl.int64, [1], barriers)
     full = gl.allocate_shared_memory(gl.int64, [STAGES, 1], barriers)
     empty = gl.allocate_shared_memory(gl.int64, [STAGES, 1], barriers)
-    ds_full = gl.allocate_shared_memory(gl.int64, [2, 1], barriers)
+    ds_full = gl.allocate_shared_memory(gl.int64, [STAGES, 1], barriers)
+    ds_empty = gl.allocate_shared_memory(gl.int64, [STAGES, 1], barriers)
     mbarrier.init(kv_full, count=1)
-    for i in gl.static_range(2):
-        mbarrier.init(ds_full.index(i), count=2)
     for i in gl.static_range(STAGES):
+        mbarrier.init(ds_full.index(i), count=2)
+        mbarrier.init(ds_empty.index(i), count=2)
         mbarrier.init(full.index(i), count=1)
         mbarrier.init(empty.index(i), count=2)
     fence_async_shared()
@@ -284,10 +306,10 @@ def _attention_bwd_hopper_kernel(
     PACKED: gl.constexpr = cu_k_ptr is not None
     gl.warp_specialize(
         [
-            (_multiply, (0, place, outputs, bufs, ds_s, dq_s, kv_full, full, empty, ds_full, spans_ptr, B, SK, left,
-                         right, scale, HK, SOFTCAP, HAS_LEFT, HAS_RIGHT, PACKED, BLOCK_M, STAGES)),
-            (_multiply, (1, place, outputs, bufs, ds_s, dq_s, kv_full, full, empty, ds_full, spans_ptr, B, SK, left,
-                         right, scale, HK, SOFTCAP, HAS_LEFT, HAS_RIGHT, PACKED, BLOCK_M, STAGES)),
+            (_multiply, (0, place, outputs, bufs, ds_s, dq_s, kv_full, full, empty, ds_full, ds_empty, spans_ptr, B,
+                         SK, left, right, scale, HK, SOFTCAP, HAS_LEFT, HAS_RIGHT, PACKED, BLOCK_M, STAGES)),
+            (_multiply, (1, place, outputs, bufs, ds_s, dq_s, kv_full, full, empty, ds_full, ds_empty, spans_ptr, B,
+                         SK, left, right, scale, HK, SOFTCAP, HAS_LEFT, HAS_RIGHT, PACKED, BLOCK_M, STAGES)),
             (_load, (place, descs, rows_ptr, bufs, kv_full, full, empty, B, PADDED, H, BLOCK_M, STAGES)),
         ],
         worker_num_warps=[4, 1],

@@ -1,0 +1,59 @@
+"""Runs the kernels on small inputs under compute-sanitizer, which looks for accesses out of bounds, reads of memory that
+was never written, races in shared memory, and barriers that not all threads reach.
+
+    python test/sanitize.py [memcheck initcheck racecheck synccheck]
+
+Needs a GPU and compute-sanitizer on the path. Exit code 1: a tool reports an error.
+"""
+
+import itertools
+import os
+import subprocess
+import sys
+from collections.abc import Iterator
+from typing import Any
+
+import torch
+
+from liger_like import testing
+
+TOOLS = ("memcheck", "initcheck", "racecheck", "synccheck")
+# heads of the kernels for Hopper, and rows that do not fill their blocks
+HEADS: list[dict[str, Any]] = [{"H": 4, "Hk": 2, "D": D, "sinks": True} for D in (64, 128, 256)]
+ATTENTION = {
+    "flash_attention": [{"B": 1, "S": 200, "Sk": 300, **heads} for heads in HEADS],
+    "flash_attention_varlen": [{"lengths": ((70, 70), (0, 0), (129, 130)), "behind": 9, **heads} for heads in HEADS],
+}
+
+
+def cases() -> Iterator[tuple[testing.OpSpec, dict[str, Any], dict[str, Any]]]:
+    """Op, shape and options."""
+    for spec in testing.SPECS:
+        for shape, options in itertools.product(spec.test_shapes[1::4], spec.options[:2]):
+            yield spec, shape, options
+        for shape, options in itertools.product(ATTENTION.get(spec.name, ()), spec.options):
+            yield spec, shape, options | {"deterministic": False}
+
+
+def main() -> None:
+    """Run the cases, or, under a tool each, a process that does."""
+    if sys.argv[1:] == ["cases"]:
+        for number, (spec, shape, options) in enumerate(cases()):
+            print(number, spec.name, shape, options, flush=True)
+            testing.run(spec.fn, spec.inputs(torch.bfloat16, "cuda", **shape), options)
+            torch.cuda.synchronize()
+        return
+    # every tensor an allocation of its own, with room behind it that nobody may touch
+    environment = os.environ | {"PYTORCH_NO_CUDA_MEMORY_CACHING": "1"}
+    failed = False
+    for tool in sys.argv[1:] or TOOLS:
+        options = ["--padding", "512"] if tool == "memcheck" else []
+        command = ["compute-sanitizer", "--tool", tool, *options, "--error-exitcode", "1", "--print-limit", "20"]
+        result = subprocess.run([*command, sys.executable, __file__, "cases"], env=environment, check=False)
+        print(tool, "found errors" if result.returncode else "found nothing", flush=True)
+        failed |= bool(result.returncode)
+    sys.exit(failed)
+
+
+if __name__ == "__main__":
+    main()
