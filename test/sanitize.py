@@ -1,4 +1,4 @@
-"""Runs the kernels on small inputs under compute-sanitizer, which looks for accesses out of bounds, reads of memory that
+"""Runs the kernels on small inputs under compute-sanitizer, that looks for accesses out of bounds, reads of memory that
 was never written, races in shared memory, and barriers that not all threads reach.
 
     python test/sanitize.py [memcheck initcheck racecheck synccheck]
