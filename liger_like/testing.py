@@ -83,9 +83,8 @@ def run(fn: Callable[..., Any], inputs: Mapping[str, Tensor], options: Mapping[s
     leaves = {name: t.detach().clone().requires_grad_(t.requires_grad) for name, t in inputs.items()}
     result = fn(**leaves, **options)
     outputs = [t for t in (result if isinstance(result, tuple) else (result,)) if t is not None]
-    device = outputs[0].device
-    generator = torch.Generator(device).manual_seed(seed)
-    upstream = [torch.randn(t.shape, generator=generator, dtype=torch.float64, device=device).to(t) for t in outputs]
+    generator = torch.Generator().manual_seed(seed)
+    upstream = [torch.randn(t.shape, generator=generator, dtype=torch.float64).to(t) for t in outputs]
     pairs = [(t, g) for t, g in zip(outputs, upstream, strict=True) if t.requires_grad]
     torch.autograd.backward([t for t, _ in pairs], [g for _, g in pairs])
     grads = {f"d{name}": t.grad for name, t in leaves.items() if t.requires_grad and t.grad is not None}
