@@ -290,12 +290,6 @@ ATTENTION = [
         "last, left, right, spans, length_q, 0, 1, HAS_LEFT, HAS_RIGHT",
         "keys are seen by what a query sees",
     ),
-    (
-        "_backward.py",
-        "((b * S + start_q) * H + h) * D",
-        "(b * S * H + h) * D",
-        "dq of packed sequences lands on the first",
-    ),
     ("_backward.py", "partial.sum((0, 2))", "partial[0].sum(1)", "the sinks have the gradient of the first batch"),
     ("_backward.py", "zip(whole, needs[1:3]", "zip(whole, needs[:2]", "dk for a trained q, dv for a trained k"),
     (

@@ -4,6 +4,9 @@ was never written, races in shared memory, and barriers that not all threads rea
     python test/sanitize.py [memcheck initcheck racecheck synccheck]
 
 Needs a GPU and compute-sanitizer on the path. Exit code 1: a tool reports an error.
+
+initcheck does not see what TMA writes, and racecheck not that barriers in shared memory order what TMA, cp.async and
+parts of a program with warps of their own do. Both report the kernels for Hopper for that, so they run the others.
 """
 
 import itertools
@@ -16,8 +19,11 @@ from typing import Any
 import torch
 
 from liger_like import testing
+from liger_like.ops import _accumulate
+from liger_like.ops.attention import _hopper
 
-TOOLS = ("memcheck", "initcheck", "racecheck", "synccheck")
+# tool -> whether the kernels for Hopper run
+TOOLS = {"memcheck": True, "initcheck": False, "racecheck": False, "synccheck": True}
 # heads of the kernels for Hopper, and rows that do not fill their blocks
 HEADS: list[dict[str, Any]] = [{"H": 4, "Hk": 2, "D": D, "sinks": True} for D in (64, 128, 256)]
 ATTENTION = {
@@ -37,7 +43,10 @@ def cases() -> Iterator[tuple[testing.OpSpec, dict[str, Any], dict[str, Any]]]:
 
 def main() -> None:
     """Run the cases, or, under a tool each, a process that does."""
-    if sys.argv[1:] == ["cases"]:
+    if sys.argv[1:2] in (["hopper"], ["portable"]):
+        if sys.argv[1] == "portable":
+            for module in (_accumulate, _hopper):
+                module.architecture = lambda device: 8  # type: ignore[attr-defined]
         for number, (spec, shape, options) in enumerate(cases()):
             print(number, spec.name, shape, options, flush=True)
             testing.run(spec.fn, spec.inputs(torch.bfloat16, "cuda", **shape), options)
@@ -49,7 +58,8 @@ def main() -> None:
     for tool in sys.argv[1:] or TOOLS:
         options = ["--padding", "512"] if tool == "memcheck" else []
         command = ["compute-sanitizer", "--tool", tool, *options, "--error-exitcode", "1", "--print-limit", "20"]
-        result = subprocess.run([*command, sys.executable, __file__, "cases"], env=environment, check=False)
+        command += [sys.executable, __file__, "hopper" if TOOLS[tool] else "portable"]
+        result = subprocess.run(command, env=environment, check=False)
         print(tool, "found errors" if result.returncode else "found nothing", flush=True)
         failed |= bool(result.returncode)
     sys.exit(failed)

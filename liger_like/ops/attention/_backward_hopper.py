@@ -84,7 +84,7 @@ def _load(
             # not by TMA, for which a packed sequence would have to start at a multiple of 16 bytes
             async_copy.async_copy_global_to_shared(lse_s.index(s), lse_ptr + m + offs)
             async_copy.async_copy_global_to_shared(delta_s.index(s), delta_ptr + m + offs)
-            async_copy.mbarrier_arrive(full.index(s))
+            async_copy.mbarrier_arrive(full.index(s), increment_count=False)
             mbarrier.expect(full.index(s), 2 * q_desc.block_type.nbytes)
             tma.async_copy_global_to_shared(q_desc, [b, h, m, 0], full.index(s), q_s.index(s))
             tma.async_copy_global_to_shared(dout_desc, [b, h, m, 0], full.index(s), dout_s.index(s))
@@ -174,11 +174,8 @@ def _multiply(
     s_acc = warpgroup_mma(k_first, q.permute((1, 0)), none, use_acc=False, is_async=True)
     s_acc = warpgroup_mma_wait(0, deps=(s_acc,))
     h, m = first_head, start
-    # the ds of the block before the first is 0, and its dq would be outside, where TMA adds nothing
-    ds_s.index(0).slice(g * ROWS, ROWS).store(none.to(dtype))
-    fence_async_shared()
-    mbarrier.arrive(ds_full.index(0), count=1)
-    last_h, last_m = first_head - 1, -BLOCK_M
+    mbarrier.arrive(ds_full.index(0), count=1)  # of the block before the first, of which nothing is added
+    last_h, last_m = first_head - 1, start - BLOCK_M
     for use in range(0, steps):
         s = use % STAGES
         t = (use + 1) % STAGES
@@ -220,7 +217,8 @@ def _multiply(
         s_acc = warpgroup_mma(k, q.permute((1, 0)), none, use_acc=False, is_async=True)
         dq = warpgroup_mma_wait(1, deps=(dq,))
         mbarrier.arrive(ds_empty.index(s), count=1)
-        _add_dq(dq, dq_desc, dq_s.index(g), b, last_h, last_m + first_row, first_col, end_q, PACKED)
+        if use > 0:
+            _add_dq(dq, dq_desc, dq_s.index(g), b, last_h, last_m + first_row, first_col, end_q, PACKED)
         s_acc = warpgroup_mma_wait(0, deps=(s_acc,))
         last_h, last_m = h, m
         m += BLOCK_M
@@ -267,7 +265,7 @@ def _attention_bwd_hopper_kernel(
     for i in gl.static_range(STAGES):
         mbarrier.init(ds_full.index(i), count=2)
         mbarrier.init(ds_empty.index(i), count=2)
-        mbarrier.init(full.index(i), count=1)
+        mbarrier.init(full.index(i), count=33)  # lse and delta: the loading warp's threads; q and dout: one of them
         mbarrier.init(empty.index(i), count=2)
     fence_async_shared()
     block, head = schedule(gl.program_id(0), blocks, B * HK, section)
