@@ -5,8 +5,7 @@ of all its query heads. Scores stand as [keys, queries], so that p and ds are mu
 ds goes to shared memory, too, where each group takes of both what its half of dq needs, which TMA adds up in fp32 in
 memory (Shah et al., arXiv:2407.08608). That is done a block later, so that neither group waits for the other's softmax,
 and while the scores of the next block are multiplied.
-Queries come into a ring of STAGES buffers, each with a barrier for "full" and one for "empty"; the use-th filling goes
-into buffer use % STAGES, and the parity of use // STAGES is the barriers' phase. ds has such a ring of two.
+Queries come into a ring of STAGES buffers, and ds has one of two.
 """
 
 import triton
@@ -26,20 +25,10 @@ from triton.experimental.gluon.language.nvidia.hopper import (
 )
 
 from liger_like.ops._common import launch
-from liger_like.ops.attention._blocks import (
-    LOG2E,
-    load_spans,
-    schedule,
-    scores,
-    unit_of_scores,
-    visible,
-    within,
-    zones,
-)
-from liger_like.ops.attention._hopper import clear_rows, descriptor, find_rows, on_hopper
+from liger_like.ops.attention._blocks import LOG2E, load_spans, scores, unit_of_scores, visible, within
+from liger_like.ops.attention._hopper import ROWS, barriers, clear_rows, descriptor, keys_of, on_hopper, store_rows
 from liger_like.ops.attention._setup import Masking, section_of
 
-ROWS = gl.constexpr(64)  # of keys in a warp group
 BLOCK_N = 2 * ROWS.value
 # width of heads -> queries in a block, and with a softcap or spans, which take registers; wider heads do not fit
 BLOCK_M = {64: (128, 64), 128: (64, 64)}
@@ -103,14 +92,6 @@ def _hide(
     if PACKED:
         seen = seen & (queries < end_q)
     return gl.where(within(seen, spans, queries), p, 0.0)
-
-
-@gluon.jit
-def _store(ptr, x, length, STRIDE: gl.constexpr):
-    """The first ``length`` rows of ``x``."""
-    rows = gl.arange(0, x.shape[0], gl.SliceLayout(1, x.type.layout))[:, None]
-    cols = gl.arange(0, x.shape[1], gl.SliceLayout(0, x.type.layout))[None, :]
-    gl.store(ptr + rows * STRIDE + cols, x.to(ptr.dtype.element_ty), mask=rows < length)
 
 
 @gluon.jit
@@ -233,8 +214,8 @@ def _multiply(
     tma.store_wait(0)
     # the parts of a split group stand one behind the other
     first = ((gl.program_id(1) * B + b).to(gl.int64) * SK + row) * HK + hk
-    _store(dk_ptr + first * D, dk * scale, end_k - row, HK * D)
-    _store(dv_ptr + first * D, dv, end_k - row, HK * D)
+    store_rows(dk_ptr + first * D, dk * scale, end_k - row, HK * D)
+    store_rows(dv_ptr + first * D, dv, end_k - row, HK * D)
 
 
 @gluon.jit(do_not_specialize=["B", "S", "SK", "PADDED", "count", "blocks", "section", "splits", "left", "right"])
@@ -245,7 +226,6 @@ def _attention_bwd_hopper_kernel(
     BLOCK_M: gl.constexpr, STAGES: gl.constexpr,
 ):  # fmt: skip
     D: gl.constexpr = q_desc.block_type.shape[3]
-    barriers: gl.constexpr = mbarrier.MBarrierLayout()
     ds_layout: gl.constexpr = gl.NVMMASharedLayout.get_default_for([2 * ROWS, BLOCK_M], q_desc.dtype)
     q_s = gl.allocate_shared_memory(q_desc.dtype, [STAGES, 1, 1, BLOCK_M, D], q_desc.layout)
     k_s = gl.allocate_shared_memory(q_desc.dtype, [1, 1, 1, 2 * ROWS, D], k_desc.layout)
@@ -256,48 +236,15 @@ def _attention_bwd_hopper_kernel(
     delta_s = gl.allocate_shared_memory(gl.float32, [STAGES, BLOCK_M], plain)
     ds_s = gl.allocate_shared_memory(q_desc.dtype, [STAGES, 2 * ROWS, BLOCK_M], ds_layout)
     dq_s = gl.allocate_shared_memory(gl.float32, [2, 1, 1, ROWS, dq_desc.block_type.shape[3]], dq_desc.layout)
-    kv_full = gl.allocate_shared_memory(gl.int64, [1], barriers)
-    full = gl.allocate_shared_memory(gl.int64, [STAGES, 1], barriers)
-    empty = gl.allocate_shared_memory(gl.int64, [STAGES, 1], barriers)
-    ds_full = gl.allocate_shared_memory(gl.int64, [STAGES, 1], barriers)
-    ds_empty = gl.allocate_shared_memory(gl.int64, [STAGES, 1], barriers)
-    mbarrier.init(kv_full, count=1)
-    for i in gl.static_range(STAGES):
-        mbarrier.init(ds_full.index(i), count=2)
-        mbarrier.init(ds_empty.index(i), count=2)
-        mbarrier.init(full.index(i), count=33)  # lse and delta: the loading warp's threads; q and dout: one of them
-        mbarrier.init(empty.index(i), count=2)
+    kv_full = barriers(1, 1).index(0)
+    full = barriers(STAGES, 33)  # lse and delta: the loading warp's threads; q and dout: one of them
+    empty = barriers(STAGES, 2)
+    ds_full = barriers(STAGES, 2)
+    ds_empty = barriers(STAGES, 2)
     fence_async_shared()
-    block, head = schedule(gl.program_id(0), blocks, B * HK, section)
-    if HAS_RIGHT or spans_ptr is not None:
-        block = blocks - 1 - block  # under a causal mask, which spans may be, the first keys are seen most
-    b = head // HK
-    hk = head % HK
-    row = block * (2 * ROWS)
-    start_k = 0
-    length_k = SK
-    start_q = 0
-    length_q = S
-    if cu_k_ptr is not None:
-        row, start_k, length_k, start_q, length_q = find_rows(block, cu_k_ptr, cu_q_ptr, count, SK, 2 * ROWS, SEQUENCES)
-    shift = length_k - length_q
-    last = gl.minimum(row + 2 * ROWS, length_k) - 1
-    spans = None
-    if spans_ptr is not None:  # which do not fall: those of the first and the last key have the least and the greatest
-        both = gl.arange(0, 2, gl.BlockedLayout([1], [32], [gl.num_warps()], [0]))
-        spans = load_spans(spans_ptr, b.to(gl.int64), B, SK, gl.where(both == 0, row, last))
-    start, end, inner_start, inner_end = zones(
-        row - shift, last - shift, right, left, spans, length_q, 0, 1, HAS_RIGHT, HAS_LEFT, BLOCK_M
-    )
-    group: gl.constexpr = H // HK
-    share = gl.cdiv(group, splits)
-    skipped = gl.program_id(1) * share
-    first_head = hk * group + skipped
-    heads = gl.maximum(gl.minimum(share, group - skipped), 0)
-    place = (  # from here on rows are those of the tensors
-        b, hk, start_k + row, start_k + length_k, start_q + length_q, shift + start_k - start_q, start_q + start,
-        start_q + end, start_q + inner_start, start_q + inner_end, first_head, heads,
-    )  # fmt: skip
+    pointers = cu_q_ptr, cu_k_ptr, spans_ptr
+    sizes = SK, count, blocks, section, splits
+    place = keys_of(pointers, sizes, B, S, left, right, H, HK, HAS_LEFT, HAS_RIGHT, SEQUENCES, BLOCK_M, 2 * ROWS)
     descs = q_desc, k_desc, v_desc, dout_desc
     outputs = dq_desc, dk_ptr, dv_ptr
     bufs = q_s, k_s, v_s, dout_s, lse_s, delta_s

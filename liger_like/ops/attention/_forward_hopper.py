@@ -1,10 +1,9 @@
 """The forward of ``_forward`` for Hopper, in Gluon: one warp loads by TMA, warp groups of 64 queries each multiply.
 
 A program walks over tiles: 64 queries for each warp group, of one head. Keys and values come from the last block to the
-first, into rings of STAGES buffers, each with a barrier for "full" and one for "empty"; the use-th filling goes into
-buffer use % STAGES, and the parity of use // STAGES is the barriers' phase. The scores of a block are multiplied while
-the softmax of the block before is made, and its product with the values while that of the next is (Shah et al.,
-arXiv:2407.08608). What a tile loads first is on its way while the one before is multiplied and stored.
+first, into rings of STAGES buffers. The scores of a block are multiplied while the softmax of the block before is made,
+and its product with the values while that of the next is (Shah et al., arXiv:2407.08608). What a tile loads first is on
+its way while the one before is multiplied and stored.
 """
 
 from torch import Tensor
@@ -19,62 +18,19 @@ from triton.experimental.gluon.language.nvidia.hopper import (
 )
 
 from liger_like.ops._common import launch, num_programs
-from liger_like.ops.attention._blocks import (
-    finish,
-    load_spans,
-    schedule,
-    scores,
-    unit_of_scores,
-    visible,
-    within,
-    zones,
+from liger_like.ops.attention._blocks import finish, load_spans, scores, unit_of_scores, visible, within
+from liger_like.ops.attention._hopper import (
+    ROWS,
+    barriers,
+    clear_rows,
+    descriptor,
+    fill,
+    load_rows,
+    store_rows,
+    tile_of,
 )
-from liger_like.ops.attention._hopper import clear_rows, descriptor, find_rows
 from liger_like.ops.attention._setup import Masking, section_of
 from liger_like.ops.attention._tiles import hopper_forward
-
-ROWS = gl.constexpr(64)  # of a warp group
-
-
-@gluon.jit
-def _tile_of(
-    tile, pointers, sizes, B, S, left, right, H: gl.constexpr, HAS_LEFT: gl.constexpr, HAS_RIGHT: gl.constexpr,
-    SEQUENCES: gl.constexpr, BLOCK_M: gl.constexpr, BLOCK_N: gl.constexpr,
-):  # fmt: skip
-    """Where a tile is: batch, head, first row; first rows and lengths of its sequence; the blocks of keys, at least
-    one, that it sees; and which of them need no mask.
-    """
-    cu_q_ptr, cu_k_ptr, spans_ptr = pointers
-    SK, count, blocks, section = sizes
-    block, head = schedule(tile, blocks, B * H, section)
-    b = head // H
-    row = block * BLOCK_M
-    start_q = 0
-    length_q = S
-    start_k = 0
-    length_k = SK
-    if cu_q_ptr is not None:
-        row, start_q, length_q, start_k, length_k = find_rows(block, cu_q_ptr, cu_k_ptr, count, S, BLOCK_M, SEQUENCES)
-    shift = length_k - length_q
-    last = gl.minimum(row + BLOCK_M, length_q) - 1
-    spans = None
-    if spans_ptr is not None:  # which do not fall: those of the first and the last row have the least and the greatest
-        both = gl.arange(0, 2, gl.BlockedLayout([1], [32], [gl.num_warps()], [0]))
-        spans = load_spans(spans_ptr, b.to(gl.int64), B, S, gl.where(both == 0, row, last))
-    start, end, inner_start, inner_end = zones(
-        row + shift, last + shift, left, right, spans, length_k, 0, 1, HAS_LEFT, HAS_RIGHT, BLOCK_N
-    )
-    end = start + gl.maximum(gl.cdiv(end - start, BLOCK_N), 1) * BLOCK_N
-    return b, head % H, row, start_q, length_q, start_k, length_k, start, end, inner_start, inner_end
-
-
-@gluon.jit
-def _fill(desc, b, h, row, bufs, full, empty, use, STAGES: gl.constexpr):
-    """Load rows into the buffer that the use-th filling of a ring goes to, once it is empty."""
-    s = use % STAGES
-    mbarrier.wait(empty.index(s), use // STAGES & 1 ^ 1)
-    mbarrier.expect(full.index(s), desc.block_type.nbytes)
-    tma.async_copy_global_to_shared(desc, [b, h, row, 0], full.index(s), bufs.index(s))
 
 
 @gluon.jit
@@ -90,24 +46,22 @@ def _load(
     use = 0
     turn = 0
     for tile in range(gl.program_id(0), tiles, gl.num_programs(0)):
-        b, h, row, start_q, length_q, start_k, _, start, end, _, _ = _tile_of(
+        b, h, row, start_q, length_q, start_k, _, start, end, _, _ = tile_of(
             tile, pointers, sizes, B, S, left, right, H, HAS_LEFT, HAS_RIGHT, SEQUENCES, GROUPS * ROWS,
             BLOCK_N,
         )  # fmt: skip
         if row < length_q:
             hk = h // (H // HK)
             last = start_k + end - BLOCK_N
-            _fill(k_desc, b, hk, last, k_s, k_full, k_empty, use, STAGES)
+            fill(k_desc, b, hk, last, k_s, k_full, k_empty, use, STAGES)
             for g in gl.static_range(GROUPS):
                 mbarrier.wait(q_empty.index(g), turn & 1 ^ 1)
-                mbarrier.expect(q_full.index(g), q_desc.block_type.nbytes)
-                place = start_q + row + g * ROWS
-                tma.async_copy_global_to_shared(q_desc, [b, h, place, 0], q_full.index(g), q_s.index(g))
+                load_rows(q_desc, b, h, start_q + row + g * ROWS, q_s.index(g), q_full.index(g))
             turn += 1
             for n in range(last, start_k + start - BLOCK_N, -BLOCK_N):
                 if n > start_k + start:  # the next keys are needed before these values
-                    _fill(k_desc, b, hk, n - BLOCK_N, k_s, k_full, k_empty, use + 1, STAGES)
-                _fill(v_desc, b, hk, n, v_s, v_full, v_empty, use, STAGES)
+                    fill(k_desc, b, hk, n - BLOCK_N, k_s, k_full, k_empty, use + 1, STAGES)
+                fill(v_desc, b, hk, n, v_s, v_full, v_empty, use, STAGES)
                 use += 1
 
 
@@ -136,15 +90,12 @@ def _softmax(
 def _store(out_desc, out_ptr, buf, acc, b, h, H: gl.constexpr, start, row, length, PACKED: gl.constexpr):
     """Store rows of the output by way of a buffer; rows behind a sequence, of which there may be a next, not at all."""
     DV: gl.constexpr = acc.shape[1]
-    out = acc.to(out_desc.dtype)
     if PACKED and row + ROWS > length:
-        rows = row + gl.arange(0, ROWS, gl.SliceLayout(1, acc.type.layout))
-        cols = gl.arange(0, DV, gl.SliceLayout(0, acc.type.layout))
-        ptrs = out_ptr + ((start + rows).to(gl.int64) * H + h)[:, None] * DV + cols[None, :]
-        gl.store(ptrs, out, mask=(rows < length)[:, None])
+        first = (start + row).to(gl.int64) * H + h
+        store_rows(out_ptr + first * DV, acc, length - row, H * DV)
     else:
         tma.store_wait(0)
-        buf.reshape([ROWS, DV]).store(out)
+        buf.reshape([ROWS, DV]).store(acc.to(out_desc.dtype))
         fence_async_shared()
         tma.async_copy_shared_to_global(out_desc, [b, h, start + row, 0], buf)
 
@@ -176,7 +127,7 @@ def _attend(
     rounds = 0
     clears = 0
     for tile in range(gl.program_id(0), tiles, gl.num_programs(0)):
-        b, h, row, start_q, length_q, _, length_k, start, end, inner_start, inner_end = _tile_of(
+        b, h, row, start_q, length_q, _, length_k, start, end, inner_start, inner_end = tile_of(
             tile, pointers, sizes, B, S, left, right, H, HAS_LEFT, HAS_RIGHT, SEQUENCES, GROUPS * ROWS,
             BLOCK_N,
         )  # fmt: skip
@@ -263,29 +214,18 @@ def _attention_fwd_hopper_kernel(
 ):  # fmt: skip
     D: gl.constexpr = q_desc.block_type.shape[3]
     ROOM: gl.constexpr = D < 256  # for the output beside the queries
-    barriers: gl.constexpr = mbarrier.MBarrierLayout()
     q_s = gl.allocate_shared_memory(q_desc.dtype, [GROUPS, 1, 1, ROWS, D], q_desc.layout)
     out_s = gl.allocate_shared_memory(q_desc.dtype, [GROUPS, 1, 1, ROWS, D], q_desc.layout) if ROOM else q_s
     k_s = gl.allocate_shared_memory(k_desc.dtype, [STAGES, 1, 1, BLOCK_N, D], k_desc.layout)
     v_s = gl.allocate_shared_memory(v_desc.dtype, [STAGES, 1, 1, BLOCK_N, D], v_desc.layout)
-    q_full = gl.allocate_shared_memory(gl.int64, [GROUPS, 1], barriers)
-    q_empty = gl.allocate_shared_memory(gl.int64, [GROUPS, 1], barriers)
-    k_full = gl.allocate_shared_memory(gl.int64, [STAGES, 1], barriers)
-    k_empty = gl.allocate_shared_memory(gl.int64, [STAGES, 1], barriers)
-    v_full = gl.allocate_shared_memory(gl.int64, [STAGES, 1], barriers)
-    v_empty = gl.allocate_shared_memory(gl.int64, [STAGES, 1], barriers)
-    turns = gl.allocate_shared_memory(gl.int64, [GROUPS, 1], barriers)
-    cleared = gl.allocate_shared_memory(gl.int64, [1], barriers)
-    for g in gl.static_range(GROUPS):
-        mbarrier.init(q_full.index(g), count=1)
-        mbarrier.init(q_empty.index(g), count=1)
-        mbarrier.init(turns.index(g), count=1)
-    for i in gl.static_range(STAGES):
-        mbarrier.init(k_full.index(i), count=1)
-        mbarrier.init(k_empty.index(i), count=GROUPS)
-        mbarrier.init(v_full.index(i), count=1)
-        mbarrier.init(v_empty.index(i), count=GROUPS)
-    mbarrier.init(cleared, count=GROUPS)
+    q_full = barriers(GROUPS, 1)
+    q_empty = barriers(GROUPS, 1)
+    k_full = barriers(STAGES, 1)
+    k_empty = barriers(STAGES, GROUPS)
+    v_full = barriers(STAGES, 1)
+    v_empty = barriers(STAGES, GROUPS)
+    turns = barriers(GROUPS, 1)
+    cleared = barriers(1, GROUPS).index(0)
     fence_async_shared()
     sizes = SK, count, blocks, section
     bufs, full, empty = (q_s, k_s, v_s), (q_full, k_full, v_full), (q_empty, k_empty, v_empty)

@@ -1,4 +1,9 @@
-"""What the attention kernels for Hopper share: which calls they take, tensors as TMA moves them, and packed rows."""
+"""What the attention kernels for Hopper share: which calls they take, tensors as TMA moves them, rings of buffers that
+it fills, and which rows a program has and sees.
+
+In a ring of STAGES buffers each has a barrier for "full" and one for "empty"; the use-th filling goes into buffer
+use % STAGES, and the parity of use // STAGES is the barriers' phase.
+"""
 
 import functools
 
@@ -6,14 +11,16 @@ import torch
 from torch import Tensor
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
-from triton.experimental.gluon.language.nvidia.hopper import fence_async_shared
+from triton.experimental.gluon.language.nvidia.hopper import fence_async_shared, mbarrier, tma
 from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 
 from liger_like.ops._common import INTERPRET, architecture
+from liger_like.ops.attention._blocks import load_spans, schedule, zones
 from liger_like.ops.attention._setup import Masking
 
 DTYPES = torch.bfloat16, torch.float16
 WIDTHS = 64, 128, 256
+ROWS = gl.constexpr(64)  # of a warp group
 
 
 def on_hopper(masking: Masking, q: Tensor, *others: Tensor) -> bool:
@@ -78,13 +85,150 @@ def find_rows(block, cu_ptr, cu_other_ptr, count, total, BLOCK: gl.constexpr, SE
 
 
 @gluon.jit
+def _spans_between(ptr, b, B, total, first, last):
+    """The spans of the first and the last row of a block; they do not fall: the least and the greatest of its rows."""
+    both = gl.arange(0, 2, gl.BlockedLayout([1], [32], [gl.num_warps()], [0]))
+    return load_spans(ptr, b.to(gl.int64), B, total, gl.where(both == 0, first, last))
+
+
+@gluon.jit
+def tile_of(
+    tile, pointers, sizes, B, S, left, right, H: gl.constexpr, HAS_LEFT: gl.constexpr, HAS_RIGHT: gl.constexpr,
+    SEQUENCES: gl.constexpr, BLOCK_M: gl.constexpr, BLOCK_N: gl.constexpr,
+):  # fmt: skip
+    """Where a tile of queries is: batch, head, first row; first rows and lengths of its sequence; the blocks of keys,
+    at least one, that it sees; and which of them need no mask.
+    """
+    cu_q_ptr, cu_k_ptr, spans_ptr = pointers
+    SK, count, blocks, section = sizes
+    block, head = schedule(tile, blocks, B * H, section)
+    b = head // H
+    row = block * BLOCK_M
+    start_q = 0
+    length_q = S
+    start_k = 0
+    length_k = SK
+    if cu_q_ptr is not None:
+        row, start_q, length_q, start_k, length_k = find_rows(block, cu_q_ptr, cu_k_ptr, count, S, BLOCK_M, SEQUENCES)
+    shift = length_k - length_q
+    last = gl.minimum(row + BLOCK_M, length_q) - 1
+    spans = None
+    if spans_ptr is not None:
+        spans = _spans_between(spans_ptr, b, B, S, row, last)
+    start, end, inner_start, inner_end = zones(
+        row + shift, last + shift, left, right, spans, length_k, 0, 1, HAS_LEFT, HAS_RIGHT, BLOCK_N
+    )
+    end = start + gl.maximum(gl.cdiv(end - start, BLOCK_N), 1) * BLOCK_N
+    return b, head % H, row, start_q, length_q, start_k, length_k, start, end, inner_start, inner_end
+
+
+@gluon.jit
+def keys_of(
+    pointers, sizes, B, S, left, right, H: gl.constexpr, HK: gl.constexpr, HAS_LEFT: gl.constexpr,
+    HAS_RIGHT: gl.constexpr, SEQUENCES: gl.constexpr, BLOCK_M: gl.constexpr, BLOCK_N: gl.constexpr,
+):  # fmt: skip
+    """What a program for dk and dv has: batch, key head, first key; what is behind the last key and query of its
+    sequence; position of its first query minus that of its first key; the blocks of queries that see the keys, and
+    from where to where they need no mask; its first query head, and how many. Rows are those of the tensors.
+    """
+    cu_q_ptr, cu_k_ptr, spans_ptr = pointers
+    SK, count, blocks, section, splits = sizes
+    block, head = schedule(gl.program_id(0), blocks, B * HK, section)
+    if HAS_RIGHT or spans_ptr is not None:
+        block = blocks - 1 - block  # under a causal mask, which spans may be, the first keys are seen most
+    b = head // HK
+    hk = head % HK
+    row = block * BLOCK_N
+    start_k = 0
+    length_k = SK
+    start_q = 0
+    length_q = S
+    if cu_k_ptr is not None:
+        row, start_k, length_k, start_q, length_q = find_rows(block, cu_k_ptr, cu_q_ptr, count, SK, BLOCK_N, SEQUENCES)
+    shift = length_k - length_q
+    last = gl.minimum(row + BLOCK_N, length_k) - 1
+    spans = None
+    if spans_ptr is not None:
+        spans = _spans_between(spans_ptr, b, B, SK, row, last)
+    start, end, inner_start, inner_end = zones(
+        row - shift, last - shift, right, left, spans, length_q, 0, 1, HAS_RIGHT, HAS_LEFT, BLOCK_M
+    )
+    group: gl.constexpr = H // HK
+    share = gl.cdiv(group, splits)
+    skipped = gl.program_id(1) * share
+    heads = gl.maximum(gl.minimum(share, group - skipped), 0)
+    return (
+        b, hk, start_k + row, start_k + length_k, start_q + length_q, shift + start_k - start_q, start_q + start,
+        start_q + end, start_q + inner_start, start_q + inner_end, hk * group + skipped, heads,
+    )  # fmt: skip
+
+
+@gluon.jit
+def barriers(COUNT: gl.constexpr, ARRIVALS: gl.constexpr):
+    """Barriers whose phases take so many arrivals; a fence follows before others use them."""
+    bars = gl.allocate_shared_memory(gl.int64, [COUNT, 1], mbarrier.MBarrierLayout())
+    for i in gl.static_range(COUNT):
+        mbarrier.init(bars.index(i), count=ARRIVALS)
+    return bars
+
+
+@gluon.jit
+def load_rows(desc, b, h, row, buf, full):
+    """TMA loads rows; they are one arrival at ``full``."""
+    mbarrier.expect(full, desc.block_type.nbytes)
+    tma.async_copy_global_to_shared(desc, [b, h, row, 0], full, buf)
+
+
+@gluon.jit
+def fill(desc, b, h, row, bufs, full, empty, use, STAGES: gl.constexpr):
+    """Load rows into the buffer that the use-th filling of a ring goes to, once it is empty."""
+    s = use % STAGES
+    mbarrier.wait(empty.index(s), use // STAGES & 1 ^ 1)
+    load_rows(desc, b, h, row, bufs.index(s), full.index(s))
+
+
+@gluon.jit
 def clear_rows(buf, first):
     """Zero the rows of a buffer [rows, D] from ``first`` on, which are of another sequence and may hold NaN.
 
     For one warp group; the others may multiply by the buffer behind a barrier where this one arrives afterwards.
     """
-    layout: gl.constexpr = gl.BlockedLayout([1, 8], [4, 8], [gl.num_warps(), 1], [1, 0])
-    rows = gl.arange(0, buf.shape[0], gl.SliceLayout(1, layout))
-    x = buf.load(layout)
-    buf.store(gl.where((rows < first)[:, None], x, gl.zeros_like(x)))
+    layout: gl.constexpr = gl.BlockedLayout([1, 8], [2, 16], [gl.num_warps(), 1], [1, 0])
+    LENGTH: gl.constexpr = buf.shape[0]
+    for i in gl.static_range(0, LENGTH, 8):  # few registers at a time
+        part = buf.slice(i, 8)
+        rows = i + gl.arange(0, 8, gl.SliceLayout(1, layout))
+        x = part.load(layout)
+        part.store(gl.where((rows < first)[:, None], x, gl.zeros_like(x)))
     fence_async_shared()
+
+
+@gluon.jit
+def store_rows(ptr, x, length, STRIDE: gl.constexpr):
+    """Store the first ``length`` rows of ``x``."""
+    rows = gl.arange(0, x.shape[0], gl.SliceLayout(1, x.type.layout))[:, None]
+    cols = gl.arange(0, x.shape[1], gl.SliceLayout(0, x.type.layout))[None, :]
+    gl.store(ptr + rows * STRIDE + cols, x.to(ptr.dtype.element_ty), mask=rows < length)
+
+
+@gluon.jit
+def bounds(rows, behind, ahead, spans, length, HAS_BEHIND: gl.constexpr, HAS_AHEAD: gl.constexpr):
+    """From where to where each of ``rows`` sees, out of ``length``, as ``zones`` has it of a block of them."""
+    starts = gl.zeros_like(rows)
+    ends = starts + length
+    if HAS_AHEAD:
+        ends = gl.minimum(ends, rows + ahead + 1)
+    if HAS_BEHIND:
+        starts = rows - behind
+    if spans is not None:
+        starts = gl.maximum(starts, spans[0])
+        ends = gl.minimum(ends, spans[1])
+    return starts, ends
+
+
+@gluon.jit
+def hide(p, first, limits):
+    """``p`` [rows, columns] of columns from ``first`` on, but 0 for those out of the bounds of their row."""
+    cols = first + gl.arange(0, p.shape[1], gl.SliceLayout(0, p.type.layout))[None, :]
+    starts, ends = limits
+    return gl.where((cols >= starts) & (cols < ends), p, 0.0)
