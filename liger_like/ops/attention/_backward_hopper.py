@@ -177,8 +177,8 @@ def _multiply(
         if edge:
             p = _hide(p, m, row, end_k, end_q, shift, spans, left, right, HAS_LEFT, HAS_RIGHT, PACKED)
         p_operand = gl.convert_layout(p.to(dtype), operand)
-        if SOFTCAP is not None:  # before, there are no registers for it
-            p *= slopes
+        if SOFTCAP is not None:  # before, there are no registers for it; slopes of another sequence's rows may be NaN
+            p = gl.where(p > 0.0, p * slopes, 0.0) if PACKED else p * slopes
             dp = warpgroup_mma(v, dout.permute((1, 0)), none, use_acc=False, is_async=True)
         dv = warpgroup_mma(p_operand, dout, dv, is_async=True)
         dp = warpgroup_mma_wait(1, deps=(dp,))
