@@ -33,7 +33,7 @@ from triton.runtime.jit import JITFunction, create_function_from_signature
 
 from liger_like import testing
 from liger_like.ops import _accumulate, _common, _tiles
-from liger_like.ops.attention import _backward_hopper, _forward_hopper, _hopper
+from liger_like.ops.attention import _backward_hopper, _backward_hopper_256, _forward_hopper, _hopper
 from liger_like.ops.attention import _tiles as _attention_tiles
 
 # GPU -> what Triton compiles for, and the KiB of shared memory (LDS) that one program can have there
@@ -67,6 +67,8 @@ ONLY = {
     _forward_hopper._attention_fwd_hopper_kernel: ("sm_90",),
     _backward_hopper._attention_bwd_hopper_kernel: ("sm_90",),
     _backward_hopper._scale_kernel: ("sm_90",),
+    _backward_hopper_256._attention_dkv_hopper_kernel: ("sm_90",),
+    _backward_hopper_256._attention_dq_hopper_kernel: ("sm_90",),
 }
 # Kernels of which one in so many instructions of a loop may move a register to memory or back. The backward on Hopper
 # holds 208 sums and products in 240 registers: of what is the same in every turn, a softcap, spans (the most, with a

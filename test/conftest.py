@@ -50,10 +50,17 @@ def poisoned():
 @pytest.fixture
 def launched(monkeypatch):
     """Names of the kernels that are launched, and their grids."""
-    from liger_like.ops.attention import _backward, _backward_hopper, _bias, _forward, _forward_hopper
+    from liger_like.ops.attention import (
+        _backward,
+        _backward_hopper,
+        _backward_hopper_256,
+        _bias,
+        _forward,
+        _forward_hopper,
+    )
 
     kernels = []
-    for module in (_forward, _forward_hopper, _backward, _backward_hopper, _bias):
+    for module in (_forward, _forward_hopper, _backward, _backward_hopper, _backward_hopper_256, _bias):
 
         def launch(kernel, grid, *args, true=module.launch, **options):
             kernels.append((kernel.fn.__name__, grid))

@@ -11,6 +11,7 @@ from liger_like._cases import attention_inputs, attention_varlen_inputs
 from liger_like.ops._common import architecture
 from liger_like.ops.attention import (
     _backward_hopper,
+    _backward_hopper_256,
     _hopper,
     attention_delta,
     flash_attention_ref,
@@ -19,10 +20,13 @@ from liger_like.ops.attention import (
 from liger_like.ops.attention._backward import attention_bwd
 from liger_like.testing import assert_accurate, run
 
-HOPPER = {"_attention_bwd_hopper_kernel", "_scale_kernel"}
+AT_ONCE = {"_attention_bwd_hopper_kernel", "_scale_kernel"}
+IN_TWO = {"_attention_dkv_hopper_kernel", "_attention_dq_hopper_kernel"}
+HOPPER = {64: AT_ONCE, 128: AT_ONCE, 256: IN_TWO}
 PORTABLE = {"_attention_dkv_kernel", "_attention_dq_kernel"}
 DTYPES = [torch.bfloat16, torch.float16]
-each_kind = pytest.mark.parametrize(("D", "dtype"), [(D, dtype) for D in (64, 128) for dtype in DTYPES], ids=str)
+HEADS = {"H": 16, "Hk": 4}  # mostly, since kernels are compiled for them
+each_kind = pytest.mark.parametrize(("D", "dtype"), [(D, dtype) for D in HOPPER for dtype in DTYPES], ids=str)
 
 
 def gpu(test):
@@ -32,7 +36,7 @@ def gpu(test):
 
 def kernels(launched):
     """Those of the backward, but for what prepares it."""
-    return {name for name, _ in launched} & {*HOPPER, *PORTABLE}
+    return {name for name, _ in launched} & {*AT_ONCE, *IN_TWO, *PORTABLE}
 
 
 def heads_of(D, H=2, Hk=1, S=24, dtype=torch.float16, device="cpu"):
@@ -47,38 +51,65 @@ def backward(q, k, v, dout, *, deterministic=False, needs=(True, True, True, Fal
     return attention_bwd(dout, q, k, v, rows, bias, None, None, None, None, None, *scalars, deterministic, [*needs])
 
 
-def test_which_calls_it_takes(monkeypatch, device):
-    """Those with heads that fit and tensors that TMA moves, which ask for dq and one of dk and dv, in any order."""
-    taken = []
+@pytest.fixture
+def takes(monkeypatch):
+    """What the kernels for Hopper do for a call."""
+    done = []
 
     def add_gradients(dout, q, k, v, rows, masking, splits, dk, dv):
-        taken.append(dk.shape)
-        dk.zero_(), dv.zero_()
+        done.append("all")
+        return torch.zeros_like(q)
+
+    def fill_dkv(dout, q, k, v, rows, masking, splits, dk, dv):
+        done.append("dkv")
+
+    def make_dq(dout, q, k, v, rows, masking):
+        done.append("dq")
         return torch.zeros_like(q)
 
     monkeypatch.setattr(_backward_hopper, "add_gradients", add_gradients)
+    monkeypatch.setattr(_backward_hopper_256, "fill_dkv", fill_dkv)
+    monkeypatch.setattr(_backward_hopper_256, "make_dq", make_dq)
     monkeypatch.setattr(_hopper, "INTERPRET", False)
     monkeypatch.setattr(_hopper, "architecture", lambda device: 9)
 
     def takes(*tensors, **options):
-        taken.clear()
+        done.clear()
         backward(*tensors, **options)
-        return bool(taken)
+        return [*done]
 
+    return takes
+
+
+def test_which_calls_it_takes(takes, monkeypatch, device):
+    """Those with heads that fit and tensors that TMA moves, which ask for dq and one of dk and dv, in any order."""
     q, k, v, dout = heads_of(64, device=device)
-    assert takes(q, k, v, dout)
-    assert takes(*heads_of(128, device=device))
-    assert takes(q, k, v, dout, needs=(True, False, True, False))
+    assert takes(q, k, v, dout) == ["all"]
+    assert takes(*heads_of(128, device=device)) == ["all"]
+    assert takes(q, k, v, dout, needs=(True, False, True, False)) == ["all"]
     assert not takes(q, k, v, dout, deterministic=True)
     assert not takes(q, k, v, dout, needs=(False, True, True, False))
     assert not takes(q, k, v, dout, needs=(True, False, False, False))
     assert not takes(q, k, v, dout, bias=torch.zeros(1, 1, 1, 24, device=device))
     assert not takes(*heads_of(96, device=device))
-    assert not takes(*heads_of(256, device=device))
     assert not takes(*(t.float() for t in (q, k, v, dout)))
     assert takes(q, k, v, torch.randn(1, 24, 2, 72, dtype=torch.float16, device=device)[..., :64])
     assert not takes(q, k, v, torch.randn(1, 24, 2, 65, dtype=torch.float16, device=device)[..., :64])
     assert not takes(q, k, v, torch.ones(1, 1, 1, 64, dtype=torch.float16, device=device).expand_as(q))
+    monkeypatch.setattr(_hopper, "architecture", lambda device: 10)
+    assert not takes(q, k, v, dout)
+
+
+def test_which_calls_with_heads_of_256_it_takes(takes, monkeypatch, device):
+    """Whatever they ask for, each of the two kernels."""
+    q, k, v, dout = heads_of(256, device=device)
+    for deterministic in (False, True):
+        assert takes(q, k, v, dout, deterministic=deterministic) == ["dkv", "dq"]
+        assert takes(q, k, v, dout, deterministic=deterministic, needs=(True, False, False, False)) == ["dq"]
+        assert takes(q, k, v, dout, deterministic=deterministic, needs=(False, False, True, False)) == ["dkv"]
+    assert not takes(q, k, v, dout, bias=torch.zeros(1, 1, 1, 24, device=device))
+    assert not takes(*(t.float() for t in (q, k, v, dout)))
+    assert not takes(q, k, v, torch.ones(1, 1, 1, 256, dtype=torch.float16, device=device).expand_as(q))
     monkeypatch.setattr(_hopper, "architecture", lambda device: 10)
     assert not takes(q, k, v, dout)
 
@@ -88,23 +119,30 @@ def grads_of(inputs, options, seed=0, fn=ops.flash_attention):
 
 
 def assert_same(got, expected, what=""):
-    """dk and dv to the bit; dq, whose summands come in any order in fp32, but for what that rounds."""
+    """To the bit; dq of what is made at once, whose summands come in any order in fp32, but for what that rounds."""
     assert torch.equal(got["dk"], expected["dk"]), f"dk {what}"
     assert torch.equal(got["dv"], expected["dv"]), f"dv {what}"
     a, b = (x["dq"].float() for x in (got, expected))
+    if a.shape[-1] == 256:
+        assert torch.equal(a, b), f"dq {what}"
     unit = torch.finfo(got["dq"].dtype).eps
     assert ((a - b).abs() <= unit * b.abs() + 1e-5 * b.abs().max()).all(), f"dq {what}"
 
 
-def test_which_kernels_run(launched, device):
-    tensors = heads_of(64, device=device)
-    for deterministic, names in (
-        (False, HOPPER if architecture(tensors[0].device) == 9 else PORTABLE),
-        (True, PORTABLE),
-    ):
-        launched.clear()
-        backward(*tensors, deterministic=deterministic)
-        assert kernels(launched) == names
+def portable_grads(monkeypatch, inputs, options):
+    with monkeypatch.context() as patch:
+        for module in (_backward_hopper, _backward_hopper_256):
+            patch.setattr(module, "on_hopper", lambda *_: False)
+        return grads_of(inputs, {**options, "deterministic": True})
+
+
+@pytest.mark.parametrize("deterministic", [False, True])
+@pytest.mark.parametrize("D", [64, 256])
+def test_which_kernels_run(D, deterministic, launched, device):
+    tensors = heads_of(D, device=device)
+    backward(*tensors, deterministic=deterministic)
+    portable = architecture(tensors[0].device) != 9 or (deterministic and HOPPER[D] == AT_ONCE)
+    assert kernels(launched) == (PORTABLE if portable else HOPPER[D])
 
 
 MASKS = [
@@ -127,27 +165,26 @@ def test_gradients(mask, D, dtype, launched, poisoned):
             "B": 2,
             "S": S,
             "Sk": Sk,
-            "H": 16,
-            "Hk": 8,
+            **HEADS,  # many: a sink's gradient is one number
             "D": D,
             "sinks": S % 3 == 0,
-        }  # many: a sink's gradient is one number
+        }
         make = lambda: attention_inputs(dtype, "cuda", **shape)  # noqa: B023, E731
         options = {**mask, "deterministic": False}
         assert_accurate(ops.flash_attention, flash_attention_ref, make, options, draws=8, k=2)
-    assert kernels(launched) == HOPPER
+    assert kernels(launched) == HOPPER[D]
 
 
 @gpu
 @each_kind
 def test_gradients_in_spans(D, dtype, launched, poisoned):
     for S, Sk in ((300, 300), (65, 700), (700, 65)):
-        shape = {"B": 2, "S": S, "Sk": Sk, "H": 4, "Hk": 2, "D": D, "spans": True}
+        shape = {"B": 2, "S": S, "Sk": Sk, **HEADS, "D": D, "spans": True}
         make = lambda: attention_inputs(dtype, "cuda", **shape)  # noqa: B023, E731
-        for mask in ({}, {"causal": True}):
+        for mask in ({}, {"causal": True}, {"softcap": 2.0, "causal": True}):
             options = {**mask, "deterministic": False}
             assert_accurate(ops.flash_attention, flash_attention_ref, make, options, draws=4, k=2)
-    assert kernels(launched) == HOPPER
+    assert kernels(launched) == HOPPER[D]
 
 
 @gpu
@@ -157,16 +194,17 @@ def test_few_key_heads_split_the_query_heads(D, dtype, launched, poisoned):
     make = lambda: attention_inputs(dtype, "cuda", **shape)  # noqa: E731
     options = {"causal": True, "deterministic": False}
     assert_accurate(ops.flash_attention, flash_attention_ref, make, options, draws=4, k=2)
-    assert ("_attention_bwd_hopper_kernel", (3, 12)) in launched
+    name, blocks = ("_attention_dkv_hopper_kernel", 5) if D == 256 else ("_attention_bwd_hopper_kernel", 3)
+    assert (name, (blocks, 12)) in launched
 
 
 @gpu
 @each_kind
-def test_as_the_portable_kernels(D, dtype, poisoned):
+def test_as_the_portable_kernels(D, dtype, monkeypatch, poisoned):
     """Many programs, each over many blocks."""
-    inputs = attention_inputs(dtype, "cuda", B=3, S=2100, Sk=2000, H=16, Hk=4, D=D, sinks=True)
+    inputs = attention_inputs(dtype, "cuda", B=3, S=2100, Sk=2000, **HEADS, D=D, sinks=True)
     for mask in ({}, {"causal": True}, {"window": (300, 200)}):
-        got, expected = (grads_of(inputs, {**mask, "deterministic": flag}) for flag in (False, True))
+        got, expected = grads_of(inputs, {**mask, "deterministic": False}), portable_grads(monkeypatch, inputs, mask)
         for name, t in expected.items():
             assert (got[name].float() - t.float()).norm() <= 1e-2 * t.float().norm(), name
 
@@ -176,7 +214,7 @@ def test_as_the_portable_kernels(D, dtype, poisoned):
 def test_scores_far_below_zero(D, dtype, poisoned):
     """A score of 0, of padding, would be exp(100) beside them, which is infinite."""
     for S, Sk in ((70, 70), (130, 200)):
-        inputs = attention_inputs(dtype, "cuda", B=1, S=S, Sk=Sk, H=2, Hk=1, D=D)
+        inputs = attention_inputs(dtype, "cuda", B=1, S=S, Sk=Sk, **HEADS, D=D)
         with torch.no_grad():
             inputs["q"][..., 0], inputs["k"][..., 0] = 10.0, -10.0
         for name, t in grads_of(inputs, {"scale": 1.0, "deterministic": False}).items():
@@ -197,24 +235,25 @@ LENGTHS_OF_SEQUENCES = (
 def test_gradients_of_packed_sequences(mask, D, dtype, launched, poisoned):
     for lengths in LENGTHS_OF_SEQUENCES:
         longest = dict(zip(("max_seqlen_q", "max_seqlen_k"), map(max, zip(*lengths, strict=True)), strict=True))
-        shape = {"lengths": lengths, "H": 16, "Hk": 8, "D": D, "sinks": True, "behind": 77}
+        shape = {"lengths": lengths, **HEADS, "D": D, "sinks": True, "behind": 77}
         make = lambda: attention_varlen_inputs(dtype, "cuda", **shape)  # noqa: B023, E731
         options = {**mask, **longest, "deterministic": False}
         assert_accurate(ops.flash_attention_varlen, flash_attention_varlen_ref, make, options, draws=8, k=2)
-    assert kernels(launched) == HOPPER
+    assert kernels(launched) == HOPPER[D]
 
 
 @gpu
 @each_kind
+@pytest.mark.parametrize("mask", [{"causal": True}, {"softcap": 5.0}], ids=str)
 @pytest.mark.parametrize("lost", [0, 1, 2, 3], ids=["first", "middle", "last", "behind"])
-def test_sequences_with_nan_do_not_touch_others(lost, D, dtype, poisoned):
+def test_sequences_with_nan_do_not_touch_others(lost, mask, D, dtype, poisoned):
     """Whatever rows of another sequence hold, those that share a block with them see none of it."""
     lengths, behind = ((100, 100), (70, 70), (150, 150)), 50
-    shape = {"lengths": lengths, "H": 4, "Hk": 2, "D": D, "behind": behind}
+    shape = {"lengths": lengths, **HEADS, "D": D, "behind": behind}
     inputs = attention_varlen_inputs(dtype, "cuda", **shape)
     start = sum(n for n, _ in lengths[:lost])
     rows = slice(start, start + (*(n for n, _ in lengths), behind)[lost])
-    options = {"causal": True, "max_seqlen_q": 150, "max_seqlen_k": 150, "deterministic": False}
+    options = {**mask, "max_seqlen_q": 150, "max_seqlen_k": 150, "deterministic": False}
     results = []
     for held in (0.0, torch.nan):
         leaves = {name: t.detach().clone() for name, t in inputs.items()}
@@ -238,7 +277,7 @@ def test_sequences_with_nan_do_not_touch_others(lost, D, dtype, poisoned):
 def test_repeats(mask, D, dtype, poisoned):
     """Loading and multiplying warps run side by side: a missing wait would show as a gradient that moves."""
     for seed in range(100):
-        inputs = attention_inputs(dtype, "cuda", B=2, S=600 + seed, Sk=600, H=8, Hk=2, D=D)
+        inputs = attention_inputs(dtype, "cuda", B=2, S=600 + seed, Sk=600, **HEADS, D=D)
         options = {**mask, "deterministic": False}
         first = grads_of(inputs, options, seed)
         assert_same(grads_of(inputs, options, seed), first, f"in round {seed}")
@@ -249,7 +288,7 @@ def test_repeats(mask, D, dtype, poisoned):
 def test_packed_sequences_repeat(D, dtype, poisoned):
     for seed in range(100):
         lengths = tuple((n, n) for n in torch.randint(0, 400, (6,)).tolist())
-        inputs = attention_varlen_inputs(dtype, "cuda", lengths, H=8, Hk=2, D=D, behind=seed)
+        inputs = attention_varlen_inputs(dtype, "cuda", lengths, **HEADS, D=D, behind=seed)
         options = {"causal": True, "max_seqlen_q": 400, "max_seqlen_k": 400, "deterministic": False}
         first = grads_of(inputs, options, seed, ops.flash_attention_varlen)
         assert_same(grads_of(inputs, options, seed, ops.flash_attention_varlen), first, f"in round {seed}")
@@ -263,7 +302,7 @@ def leaves_and_grads(leaves, upstream, options):
 @gpu
 @each_kind
 def test_cuda_graph_equals_eager(D, dtype, poisoned):
-    *leaves, upstream = (t.requires_grad_() for t in heads_of(D, 8, 2, 700, dtype, "cuda"))
+    *leaves, upstream = (t.requires_grad_() for t in heads_of(D, *HEADS.values(), 700, dtype, "cuda"))
     upstream = upstream.detach()
     options = {"causal": True, "deterministic": False}
     side = torch.cuda.Stream()
@@ -287,7 +326,7 @@ def test_cuda_graph_equals_eager(D, dtype, poisoned):
 def test_two_streams(D, dtype, poisoned):
     streams = [torch.cuda.Stream() for _ in range(2)]
     options = {"causal": True, "deterministic": False}
-    cases = [[t.requires_grad_() for t in heads_of(D, 8, 2, 700, dtype, "cuda")] for _ in streams]
+    cases = [[t.requires_grad_() for t in heads_of(D, *HEADS.values(), 700, dtype, "cuda")] for _ in streams]
     cases = [(leaves, upstream.detach()) for *leaves, upstream in cases]
     expected = [leaves_and_grads(*case, options) for case in cases]
     torch.cuda.synchronize()
@@ -302,25 +341,53 @@ def test_two_streams(D, dtype, poisoned):
 
 
 @gpu
-def test_many_heads(poisoned):
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+def test_heads_of_256_repeat_whether_that_is_asked_for_or_not(dtype, launched, poisoned):
+    inputs = attention_inputs(dtype, "cuda", B=2, S=600, Sk=600, **HEADS, D=256)
+    got, expected = (grads_of(inputs, {"causal": True, "deterministic": flag}) for flag in (False, True))
+    assert_same(got, expected)
+    assert kernels(launched) == IN_TWO
+
+
+@gpu
+def test_heads_of_256_with_some_gradients(launched, poisoned):
+    """Each kernel alone gives what both give."""
+    tensors = heads_of(256, *HEADS.values(), 300, torch.bfloat16, "cuda")
+    expected = backward(*tensors)
+    for needs, names in (
+        ((True, False, False, False), {"_attention_dq_hopper_kernel"}),
+        ((False, True, True, False), {"_attention_dkv_hopper_kernel"}),
+        ((False, False, True, False), {"_attention_dkv_hopper_kernel"}),
+    ):
+        launched.clear()
+        got = backward(*tensors, needs=needs)
+        assert kernels(launched) == names
+        for need, a, b in zip(needs, got, expected, strict=True):
+            assert torch.equal(a, b) if need else not a.numel()
+
+
+@gpu
+@pytest.mark.parametrize("D", [64, 256])
+def test_many_heads(D, monkeypatch, poisoned):
     """More programs than a grid has along any axis but the first."""
-    inputs = attention_inputs(torch.bfloat16, "cuda", B=1100, S=33, Sk=33, H=64, Hk=64, D=64)
-    got, expected = (grads_of(inputs, {"deterministic": flag}) for flag in (False, True))
+    inputs = attention_inputs(torch.bfloat16, "cuda", B=1100, S=33, Sk=33, H=64, Hk=64, D=D)
+    got, expected = grads_of(inputs, {"deterministic": False}), portable_grads(monkeypatch, inputs, {})
     for name, t in expected.items():
         assert (got[name].float() - t.float()).norm() <= 1e-2 * t.float().norm(), name
 
 
 @gpu
-def test_more_than_2_31_elements(launched):
-    S = 2**31 // 4096 + 128
-    inputs = attention_inputs(torch.bfloat16, "cuda", B=1, S=S, Sk=S, H=32, Hk=8, D=128)
+@pytest.mark.parametrize("D", [128, 256])
+def test_more_than_2_31_elements(D, launched):
+    S = 2**31 // (HEADS["H"] * D) + 128
+    inputs = attention_inputs(torch.bfloat16, "cuda", B=1, S=S, Sk=S, **HEADS, D=D)
     options = {"causal": True, "window": (300, -1), "deterministic": False}
     leaves = [t.detach().requires_grad_() for t in inputs.values()]
-    upstream = torch.randn(1, S, 32, 128, device="cuda", dtype=torch.bfloat16)
+    upstream = torch.randn(1, S, HEADS["H"], D, device="cuda", dtype=torch.bfloat16)
     whole = leaves_and_grads(leaves, upstream, options)
     last = [t.detach()[:, -1024:].requires_grad_() for t in leaves]
     part = leaves_and_grads(last, upstream[:, -1024:], options)
     for name in part:
         got, expected = whole[name][:, -512:].float(), part[name][:, -512:].float()
         assert (got - expected).norm() <= 1e-2 * expected.norm(), name
-    assert kernels(launched) == HOPPER
+    assert kernels(launched) == HOPPER[D]

@@ -112,7 +112,8 @@ def compiled_kernels():
     """How many variants of each kernel are compiled."""
     accumulate = _accumulate.add_products, _accumulate.hopper.add_products
     norms = ops.rms_norm, ops.layer_norm, ops.qk_norm_rope, _tiles.sum_partials
-    attention = _forward._splits, _backward._group_splits, _backward.hopper.add_gradients, _bias.attention_dbias
+    hopper = _backward.hopper.add_gradients, _backward.hopper_256.make_dq
+    attention = _forward._splits, _backward._group_splits, *hopper, _bias.attention_dbias
     modules = *norms, ops.rope, ops.swiglu, ops.cross_entropy, *accumulate, *attention
     kernels = {v for f in modules for v in f.__globals__.values() if isinstance(v, triton.runtime.jit.JITFunction)}
     return {kernel: sum(len(cache[0]) for cache in kernel.device_caches.values()) for kernel in kernels}

@@ -2,8 +2,8 @@
 dq_i = scale sum_j ds_ij k_j and dk_j = scale sum_i ds_ij q_i; p is formed again from q, k and lse.
 
 For dk and dv a program owns a block of keys and sums over the queries that see it, those of all query heads of its key
-head; for dq one owns a block of queries. Nothing is added up in memory, so a repetition gives the same bits; where that
-is not asked for, ``_backward_hopper`` makes all in one pass if it can.
+head; for dq one owns a block of queries. Nothing is added up in memory, so a repetition gives the same bits. So does
+``_backward_hopper_256``; ``_backward_hopper`` makes all in one pass where that is not asked for.
 """
 
 from typing import Any
@@ -16,6 +16,7 @@ from triton import next_power_of_2
 
 from liger_like.ops._common import dense, launch, num_programs, op, packed
 from liger_like.ops.attention import _backward_hopper as hopper
+from liger_like.ops.attention import _backward_hopper_256 as hopper_256
 from liger_like.ops.attention._bias import attention_dbias
 from liger_like.ops.attention._blocks import (
     add_product,
@@ -290,6 +291,53 @@ def attention_delta(
     return rows, dsinks if partial is None else partial.sum((0, 2)).to(dsinks.dtype)
 
 
+def _arguments(
+    dout: Tensor, q: Tensor, k: Tensor, v: Tensor, rows: Tensor, masking: Masking
+) -> tuple[list[int], dict[str, Any]]:
+    """The sizes and the constants that both kernels take."""
+    strides = *strides_of(q, k, v, dout), *masking.bias_strides()
+    sizes = [*strides, q.shape[0], q.shape[1], k.shape[1], rows.shape[3], masking.sequences]
+    return sizes, masking.constants() | constants_of(q, k, v) | {"STRIDE_D": dout.stride(1)}
+
+
+def _fill_dkv(
+    dout: Tensor, q: Tensor, k: Tensor, v: Tensor, rows: Tensor, masking: Masking, splits: int, dk: Tensor, dv: Tensor
+) -> None:
+    """dk and dv [splits, B, Sk, Hk, ...] get what the parts of the query heads of a key head give."""
+    (B, _, H, _), (SK, HK) = q.shape, k.shape[1:3]
+    sizes, constants = _arguments(dout, q, k, v, rows, masking)
+    tile = tile_for("dkv", q, v, masking)
+    blocks = masking.num_blocks(SK, tile.block_n)
+    section = section_of(q, dout, masking.max_seqlen_q * (H // HK), 1)
+    launch(
+        _attention_dkv_kernel,
+        (blocks * B * HK, splits),
+        (q, k, v, dout, rows, *masking.pointers(), dk, dv),
+        (*sizes, blocks, section, splits, masking.left, masking.right),
+        (masking.scale,),
+        **constants,
+        **tile.constants(),
+    )
+
+
+def _make_dq(dout: Tensor, q: Tensor, k: Tensor, v: Tensor, rows: Tensor, masking: Masking) -> Tensor:
+    """The gradient of q."""
+    (B, S, H, _), HK = q.shape, k.shape[2]
+    sizes, constants = _arguments(dout, q, k, v, rows, masking)
+    dq, tile = torch.empty(q.shape, dtype=q.dtype, device=q.device), tile_for("dq", q, v, masking)
+    blocks = masking.num_blocks(S, tile.block_m)
+    launch(
+        _attention_dq_kernel,
+        (blocks * B * H,),
+        (q, k, v, dout, rows, *masking.pointers(), dq),
+        (*sizes, blocks, section_of(k, v, masking.max_seqlen_k, H // HK), masking.left, masking.right),
+        (masking.scale,),
+        **constants,
+        **tile.constants(),
+    )
+    return dq
+
+
 def _grads(
     dout: Tensor, q: Tensor, k: Tensor, v: Tensor, rows: Tensor, bias: Tensor | None, *args: Any
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
@@ -314,45 +362,25 @@ def attention_bwd(
     dq, dk, dv, dbias = (q.new_empty(0) for _ in needs)
     masking = Masking(*options)
     dout, q, k, v = map(dense, (dout, q, k, v))
-    (B, S, H, _), (SK, HK, _) = q.shape, v.shape[1:]
-    inputs = q, k, v, dout, rows
-    sizes = *strides_of(q, k, v, dout), *masking.bias_strides(), B, S, SK, rows.shape[3], masking.sequences
-    constants = masking.constants() | constants_of(q, k, v) | {"STRIDE_D": dout.stride(1)}
-    window = masking.left, masking.right
+    tensors = dout, q, k, v, rows
+    B, (SK, HK), group = q.shape[0], k.shape[1:3], q.shape[2] // k.shape[2]
     at_once = needs[0] and (needs[1] or needs[2]) and not deterministic and hopper.has_backward(masking, q, k, v, dout)
+    wide = hopper_256.takes(masking, q, k, v, dout)
     if needs[1] or needs[2]:
-        tile = tile_for("dkv", q, v, masking)
-        blocks = masking.num_blocks(SK, hopper.BLOCK_N if at_once else tile.block_n)
-        splits = _group_splits(blocks * B * HK, H // HK, q.device)
+        of_keys = masking._replace(spans=_spans_of_keys(masking.spans, SK))
+        ways = (at_once, hopper.BLOCK_N), (wide, hopper_256.BLOCK_N), (True, tile_for("dkv", q, v, masking).block_n)
+        block_n = next(block for takes, block in ways if takes)
+        splits = _group_splits(masking.num_blocks(SK, block_n) * B * HK, group, q.device)
         dtype = q.dtype if splits == 1 else torch.float32
         sums = [torch.empty((splits, *x.shape), dtype=dtype, device=x.device) for x in (k, v)]
-        of_keys = masking._replace(spans=_spans_of_keys(masking.spans, SK))
         if at_once:
-            dq = hopper.add_gradients(dout, q, k, v, rows, of_keys, splits, *sums)
+            dq = hopper.add_gradients(*tensors, of_keys, splits, *sums)
         else:
-            launch(
-                _attention_dkv_kernel,
-                (blocks * B * HK, splits),
-                (*inputs, *of_keys.pointers(), *sums),
-                (*sizes, blocks, section_of(q, dout, masking.max_seqlen_q * (H // HK), 1), splits, *window),
-                (masking.scale,),
-                **constants,
-                **tile.constants(),
-            )
+            (hopper_256.fill_dkv if wide else _fill_dkv)(*tensors, of_keys, splits, *sums)
         whole = (x[0] if splits == 1 else x.sum(0).to(q.dtype) for x in sums)
         dk, dv = (x if need else x.new_empty(0) for x, need in zip(whole, needs[1:3], strict=True))
     if needs[0] and not at_once:
-        dq, tile = torch.empty(q.shape, dtype=q.dtype, device=q.device), tile_for("dq", q, v, masking)
-        blocks = masking.num_blocks(S, tile.block_m)
-        launch(
-            _attention_dq_kernel,
-            (blocks * B * H,),
-            (*inputs, *masking.pointers(), dq),
-            (*sizes, blocks, section_of(k, v, masking.max_seqlen_k, H // HK), *window),
-            (masking.scale,),
-            **constants,
-            **tile.constants(),
-        )
+        dq = (hopper_256.make_dq if wide else _make_dq)(*tensors, masking)
     if needs[3] and masking.bias is not None:
         dbias = attention_dbias(dout, q, k, v, rows, masking)
     return dq, dk, dv, dbias

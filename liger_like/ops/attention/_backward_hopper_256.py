@@ -1,0 +1,409 @@
+"""The backward of ``_backward`` for heads of 256 on Hopper, in Gluon: one warp loads by TMA, two warp groups multiply.
+
+Two kernels, as the portable backward has them, so that nothing is added up in memory: one pass would be bound by what
+goes through shared memory. For dk and dv a program owns 64 keys of a key head: one warp group makes p and sums dv, the
+other makes ds and sums dk. p goes from the first to the second by way of shared memory, in the dtype of the tensors and
+times the slopes of a softcap, so that only the first knows of masks. For dq a program owns 128 queries of a head, 64
+for each warp group, which need nothing of each other. In both the scores of a block are multiplied while what was made
+of the block before is summed.
+"""
+
+import torch
+from torch import Tensor
+from triton.experimental import gluon
+from triton.experimental.gluon import language as gl
+from triton.experimental.gluon.language.nvidia.ampere import async_copy
+from triton.experimental.gluon.language.nvidia.hopper import (
+    fence_async_shared,
+    mbarrier,
+    warpgroup_mma,
+    warpgroup_mma_wait,
+)
+
+from liger_like.ops._common import launch
+from liger_like.ops.attention._blocks import LOG2E, load_spans, scores, unit_of_scores
+from liger_like.ops.attention._hopper import (
+    ROWS,
+    barriers,
+    bounds,
+    clear_rows,
+    descriptor,
+    fill,
+    hide,
+    keys_of,
+    load_rows,
+    on_hopper,
+    store_rows,
+    tile_of,
+)
+from liger_like.ops.attention._setup import Masking, section_of
+
+STAGES = gl.constexpr(2)
+BLOCK_N = ROWS.value  # keys of a program for dk and dv
+BLOCK_M = 2 * ROWS.value  # queries of one for dq
+
+
+@gluon.jit
+def _fill(desc, b, h, m, bufs, ptr, numbers, ring, use):
+    """Load rows, and with them a number of each, into the buffers that the use-th filling of a ring goes to."""
+    full, empty = ring
+    s = use % STAGES
+    mbarrier.wait(empty.index(s), use // STAGES & 1 ^ 1)
+    # not by TMA, for which a packed sequence would have to start at a multiple of 16 bytes
+    offs = m + gl.arange(0, ROWS, gl.BlockedLayout([1], [32], [1], [0]))
+    async_copy.async_copy_global_to_shared(numbers.index(s), ptr + offs)
+    async_copy.mbarrier_arrive(full.index(s), increment_count=False)
+    load_rows(desc, b, h, m, bufs.index(s), full.index(s))
+
+
+@gluon.jit
+def _load_queries(place, descs, rows_ptr, bufs, kv_full, q_ring, dout_ring, B, PADDED, H: gl.constexpr):
+    b, hk, row, _, _, _, start, end, _, _, first_head, heads = place
+    q_desc, k_desc, v_desc, dout_desc = descs
+    q_s, k_s, v_s, dout_s, lse_s, delta_s = bufs
+    load_rows(k_desc, b, hk, row, k_s.index(0), kv_full)
+    load_rows(v_desc, b, hk, row, v_s.index(0), kv_full)
+    use = 0
+    for h in range(first_head, first_head + heads):
+        lse_ptr = rows_ptr + (b * H + h).to(gl.int64) * PADDED
+        delta_ptr = lse_ptr + B.to(gl.int64) * H * PADDED
+        for m in range(start, end, ROWS):
+            _fill(q_desc, b, h, m, q_s, lse_ptr, lse_s, q_ring, use)
+            _fill(dout_desc, b, h, m, dout_s, delta_ptr, delta_s, dout_ring, use)
+            use += 1
+
+
+@gluon.jit
+def _sum_dv(
+    place, dv_ptr, spans_ptr, bufs, p_s, kv_full, q_ring, dout_ring, p_full, B, SK, left, right, scale,
+    HK: gl.constexpr, SOFTCAP: gl.constexpr, HAS_LEFT: gl.constexpr, HAS_RIGHT: gl.constexpr, PACKED: gl.constexpr,
+):  # fmt: skip
+    b, hk, row, end_k, end_q, shift, start, end, inner_start, inner_end, _, heads = place
+    q_s, k_s, _, dout_s, lse_s, _ = bufs
+    q_full, q_empty = q_ring
+    dout_full, dout_empty = dout_ring
+    D: gl.constexpr = q_s.shape[4]
+    dtype: gl.constexpr = q_s.dtype
+    layout_s: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, ROWS, 16])
+    layout_v: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, D, 16])
+    operand: gl.constexpr = gl.DotOperandLayout(0, layout_v, 2)
+    none = gl.zeros([ROWS, ROWS], gl.float32, layout_s)
+    dv = gl.zeros([ROWS, D], gl.float32, layout_v)
+    unit = unit_of_scores(scale, SOFTCAP, False)
+    keys = (row + gl.arange(0, ROWS, gl.SliceLayout(1, layout_s)))[:, None]
+    spans = None
+    if spans_ptr is not None:
+        spans = load_spans(spans_ptr, b.to(gl.int64), B, SK, keys)
+    # the parts of a split group stand one behind the other
+    dv_ptr += (((gl.program_id(1) * B + b).to(gl.int64) * SK + row) * HK + hk) * D
+    length = end_k - row
+    limits = bounds(keys - shift, right, left, spans, end_q, HAS_RIGHT, HAS_LEFT)
+    steps = heads * gl.cdiv(end - start, ROWS)
+    mbarrier.wait(kv_full, 0)
+    k = k_s.index(0).reshape([ROWS, D])
+    mbarrier.wait(q_full.index(0), 0, pred=steps > 0)
+    q = q_s.index(0).reshape([ROWS, D])
+    if PACKED and start + ROWS > end_q:  # for both groups: 0 times what the next sequence holds may be NaN
+        clear_rows(q, end_q - start)
+    s_acc = warpgroup_mma(k, q.permute((1, 0)), none, use_acc=False, is_async=True)
+    s_acc = warpgroup_mma_wait(0, deps=(s_acc,))
+    m = start
+    for use in range(0, steps):
+        s = use % STAGES
+        lse = lse_s.index(s).load(gl.SliceLayout(0, layout_s)) * LOG2E
+        p, slopes = scores(s_acc, None, scale, SOFTCAP, False)
+        p = gl.exp2(p * unit - lse[None, :])
+        edge = (m < inner_start) | (m + ROWS > inner_end)
+        if SOFTCAP is not None:
+            edge = True  # a branch would keep both p and slopes in registers
+        if edge:
+            p = hide(p, m, limits)
+        p_operand = gl.convert_layout(p.to(dtype), operand)
+        # free since the queries came here, for which the other group had to be done with those before
+        p_s.index(s).store((p * slopes).to(dtype))
+        mbarrier.arrive(p_full.index(s), count=1)
+        mbarrier.arrive(q_empty.index(s), count=1)
+        mbarrier.wait(dout_full.index(s), use // STAGES & 1)
+        dout = dout_s.index(s).reshape([ROWS, D])
+        if PACKED and m + ROWS > end_q:
+            clear_rows(dout, end_q - m)
+        dv = warpgroup_mma(p_operand, dout, dv, is_async=True)
+        m += ROWS
+        m = gl.where(m < end, m, start)
+        t = (use + 1) % STAGES
+        mbarrier.wait(q_full.index(t), (use + 1) // STAGES & 1, pred=use + 1 < steps)
+        q = q_s.index(t).reshape([ROWS, D])
+        if PACKED and m + ROWS > end_q:
+            clear_rows(q, end_q - m)
+        # an index that the compiler does not know to be 0: else what describes k to the tensor cores stays in registers
+        k = k_s.index(use >> 30).reshape([ROWS, D])
+        s_acc = warpgroup_mma(k, q.permute((1, 0)), none, use_acc=False, is_async=True)
+        dv = warpgroup_mma_wait(1, deps=(dv,))
+        mbarrier.arrive(dout_empty.index(s), count=1)
+        s_acc = warpgroup_mma_wait(0, deps=(s_acc,))
+    store_rows(dv_ptr, dv, length, HK * D)
+
+
+@gluon.jit
+def _sum_dk(
+    place, dk_ptr, bufs, p_s, kv_full, q_ring, dout_ring, p_full, B, SK, scale, HK: gl.constexpr, PACKED: gl.constexpr
+):
+    b, hk, row, end_k, end_q, _, start, end, _, _, _, heads = place
+    q_s, _, v_s, dout_s, _, delta_s = bufs
+    q_full, q_empty = q_ring
+    dout_full, dout_empty = dout_ring
+    D: gl.constexpr = q_s.shape[4]
+    layout_s: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, ROWS, 16])
+    layout_k: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, D, 16])
+    operand: gl.constexpr = gl.DotOperandLayout(0, layout_k, 2)
+    cols: gl.constexpr = gl.SliceLayout(0, layout_s)
+    none = gl.zeros([ROWS, ROWS], gl.float32, layout_s)
+    dk = gl.zeros([ROWS, D], gl.float32, layout_k)
+    dk_ptr += (((gl.program_id(1) * B + b).to(gl.int64) * SK + row) * HK + hk) * D
+    length = end_k - row
+    steps = heads * gl.cdiv(end - start, ROWS)
+    mbarrier.wait(kv_full, 0)
+    v = v_s.index(0).reshape([ROWS, D])
+    mbarrier.wait(dout_full.index(0), 0, pred=steps > 0)
+    dout = dout_s.index(0).reshape([ROWS, D])
+    dp = warpgroup_mma(v, dout.permute((1, 0)), none, use_acc=False, is_async=True)
+    dp = warpgroup_mma_wait(0, deps=(dp,))
+    m = start
+    for use in range(0, steps):
+        s = use % STAGES
+        phase = use // STAGES & 1
+        delta = delta_s.index(s).load(cols)
+        mbarrier.wait(p_full.index(s), phase)
+        p = p_s.index(s).load(layout_s)
+        dp -= delta[None, :]
+        if PACKED and m + ROWS > end_q:
+            dp = gl.where((m + gl.arange(0, ROWS, cols) < end_q)[None, :], dp, 0.0)
+        ds = (p.to(gl.float32) * dp).to(p.dtype)
+        mbarrier.arrive(dout_empty.index(s), count=1)
+        mbarrier.wait(q_full.index(s), phase)
+        q = q_s.index(s).reshape([ROWS, D])
+        dk = warpgroup_mma(gl.convert_layout(ds, operand), q, dk, is_async=True)
+        t = (use + 1) % STAGES
+        mbarrier.wait(dout_full.index(t), (use + 1) // STAGES & 1, pred=use + 1 < steps)
+        dout = dout_s.index(t).reshape([ROWS, D])
+        v = v_s.index(use >> 30).reshape([ROWS, D])
+        dp = warpgroup_mma(v, dout.permute((1, 0)), none, use_acc=False, is_async=True)
+        dk = warpgroup_mma_wait(1, deps=(dk,))
+        mbarrier.arrive(q_empty.index(s), count=1)
+        dp = warpgroup_mma_wait(0, deps=(dp,))
+        m += ROWS
+        m = gl.where(m < end, m, start)
+    store_rows(dk_ptr, dk * scale, length, HK * D)
+
+
+@gluon.jit(do_not_specialize=["B", "S", "SK", "PADDED", "count", "blocks", "section", "splits", "left", "right"])
+def _attention_dkv_hopper_kernel(
+    q_desc, k_desc, v_desc, dout_desc, rows_ptr, dk_ptr, dv_ptr, cu_q_ptr, cu_k_ptr, spans_ptr, B, S, SK, PADDED, count,
+    blocks, section, splits, left, right, scale, H: gl.constexpr, HK: gl.constexpr, SOFTCAP: gl.constexpr,
+    HAS_LEFT: gl.constexpr, HAS_RIGHT: gl.constexpr, SEQUENCES: gl.constexpr,
+):  # fmt: skip
+    D: gl.constexpr = q_desc.block_type.shape[3]
+    dtype: gl.constexpr = q_desc.dtype
+    plain: gl.constexpr = gl.SwizzledSharedLayout(1, 1, 1, [0])
+    p_layout: gl.constexpr = gl.NVMMASharedLayout.get_default_for([ROWS, ROWS], dtype)
+    q_s = gl.allocate_shared_memory(dtype, [STAGES, 1, 1, ROWS, D], q_desc.layout)
+    k_s = gl.allocate_shared_memory(dtype, [1, 1, 1, ROWS, D], k_desc.layout)
+    v_s = gl.allocate_shared_memory(dtype, [1, 1, 1, ROWS, D], v_desc.layout)
+    dout_s = gl.allocate_shared_memory(dtype, [STAGES, 1, 1, ROWS, D], dout_desc.layout)
+    lse_s = gl.allocate_shared_memory(gl.float32, [STAGES, ROWS], plain)
+    delta_s = gl.allocate_shared_memory(gl.float32, [STAGES, ROWS], plain)
+    p_s = gl.allocate_shared_memory(dtype, [STAGES, ROWS, ROWS], p_layout)
+    kv_full = barriers(1, 2).index(0)
+    # full: lse or delta by the loading warp's threads, q or dout by one of them
+    q_ring = barriers(STAGES, 33), barriers(STAGES, 2)
+    dout_ring = barriers(STAGES, 33), barriers(STAGES, 2)
+    p_full = barriers(STAGES, 1)
+    fence_async_shared()
+    pointers = cu_q_ptr, cu_k_ptr, spans_ptr
+    sizes = SK, count, blocks, section, splits
+    place = keys_of(pointers, sizes, B, S, left, right, H, HK, HAS_LEFT, HAS_RIGHT, SEQUENCES, ROWS, ROWS)
+    descs = q_desc, k_desc, v_desc, dout_desc
+    bufs = q_s, k_s, v_s, dout_s, lse_s, delta_s
+    PACKED: gl.constexpr = cu_k_ptr is not None
+    gl.warp_specialize(
+        [
+            (_sum_dv, (place, dv_ptr, spans_ptr, bufs, p_s, kv_full, q_ring, dout_ring, p_full, B, SK, left, right,
+                       scale, HK, SOFTCAP, HAS_LEFT, HAS_RIGHT, PACKED)),
+            (_sum_dk, (place, dk_ptr, bufs, p_s, kv_full, q_ring, dout_ring, p_full, B, SK, scale, HK, PACKED)),
+            (_load_queries, (place, descs, rows_ptr, bufs, kv_full, q_ring, dout_ring, B, PADDED, H)),
+        ],
+        worker_num_warps=[4, 1],
+        worker_num_regs=[240, 24],
+    )  # fmt: skip
+
+
+@gluon.jit
+def _load_keys(tile, descs, bufs, q_full, dout_full, k_ring, v_ring, H: gl.constexpr, HK: gl.constexpr):
+    b, h, row, start_q, _, start_k, _, start, end, _, _ = tile
+    q_desc, k_desc, v_desc, dout_desc = descs
+    q_s, k_s, v_s, dout_s = bufs
+    k_full, k_empty = k_ring
+    v_full, v_empty = v_ring
+    hk = h // (H // HK)
+    load_rows(q_desc, b, h, start_q + row, q_s.index(0), q_full)
+    for use in range(0, gl.cdiv(end - start, ROWS)):
+        n = start_k + start + use * ROWS
+        fill(k_desc, b, hk, n, k_s, k_full, k_empty, use, STAGES)
+        if use == 0:  # behind what is needed first
+            load_rows(dout_desc, b, h, start_q + row, dout_s.index(0), dout_full)
+        fill(v_desc, b, hk, n, v_s, v_full, v_empty, use, 1)
+
+
+@gluon.jit
+def _sum_dq(
+    g: gl.constexpr, tile, dq_ptr, rows_ptr, spans_ptr, bufs, q_full, dout_full, k_ring, v_ring, B, S, PADDED, left,
+    right, scale, H: gl.constexpr, SOFTCAP: gl.constexpr, HAS_LEFT: gl.constexpr, HAS_RIGHT: gl.constexpr,
+    PACKED: gl.constexpr,
+):  # fmt: skip
+    b, h, row, start_q, length_q, _, length_k, start, end, inner_start, inner_end = tile
+    q_s, k_s, v_s, dout_s = bufs
+    k_full, k_empty = k_ring
+    v_full, v_empty = v_ring
+    D: gl.constexpr = q_s.shape[4]
+    dtype: gl.constexpr = q_s.dtype
+    layout_s: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, ROWS, 16])
+    layout_q: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, D, 16])
+    operand: gl.constexpr = gl.DotOperandLayout(0, layout_q, 2)
+    none = gl.zeros([ROWS, ROWS], gl.float32, layout_s)
+    row += g * ROWS
+    queries = row + gl.arange(0, ROWS, gl.SliceLayout(1, layout_s))
+    spans = None
+    if spans_ptr is not None:
+        spans = load_spans(spans_ptr, b.to(gl.int64), B, S, queries[:, None])
+    limits = bounds((queries + length_k - length_q)[:, None], left, right, spans, length_k, HAS_LEFT, HAS_RIGHT)
+    dq_ptr += ((b.to(gl.int64) * S + start_q + row) * H + h) * D
+    length = length_q - row
+    lse_ptrs = rows_ptr + (b * H + h).to(gl.int64) * PADDED + start_q + queries
+    mask = queries < length_q  # there may be no memory so far behind
+    lse = gl.load(lse_ptrs, mask=mask, other=float("inf")) * LOG2E
+    delta = gl.load(lse_ptrs + B.to(gl.int64) * H * PADDED, mask=mask, other=0.0)
+    unit = unit_of_scores(scale, SOFTCAP, False)
+    dq = gl.zeros([ROWS, D], gl.float32, layout_q)
+    q = q_s.index(0).reshape([2 * ROWS, D]).slice(g * ROWS, ROWS)
+    steps = gl.cdiv(end - start, ROWS)
+    mbarrier.wait(q_full, 0)
+    mbarrier.wait(dout_full, 0)
+    mbarrier.wait(k_full.index(0), 0)
+    k = k_s.index(0).reshape([ROWS, D])
+    s_acc = warpgroup_mma(q, k.permute((1, 0)), none, use_acc=False, is_async=True)
+    s_acc = warpgroup_mma_wait(0, deps=(s_acc,))
+    for use in range(0, steps):
+        n = start + use * ROWS
+        s = use % STAGES
+        mbarrier.wait(v_full.index(0), use & 1)
+        # an index that the compiler does not know to be 0: else what describes v, dout and q stays in registers
+        zero = use >> 30
+        v = v_s.index(zero).reshape([ROWS, D])
+        dout = dout_s.index(zero).reshape([2 * ROWS, D]).slice(g * ROWS, ROWS)
+        if PACKED and n + ROWS > length_k:  # both groups write the same
+            clear_rows(k_s.index(s).reshape([ROWS, D]), length_k - n)
+            clear_rows(v, length_k - n)
+        dp = warpgroup_mma(dout, v.permute((1, 0)), none, use_acc=False, is_async=True)
+        p, slopes = scores(s_acc, None, scale, SOFTCAP, False)
+        p = gl.exp2(p * unit - lse[:, None]) * slopes  # before p is hidden: another sequence's slopes may be NaN
+        if (n < inner_start) | (n + ROWS > inner_end):
+            p = hide(p, n, limits)
+        dp = warpgroup_mma_wait(0, deps=(dp,))
+        mbarrier.arrive(v_empty.index(0), count=1)
+        ds = (p * (dp - delta[:, None])).to(dtype)
+        k = k_s.index(s).reshape([ROWS, D])
+        dq = warpgroup_mma(gl.convert_layout(ds, operand), k, dq, is_async=True)
+        t = (use + 1) % STAGES
+        mbarrier.wait(k_full.index(t), (use + 1) // STAGES & 1, pred=use + 1 < steps)
+        k = k_s.index(t).reshape([ROWS, D])
+        q = q_s.index(zero).reshape([2 * ROWS, D]).slice(g * ROWS, ROWS)
+        s_acc = warpgroup_mma(q, k.permute((1, 0)), none, use_acc=False, is_async=True)
+        dq = warpgroup_mma_wait(1, deps=(dq,))
+        mbarrier.arrive(k_empty.index(s), count=1)
+        s_acc = warpgroup_mma_wait(0, deps=(s_acc,))
+    store_rows(dq_ptr, dq * scale, length, H * D)
+
+
+@gluon.jit(do_not_specialize=["B", "S", "SK", "PADDED", "count", "blocks", "section", "left", "right"])
+def _attention_dq_hopper_kernel(
+    q_desc, k_desc, v_desc, dout_desc, rows_ptr, dq_ptr, cu_q_ptr, cu_k_ptr, spans_ptr, B, S, SK, PADDED, count, blocks,
+    section, left, right, scale, H: gl.constexpr, HK: gl.constexpr, SOFTCAP: gl.constexpr, HAS_LEFT: gl.constexpr,
+    HAS_RIGHT: gl.constexpr, SEQUENCES: gl.constexpr,
+):  # fmt: skip
+    D: gl.constexpr = q_desc.block_type.shape[3]
+    dtype: gl.constexpr = q_desc.dtype
+    q_s = gl.allocate_shared_memory(dtype, [1, 1, 1, 2 * ROWS, D], q_desc.layout)
+    k_s = gl.allocate_shared_memory(dtype, [STAGES, 1, 1, ROWS, D], k_desc.layout)
+    v_s = gl.allocate_shared_memory(dtype, [1, 1, 1, ROWS, D], v_desc.layout)
+    dout_s = gl.allocate_shared_memory(dtype, [1, 1, 1, 2 * ROWS, D], dout_desc.layout)
+    q_full = barriers(1, 1).index(0)
+    dout_full = barriers(1, 1).index(0)
+    k_ring = barriers(STAGES, 1), barriers(STAGES, 2)
+    v_ring = barriers(1, 1), barriers(1, 2)
+    fence_async_shared()
+    pointers = cu_q_ptr, cu_k_ptr, spans_ptr
+    sizes = SK, count, blocks, section
+    tile = tile_of(
+        gl.program_id(0), pointers, sizes, B, S, left, right, H, HAS_LEFT, HAS_RIGHT, SEQUENCES, 2 * ROWS, ROWS
+    )
+    descs = q_desc, k_desc, v_desc, dout_desc
+    bufs = q_s, k_s, v_s, dout_s
+    PACKED: gl.constexpr = cu_q_ptr is not None
+    gl.warp_specialize(
+        [
+            (_sum_dq, (0, tile, dq_ptr, rows_ptr, spans_ptr, bufs, q_full, dout_full, k_ring, v_ring, B, S, PADDED,
+                       left, right, scale, H, SOFTCAP, HAS_LEFT, HAS_RIGHT, PACKED)),
+            (_sum_dq, (1, tile, dq_ptr, rows_ptr, spans_ptr, bufs, q_full, dout_full, k_ring, v_ring, B, S, PADDED,
+                       left, right, scale, H, SOFTCAP, HAS_LEFT, HAS_RIGHT, PACKED)),
+            (_load_keys, (tile, descs, bufs, q_full, dout_full, k_ring, v_ring, H, HK)),
+        ],
+        worker_num_warps=[4, 1],
+        worker_num_regs=[240, 24],
+    )  # fmt: skip
+
+
+def takes(masking: Masking, q: Tensor, *others: Tensor) -> bool:
+    """Whether ``fill_dkv`` and ``make_dq`` take a call with these tensors."""
+    return q.shape[-1] == 256 and on_hopper(masking, q, *others)
+
+
+def fill_dkv(
+    dout: Tensor, q: Tensor, k: Tensor, v: Tensor, rows: Tensor, masking: Masking, splits: int, dk: Tensor, dv: Tensor
+) -> None:
+    """dk and dv [splits, B, Sk, Hk, D] get what the parts of the query heads of a key head give."""
+    (B, S, H, _), (SK, HK) = q.shape, k.shape[1:3]
+    blocks = masking.num_blocks(SK, BLOCK_N)
+    launch(
+        _attention_dkv_hopper_kernel,
+        (blocks * B * HK, splits),
+        (rows, dk, dv, masking.cu_seqlens_q, masking.cu_seqlens_k, masking.spans),
+        (B, S, SK, rows.shape[3], masking.sequences, blocks, section_of(q, dout, masking.max_seqlen_q * (H // HK), 1),
+         splits, masking.left, masking.right),
+        (masking.scale,),
+        tuple(descriptor(x, ROWS.value) for x in (q, k, v, dout)),
+        H=H,
+        HK=HK,
+        **masking.constants(),
+        num_warps=4,
+    )  # fmt: skip
+
+
+def make_dq(dout: Tensor, q: Tensor, k: Tensor, v: Tensor, rows: Tensor, masking: Masking) -> Tensor:
+    """The gradient of q."""
+    (B, S, H, _), (SK, HK) = q.shape, k.shape[1:3]
+    dq = torch.empty(q.shape, dtype=q.dtype, device=q.device)
+    blocks = masking.num_blocks(S, BLOCK_M)
+    launch(
+        _attention_dq_hopper_kernel,
+        (blocks * B * H,),
+        (rows, dq, masking.cu_seqlens_q, masking.cu_seqlens_k, masking.spans),
+        (B, S, SK, rows.shape[3], masking.sequences, blocks, section_of(k, v, masking.max_seqlen_k, H // HK),
+         masking.left, masking.right),
+        (masking.scale,),
+        (descriptor(q, BLOCK_M), descriptor(k, ROWS.value), descriptor(v, ROWS.value), descriptor(dout, BLOCK_M)),
+        H=H,
+        HK=HK,
+        **masking.constants(),
+        num_warps=4,
+    )  # fmt: skip
+    return dq
