@@ -121,6 +121,7 @@ def gpu_row(fn: Callable[..., Tensor], inputs: testing.Inputs) -> Row:
 def measure(case: Case, rounds: int) -> Row:
     """A row of each contestant."""
     torch.manual_seed(0)
+    torch.compiler.reset()  # else flex_attention meets the limit of recompilations
     inputs = case.spec.inputs(torch.bfloat16, "cuda", **case.shape)
     rows = [{"name": name, **attempt(partial(gpu_row, fn, inputs))} for name, fn in contestants(case, inputs).items()]
     settle(rows, rounds)
