@@ -5,9 +5,9 @@ import torch
 from torch.utils import checkpoint
 
 from liger_like import ops
-from liger_like.ops import _accumulate, _chunked_loss, _common
+from liger_like.ops import _accumulate, _chunked_loss, _common, linear_cross_entropy
 from liger_like.ops._accumulate import add_products, exponent_block, exponents_like, scale_rows
-from liger_like.testing import SPECS, assert_accurate
+from liger_like.testing import SPECS, assert_accurate, run
 
 LINEAR = next(s for s in SPECS if s.name == "fused_linear_cross_entropy")
 each_recompute = pytest.mark.parametrize("recompute", [False, True])
@@ -342,3 +342,18 @@ def test_strided_inputs(recompute, device):
         results.append((loss, *torch.autograd.grad(loss, operands)))
     assert not leaves[0].is_contiguous()
     torch.testing.assert_close(*results)
+
+
+def test_of_no_tokens_no_chunk_is_left(monkeypatch, device, poisoned):
+    """The backward reads, from memory that nobody may have written, which rows of the last chunk it has to multiply."""
+    true, kept = linear_cross_entropy.linear_cross_entropy_fwd, []
+
+    def forward(*args):
+        outs = true(*args)
+        kept.append(outs[6].tolist())
+        return outs
+
+    monkeypatch.setattr(linear_cross_entropy, "linear_cross_entropy_fwd", forward)
+    inputs = LINEAR.inputs(torch.float32, device, lead=(0,), H=8, V=16)
+    run(LINEAR.fn, inputs, {})
+    assert kept == [[0, 0, 0]]

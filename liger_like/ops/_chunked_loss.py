@@ -99,6 +99,7 @@ def linear_cross_entropy_fwd(
     rows, order, kept = outs[:5], outs[5], outs[6]
     dx, dw, exponents, last_logits, last_x, dbias, du, db = outs[7:]
     needs_dx, needs_dw, needs_dbias, needs_du, needs_db = needs
+    kept.zero_()  # of no tokens there is no chunk that would set it
     for t in rows:
         t.fill_(-1 if t.dtype == torch.int64 else 0)
     for t in (dw, exponents, dbias, db) if T == 0 or needs_dbias else ():
