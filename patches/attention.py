@@ -220,9 +220,11 @@ def attend(
     scores: dict[str, Any] = {"scale": options.get("scaling"), "softcap": options.get("softcap")}
     scores |= {"sinks": options.get("s_aux"), "deterministic": options.get("deterministic")}
     if isinstance(mask, Tensor):
-        return flash_attention(q, k, v, bias=mask, **scores), None  # type: ignore[return-value]
-    scores |= {"window": (mask.left, mask.right), "key_padding_mask": mask.padding, "spans": mask.spans}
-    return flash_attention(q, k, v, **scores), None  # type: ignore[return-value]
+        scores |= {"bias": mask}
+    else:
+        scores |= {"window": (mask.left, mask.right), "key_padding_mask": mask.padding, "spans": mask.spans}
+    out: Any = flash_attention(q, k, v, **scores)
+    return out.contiguous(), None  # kernels' output is; some families call view on it
 
 
 def _eager(
@@ -269,6 +271,8 @@ class Attention(Recogniser):
         for owner in model.modules():
             if getattr(owner, "config", None) is config and not getattr(owner, "_supports_attention_backend", True):
                 raise UnrecognisedError(f"{where(type(owner))} does not support it")
+        if _looks_into_its_mask(cls):
+            raise UnrecognisedError(f"{where(cls.forward)} does more with its mask than to pass it on")
         if getattr(config, "output_attentions", False):
             raise UnrecognisedError("its config asks for attention weights, which are never in memory")
         options = _options(module, SCORES)
@@ -318,17 +322,45 @@ def _eager_function(cls: type[Any]) -> Callable[..., Any] | None:
     forward = inspect.unwrap(cls.forward)
     if not isinstance(forward, FunctionType) or "get_interface" not in forward.__code__.co_names:
         return None
-    return forward.__globals__.get("eager_attention_forward")
+    names = [name for name in forward.__code__.co_names if name.endswith("eager_attention_forward")]
+    return forward.__globals__.get(names[0]) if names else None  # some modules have one for text and one for images
+
+
+@functools.cache
+def _tree(cls: type[Any]) -> ast.AST:
+    """The source of the forward of ``cls``. Raises UnrecognisedError if it has none."""
+    try:
+        return ast.parse(textwrap.dedent(inspect.getsource(inspect.unwrap(cls.forward))))
+    except OSError as error:
+        raise UnrecognisedError(f"{where(cls.forward)} has no source") from error
+
+
+def _looks_into_its_mask(cls: type[Any]) -> bool:
+    """Whether the forward of ``cls`` uses the mask that it is given for more than to pass it to the interface.
+
+    A Mask is no tensor to cut, to extend or to combine. What runs for the eager implementation alone does not count.
+    """
+    masks = {name for name in inspect.signature(inspect.unwrap(cls.forward)).parameters if "mask" in name}
+    pending, uses = [_tree(cls)], []
+    while pending:
+        node = pending.pop()
+        if isinstance(node, ast.If) and "eager" in ast.unparse(node.test):
+            pending += [node.test, *node.orelse]
+            continue
+        pending += ast.iter_child_nodes(node)
+        if isinstance(node, ast.Call) and ast.unparse(node.func) != "attention_interface":
+            uses += [*node.args, *[keyword.value for keyword in node.keywords]]
+        elif isinstance(node, ast.Attribute | ast.Subscript):
+            uses.append(node.value)
+        elif isinstance(node, ast.BinOp):
+            uses += [node.left, node.right]
+    return any(isinstance(use, ast.Name) and use.id in masks for use in uses)
 
 
 @functools.cache
 def _keywords(cls: type[Any]) -> dict[str, Any]:
     """The keywords with which the forward of ``cls`` calls the interface, as code."""
-    try:
-        tree = ast.parse(textwrap.dedent(inspect.getsource(inspect.unwrap(cls.forward))))
-    except OSError as error:
-        raise UnrecognisedError(f"{where(cls.forward)} has no source") from error
-    calls = [node for node in ast.walk(tree) if isinstance(node, ast.Call)]
+    calls = [node for node in ast.walk(_tree(cls)) if isinstance(node, ast.Call)]
     keywords = [k for call in calls if ast.unparse(call.func) == "attention_interface" for k in call.keywords]
     if not keywords:
         raise UnrecognisedError(f"{where(cls.forward)} does not call attention_interface")
