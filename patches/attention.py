@@ -97,6 +97,10 @@ def make_mask(
     ends_together = isinstance(q_offset, int) and q_offset + q_length == kv_offset + kv_length
     if mask is None and ends_together and q_length == kv_length and kv_offset == 0 and not options.get("use_vmap"):
         mask = _searched(mask_function, batch_size, q_length, options.get("device"))
+    # a caller that lets no mask be skipped goes on to combine it; that of packed documents never is
+    may_skip = options.get("allow_is_bidirectional_skip", options.get("allow_is_causal_skip", True))
+    if mask is not None and not may_skip and mask.spans is None:
+        mask = None
     if mask is None or not (ends_together or max(mask.left, mask.right) < 0):
         options |= {"allow_is_causal_skip": False, "allow_is_bidirectional_skip": False}
         seen: Any = sdpa_mask(
