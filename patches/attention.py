@@ -298,13 +298,15 @@ class Attention(Recogniser):
         return bare(type(module), **numbers, **parameters, config=module.config, dtype=random_parameter(1))
 
     def trial(self, module: nn.Module, variant: str, methods: dict[str, Any]) -> Trial:
-        """Two rows of 6 queries, one padded, and heads of 8 features."""
+        """Two rows of 6 queries, one padded, with scores of about 1 at most: a hot softmax blows up roundings."""
         eager: Any = _eager_function(type(module))
         options = _options(module, SCORES - {"dropout"})
         sinks, parameter = options.get("s_aux"), next(module.parameters())
         groups = getattr(module, "num_key_value_groups", 1)
         heads = 2 * groups if sinks is None else len(sinks)
-        q, k, v = (random_like(parameter, 2, h, 6, 8) for h in (heads, heads // groups, heads // groups))
+        size = vars(module).get("head_dim") or 8  # some eager functions scale by this rather than by what they are told
+        q, k, v = (random_like(parameter, 2, h, 6, size) for h in (heads, heads // groups, heads // groups))
+        q = q / max(1.0, (options.get("scaling") or 0.0) * size**0.5)
         mask = Mask(left=3, right=0, padding=torch.arange(6, device=q.device) < torch.tensor([[6], [4]]).to(q.device))
         bias = mask.bias(q, k, torch.finfo(q.dtype).min)
 
