@@ -49,17 +49,38 @@ MISSING = {
     "n_routed_experts": EXPERTS,
     "n_shared_experts": 1,
 }
-# what no rule by name gives
+# what no rule by name gives; sections of mrope, and some ids, have their defaults in the code that reads them
 WIDE = {"attention_hidden_size": 2 * HIDDEN, "attention_head_dim": 2 * HEAD}
+INDEXER = {
+    "indexer_n_heads": 2,
+    "indexer_kv_heads": 1,
+    "indexer_head_dim": HEAD,
+    "indexer_budget": 8,
+    "indexer_compress_ratio": 2,
+}
+MROPE = {"text_config": {"rope_parameters": {"mrope_section": [6, 5, 5]}}}
+COMPASS = {"rope_parameters": {"full_attention": {"rope_type": "default", "rope_theta": 1e4}}}
 OVERRIDES: dict[str, dict[str, Any]] = {
+    "CohereCompassForCausalLM": COMPASS,
+    "CohereCompassForConditionalGeneration": {"text_config": COMPASS},
     "DbrxForCausalLM": {"attn_config": {"rope_theta": 1e4, "clip_qkv": 8.0}},
+    "Dots3NoteForCausalLM": {"head_dim": 2 * HEAD},
     "FalconH1ForCausalLM": {"mamba_d_head": HEAD, "mlp_multipliers": [0.5, 2.0]},
-    "CohereCompassForCausalLM": {"rope_parameters": {"full_attention": {"rope_type": "default", "rope_theta": 1e4}}},
-    "Dots3NoteForCausalLM": {"per_layer_config": {2: {"head_dim": 2 * HEAD}}},
-    "Mistral4ForCausalLM": {"head_dim": 2 * HEAD},
-    "Lfm2MoeForCausalLM": {"layer_types": ["conv", "full_attention"]},
+    "Glm46VForConditionalGeneration": MROPE,
+    "Glm4vForConditionalGeneration": MROPE,
+    "Glm4vMoeForConditionalGeneration": {"text_config": {"rope_parameters": {"mrope_section": [4, 2, 2]}}},
+    "GlmOcrForConditionalGeneration": MROPE,
     "JambaForCausalLM": {"attn_layer_period": 2, "attn_layer_offset": 1},
+    "Lfm2MoeForCausalLM": {"layer_types": ["conv", "full_attention"]},
     "Mamba2ForCausalLM": {"num_heads": 8},
+    "Mistral4ForCausalLM": {"head_dim": 2 * HEAD},
+    "PaddleOCRVLForConditionalGeneration": MROPE,
+    "Qwen2VLForConditionalGeneration": MROPE,
+    "Qwen2_5OmniThinkerForConditionalGeneration": {**MROPE, "vision_start_token_id": 100},
+    "Qwen2_5_VLForConditionalGeneration": MROPE,
+    "Qwen3OmniMoeThinkerForConditionalGeneration": {"vision_start_token_id": 100},
+    "Qwen4ExpForCausalLM": INDEXER,
+    "Qwen4ExpForConditionalGeneration": {"text_config": INDEXER},
     "XmodForCausalLM": {"default_language": "en_XX"},
     "ZambaForCausalLM": {
         **WIDE,
@@ -71,13 +92,6 @@ OVERRIDES: dict[str, dict[str, Any]] = {
         "mamba_headdim": 2 * HEAD,
         "layers_block_type": ["linear_attention", "hybrid"],
         "hybrid_layer_ids": [1],
-    },
-    "Qwen4ExpForCausalLM": {
-        "indexer_n_heads": 2,
-        "indexer_kv_heads": 1,
-        "indexer_head_dim": HEAD,
-        "indexer_budget": 8,
-        "indexer_compress_ratio": 2,
     },
 }
 
@@ -99,7 +113,7 @@ def shrunk(fields: dict[str, Any], tokens: dict[str, int], outer: dict[str, Any]
         if isinstance(value, list) and len(value) == layers:
             small[name] = [value[i] for i in kept]
         elif name == "per_layer_config" and value:
-            small[name] = {kept.index(int(i)): small[name][i] for i in value if int(i) in kept}
+            small[name] = {kept.index(int(i)): shrunk(value[i], tokens, known) for i in value if int(i) in kept}
     return small
 
 
@@ -115,7 +129,7 @@ def kept_layers(fields: dict[str, Any], layers: int) -> list[int]:
 
 def shrunk_field(name: str, value: Any, known: dict[str, Any], tokens: dict[str, int]) -> Any:
     if isinstance(value, dict):
-        return value if name in ("id2label", "label2id") else shrunk(value, tokens, known)
+        return shrunk(value, tokens, known) if all(isinstance(key, str) for key in value) else value
     if value is None:
         return MISSING.get(name)
     if name == "eos_token_id":
@@ -168,9 +182,9 @@ def build(name: str) -> nn.Module:
 
 
 def inputs_of(model: nn.Module) -> dict[str, Tensor]:
-    """Two rows of words, of which the second has a gap, as padding has; images where the forward asks for them.
+    """Two rows of words, and images or sounds where the forward asks for them.
 
-    In padding at either end queries may see no key at all, or no word see the padding.
+    The second row has its padding in the middle: at the begin some queries would see no key, at the end no word sees it.
     """
     torch.manual_seed(1)
     ids = torch.randint(3, WORDS, (2, 12))
@@ -184,4 +198,8 @@ def inputs_of(model: nn.Module) -> dict[str, Tensor]:
     taken = inspect.signature(model.forward).parameters
     if "pixel_values" in taken and taken["pixel_values"].default is inspect.Parameter.empty:
         inputs["pixel_values"] = torch.randn(2, 3, SIZES["image_size"], SIZES["image_size"])
+    if model.config.model_type == "whisper" and "input_features" in taken:
+        config = model.config
+        inputs["input_features"] = torch.randn(2, config.num_mel_bins, 2 * config.max_source_positions)
+        del inputs["input_ids"], inputs["attention_mask"]
     return inputs

@@ -53,30 +53,24 @@ def unseen(monkeypatch):
     monkeypatch.setattr(rms_norm.RMSNorm, "looks_like", lambda self, module: False)
 
 
-def crashing(monkeypatch):
-    monkeypatch.setattr(attention, "flash_attention", lambda *args, **kw: 1 / 0)
-    monkeypatch.setattr(attention.Attention, "miniature", lambda *args: 1 / 0)
-
-
 def remaining(monkeypatch):
     monkeypatch.setattr(coverage.liger_like.PatchReport, "unpatch", lambda self: None)
 
 
-BUGS = {
-    "differs by": unpadded,
-    "LlamaRMSNorm is not in the report as norm": unseen,
-    "ZeroDivisionError": crashing,
-    "unpatching leaves something behind": remaining,
-}
-
-
-@pytest.mark.parametrize("why", BUGS)
-def test_a_bug_is_wrong(why, monkeypatch):
+def test_bugs_are_wrong(monkeypatch):
     monkeypatch.setattr(tiny, "LAYERS", 1)
-    BUGS[why](monkeypatch)
+    for plant in (unpadded, unseen, remaining):
+        plant(monkeypatch)
     row = coverage.examine("LlamaForCausalLM")
     assert row["status"] == "wrong"
-    assert why in row["why"]
+    for why in ("logits differs by", "LlamaRMSNorm is not in the report as norm", "unpatching leaves something behind"):
+        assert why in row["why"]
+
+
+def test_a_crash_is_wrong(monkeypatch):
+    monkeypatch.setattr(coverage.liger_like, "patch", lambda *args, **kw: 1 / 0)
+    row = coverage.examine("LlamaForCausalLM")
+    assert row == {"name": "LlamaForCausalLM", "status": "wrong", "why": "ZeroDivisionError: division by zero"}
 
 
 def test_a_model_that_cannot_run_is_skipped(monkeypatch):
@@ -94,15 +88,30 @@ def test_differences(name, error):
     assert coverage.differences({"loss": expected["loss"]}, expected)
 
 
+def test_the_first_layer_of_each_kind_is_kept():
+    kinds, sizes = ["a", "a", "b", "a", "a", "b"], [9, 9, 9, 9, 8, 9]
+    fields = {"num_hidden_layers": 6, "layer_types": kinds, "sizes": sizes, "eos_token_id": [7, 8], "hidden_size": 4096}
+    assert tiny.shrunk(fields, {}, {}) == {
+        "num_hidden_layers": 3,
+        "layer_types": ["a", "b", "a"],
+        "sizes": [9, 9, 8],
+        "eos_token_id": 2,
+        "hidden_size": 128,
+    }
+    assert tiny.shrunk({"num_hidden_layers": 6, "layer_types": ["a"] * 6}, {}, {})["layer_types"] == ["a"] * 2
+    assert tiny.shrunk({"per_layer_config": {"3": {"head_dim": 9}}, "n_layer": 6}, {}, {}) == {
+        "per_layer_config": {1: {"head_dim": 9}},
+        "n_layer": 2,
+    }
+
+
 def test_a_hang_costs_one_row(monkeypatch):
     monkeypatch.setattr(coverage, "SECONDS", 0)
     assert coverage.apart("LlamaForCausalLM")["why"] == "took more than 0 s"
 
 
 def test_names_are_those_of_the_auto_models():
-    names = coverage.names()
-    assert {"LlamaForCausalLM", "T5ForConditionalGeneration", "LlavaForConditionalGeneration"} < {*names}
-    assert all(hasattr(transformers, name) for name in names)
+    assert {"LlamaForCausalLM", "T5ForConditionalGeneration", "LlavaForConditionalGeneration"} < {*coverage.names()}
 
 
 ROWS = [
@@ -132,9 +141,9 @@ TABLES = r"""## Causal, transformers 5.0
 
 
 SENTENCE = """\
-Of 2 causal language models in transformers 5.0, 2 can be built tiny from their default config and run: 1 are exact
-with loss, norms, RoPE and MLP patched wherever they have them, 1 are exact with some of it left alone and reported. Of
-1 classes for conditional generation 0 run on text alone, 0 and 0 of them so. 0 are wrong.
+Of 2 causal language models in transformers 5.0, 2 can be built tiny from their default config and run: 1 are exact with
+loss, norms, RoPE and MLP patched wherever they have them, 1 are exact with some of it left alone and reported. Of 1
+classes for conditional generation 0 run on text alone, 0 and 0 of them so. 0 are wrong.
 """
 
 
