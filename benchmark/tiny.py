@@ -184,7 +184,7 @@ def build(name: str) -> nn.Module:
 def inputs_of(model: nn.Module) -> dict[str, Tensor]:
     """Two rows of words, and images or sounds where the forward asks for them.
 
-    The second row has its padding in the middle: at the begin some queries would see no key, at the end no word sees it.
+    The second row has its padding in the middle: at the begin some queries would see no key, at the end no word it.
     """
     torch.manual_seed(1)
     ids = torch.randint(3, WORDS, (2, 12))
