@@ -42,6 +42,7 @@ class GLUMLP(Recogniser):
     """MLPs whose forward has the form of one of PATTERNS with an activation of ACTIVATIONS."""
 
     pattern = "glu_mlp"
+    option = "mlp"
 
     def looks_like(self, module: nn.Module) -> bool:
         """Any MLP or block of experts, by name."""

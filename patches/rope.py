@@ -53,6 +53,7 @@ class Rope(Recogniser):
     """Attention modules that call one rotary function of the form of one of PATTERNS."""
 
     pattern = "rope"
+    option = "rope"
 
     def looks_like(self, module: nn.Module) -> bool:
         """Any module whose forward calls a rotary function."""

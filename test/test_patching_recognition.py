@@ -10,7 +10,7 @@ from tiny_models import assert_exact, batch, rows, tiny
 from torch import nn
 from transformers.models.llama import modeling_llama
 
-from liger_like.patches import UnrecognisedError, glu_mlp, rms_norm, rope
+from liger_like.patches import UnrecognisedError, glu_mlp, layer_norm, rms_norm, rope
 from liger_like.patches.forms import form_of, match
 from liger_like.patching import patch
 
@@ -165,8 +165,10 @@ def test_vision_language_model_reports_what_it_leaves(device):
     original = transformers.LlavaForConditionalGeneration(config).to(device).train()
     model = copy.deepcopy(original)
     report = patch(model)
-    assert {row.pattern for row in report.patched} == {"rms_norm", "rope", "glu_mlp", "attention", "lm_head"}
-    assert {row.cls for row in report.skipped} >= {"LayerNorm", "CLIPMLP"}
+    assert {row.pattern for row in report.patched} == {
+        "rms_norm", "layer_norm", "rope", "glu_mlp", "attention", "lm_head"
+    }  # fmt: skip
+    assert {row.cls for row in report.skipped} >= {"CLIPMLP"}
     inputs = batch(device)
     inputs["input_ids"] %= 99
     assert_exact(model, original, inputs)
@@ -192,6 +194,20 @@ def branching(self, x):
     return self.a * x
 
 
+def conditional(self, x, unread=None):
+    y = x + self.b
+    z = x
+    if self.scaled:
+        z = [y, x][0]
+        z = z * self.a
+    return torch.cat([z, x])
+
+
+def conditional_spelt_otherwise(me, value):
+    total = value + me.shift
+    return torch.cat(([total, value][0] * me.factor if me.flag else value, value))
+
+
 def in_place(self, x):
     x.add_(self.b)
     return self.a * x
@@ -209,6 +225,11 @@ def test_forms():
         "add_then_scale",
         {"b": "shift", "a": "factor"},
     )
+    assert match(conditional, Owner, (conditional_spelt_otherwise,))[1] == {
+        "shift": "b",
+        "factor": "a",
+        "flag": "scaled",
+    }
     with pytest.raises(UnrecognisedError, match="is of no known form"):
         match(scale_by_difference, Owner, (add_then_scale,))
     for function in (branching, in_place, scoped, functools.wraps(branching)(lambda *args: branching(*args)), len):
@@ -217,7 +238,7 @@ def test_forms():
 
 
 def test_patterns_are_told_apart():
-    for patterns in (rms_norm.PATTERNS, glu_mlp.PATTERNS, rope.PATTERNS):
+    for patterns in (rms_norm.PATTERNS, layer_norm.PATTERNS, glu_mlp.PATTERNS, rope.PATTERNS):
         owner = None if patterns is rope.PATTERNS else object
         assert [match(pattern, owner, patterns)[0] for pattern in patterns] == [
             pattern.__name__ for pattern in patterns
