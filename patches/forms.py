@@ -23,7 +23,9 @@ from liger_like.patches import UnrecognisedError, where
 
 @dataclass(frozen=True)
 class Form:
-    """``text`` is the expression, ``attributes`` the names of self's attributes in the order of their numbers."""
+    """``text`` is the expression, ``attributes`` the names of self's attributes in the order of their numbers; those of
+    the parameters where there is no self.
+    """
 
     text: str
     attributes: tuple[str, ...]
@@ -34,24 +36,27 @@ def form_of(function: Callable[..., Any], owner: Any = None) -> Form:
     """The form of a function, or of a method of class ``owner``. Raises UnrecognisedError where it has none."""
     if not isinstance(function, FunctionType) or hasattr(function, "__wrapped__"):
         raise UnrecognisedError(f"{where(function)} is decorated or no Python function")
-    names = [name for name in inspect.signature(function).parameters if name in _read(function)]
+    read = _read(function)
+    names = [name for name in inspect.signature(function).parameters if name in read]
     arguments = {name: ast.Name(f"a{i}") for i, name in enumerate(names)}
     if owner is not None:
         arguments |= {name: ast.Name("self") for name in [*inspect.signature(function).parameters][:1]}
-    expression = _returned(function, owner, arguments)
+    expression = _returned(function, owner, dict(arguments))
     attributes: list[str] = []
     for node in _in_order(expression):
         if isinstance(node, ast.Attribute) and isinstance(node.value, ast.Name) and node.value.id == "self":
             if node.attr not in attributes:
                 attributes.append(node.attr)
             node.attr = f"_{attributes.index(node.attr)}"
-    return Form(ast.unparse(expression), tuple(attributes))
+    return Form(ast.unparse(expression), tuple(names if owner is None else attributes))
 
 
 def match(
     function: Callable[..., Any], owner: Any, patterns: tuple[Callable[..., Any], ...]
 ) -> tuple[str, dict[str, str]]:
-    """The name of the pattern that has the form of ``function``, and which attribute plays which part of it."""
+    """The name of the pattern that has the form of ``function``, and which attribute (of a method) or parameter plays
+    which part of it.
+    """
     form = form_of(function, owner)
     for pattern in patterns:
         known = form_of(pattern, None if owner is None else object)
@@ -134,6 +139,12 @@ class _Substitute(ast.NodeTransformer):
     def visit_Name(self, node: ast.Name) -> Any:
         return copy.deepcopy(self.names.get(node.id, node))
 
+    def visit_Slice(self, node: ast.Slice) -> Any:
+        self.generic_visit(node)
+        if isinstance(node.lower, ast.Constant) and node.lower.value == 0:
+            node.lower = None
+        return node
+
     def visit_BinOp(self, node: ast.BinOp) -> Any:
         self.generic_visit(node)
         if isinstance(node.op, ast.Add | ast.Mult):
@@ -150,6 +161,10 @@ class _Substitute(ast.NodeTransformer):
         match node:
             case ast.Call(func=ast.Attribute(value=x, attr="float"), args=[]):
                 return ast.Call(ast.Attribute(x, "to"), [ast.Attribute(ast.Name("torch"), "float32")], [])
+            case ast.Call(
+                func=ast.Attribute(value=x, attr="to"), args=[], keywords=[ast.keyword(arg="dtype", value=y)]
+            ):
+                return ast.Call(ast.Attribute(x, "to"), [y], [])
             case ast.Call(func=ast.Attribute(value=x, attr="type_as"), args=[y]):
                 return ast.Call(ast.Attribute(x, "to"), [ast.Attribute(y, "dtype")], [])
             case ast.Call(func=ast.Attribute(value=ast.Name(id="self") as self_, attr=name)):

@@ -26,7 +26,7 @@ def cohere(self: Any, x: Tensor) -> Tensor:
 
 def olmo(self: Any, x: Tensor) -> Tensor:
     """Has no parameters."""
-    return F.layer_norm(x.to(dtype=torch.float32), self.shape, None, None, eps=1e-5).to(x.dtype)
+    return F.layer_norm(x.to(torch.float32), self.shape, None, None, eps=1e-5).to(x.dtype)
 
 
 def _torch_nn(x: Tensor, weight: Tensor | None, bias: Tensor | None, eps: float) -> Tensor:
