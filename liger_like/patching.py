@@ -16,8 +16,8 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor, nn
 
-from liger_like.patches import Recogniser, Trial, UnrecognisedError, attention, where
-from liger_like.patches.glu_mlp import GLUMLP
+from liger_like.patches import NothingToDoError, Recogniser, Trial, UnrecognisedError, attention, where
+from liger_like.patches.glu_mlp import GLUMLP, Experts
 from liger_like.patches.layer_norm import LayerNorm
 from liger_like.patches.lm_head import LMHead
 from liger_like.patches.rms_norm import RMSNorm
@@ -25,7 +25,9 @@ from liger_like.patches.rope import Rope
 
 ATTENTION = attention.Attention()
 PATCHED, ALREADY, SKIPPED, ABSENT = "patched", "already patched", "skipped", "absent"
-RECOGNISERS = {recogniser.pattern: recogniser for recogniser in (RMSNorm(), LayerNorm(), Rope(), GLUMLP(), LMHead())}
+RECOGNISERS = {
+    recogniser.pattern: recogniser for recogniser in (RMSNorm(), LayerNorm(), Rope(), GLUMLP(), Experts(), LMHead())
+}
 
 _log = logging.getLogger(__name__)
 _confirmed: set[tuple[type[Any], str, str]] = set()
@@ -229,7 +231,8 @@ def _examine(
             raise UnrecognisedError(f"its forward was replaced by {where(module.forward)}")
         error = _verify(recogniser, module, variant, live=verify == "numeric")
     except UnrecognisedError as reason:
-        return [(fate(SKIPPED, reason=str(reason)), None)] if recogniser.looks_like(module) else []
+        status = ABSENT if isinstance(reason, NothingToDoError) else SKIPPED
+        return [(fate(status, reason=str(reason)), None)] if recogniser.looks_like(module) else []
     return [
         (fate(PATCHED, variant, error=error, of=part), _swap(part, recogniser.pattern, variant))
         for part, variant in recogniser.swaps(module, variant)

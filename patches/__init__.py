@@ -12,6 +12,10 @@ class UnrecognisedError(Exception):
     """A module is left alone; the message is the reason that the report gives."""
 
 
+class NothingToDoError(UnrecognisedError):
+    """A module only looks like the pattern: there is nothing that a kernel could replace."""
+
+
 @dataclass(frozen=True)
 class Trial:
     """Two functions that must agree on ``inputs``: in the outputs and in the gradients of inputs and parameters."""
