@@ -20,13 +20,16 @@ from liger_like.patches import NothingToDoError, Recogniser, Trial, Unrecognised
 from liger_like.patches.glu_mlp import GLUMLP, Experts
 from liger_like.patches.layer_norm import LayerNorm
 from liger_like.patches.lm_head import LMHead
+from liger_like.patches.qk_norm_rope import QKNormRope
 from liger_like.patches.rms_norm import RMSNorm
 from liger_like.patches.rope import Rope
 
 ATTENTION = attention.Attention()
 PATCHED, ALREADY, SKIPPED, ABSENT = "patched", "already patched", "skipped", "absent"
-RECOGNISERS = {
-    recogniser.pattern: recogniser for recogniser in (RMSNorm(), LayerNorm(), Rope(), GLUMLP(), Experts(), LMHead())
+# in this order: a module is patched by the first that recognises it
+RECOGNISERS: dict[str, Recogniser] = {
+    recogniser.pattern: recogniser
+    for recogniser in (RMSNorm(), LayerNorm(), QKNormRope(), Rope(), GLUMLP(), Experts(), LMHead())
 }
 
 _log = logging.getLogger(__name__)
@@ -132,10 +135,11 @@ def patch(
     rows: list[Row] = []
     swaps: dict[nn.Module, type[Any]] = {}
     for option in filter(wanted.get, wanted):
-        recognisers = [recogniser for recogniser in RECOGNISERS.values() if recogniser.option == option]
+        recognisers = [recogniser for recogniser in RECOGNISERS.values() if recogniser.options[0] == option]
         before = len(rows)
         for recogniser in recognisers:
-            others = (module for module in model.modules() if module not in swaps)
+            on = all(wanted[name] for name in recogniser.options)
+            others = (m for m in model.modules() if m not in swaps and (on or _origin(m) is not None))
             found = [fate for module in others for fate in _examine(recogniser, module, model, verify)]
             rows += _grouped([row for row, _ in found])
             swaps.update(swap for _, swap in found if swap is not None)

@@ -30,7 +30,7 @@ class Recogniser:
     """A pattern of modules and the methods that replace theirs."""
 
     pattern: str
-    option: str  # the argument of ``patch`` that turns it off
+    options: tuple[str, ...]  # the arguments of ``patch`` that turn it off; it is reported under the first
     state: tuple[str, ...] = ()  # instance attributes that the methods leave behind; unpatching removes them
 
     def looks_like(self, module: nn.Module) -> bool:

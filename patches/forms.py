@@ -69,7 +69,8 @@ def _in_order(node: ast.AST) -> list[ast.AST]:
     return [node, *(below for child in ast.iter_child_nodes(node) for below in _in_order(child))]
 
 
-def _definition(function: FunctionType) -> ast.FunctionDef:
+def definition_of(function: FunctionType) -> ast.FunctionDef:
+    """The syntax tree of ``function``, parsed anew. Raises UnrecognisedError."""
     try:
         source = inspect.getsource(function)
     except OSError as error:
@@ -82,12 +83,12 @@ def _definition(function: FunctionType) -> ast.FunctionDef:
 
 def _read(function: FunctionType) -> set[str]:
     """The names that the body of ``function`` has."""
-    return {node.id for part in _definition(function).body for node in ast.walk(part) if isinstance(node, ast.Name)}
+    return {node.id for part in definition_of(function).body for node in ast.walk(part) if isinstance(node, ast.Name)}
 
 
 def _returned(function: FunctionType, owner: type[Any] | None, names: dict[str, Any]) -> ast.expr:
     """What ``function`` returns, in terms of the expressions that its parameters are bound to in ``names``."""
-    *assignments, last = _definition(function).body
+    *assignments, last = definition_of(function).body
     if not isinstance(last, ast.Return) or last.value is None:
         raise UnrecognisedError(f"{where(function)} is more than assignments and a return")
     _assign(assignments, function, owner, names)

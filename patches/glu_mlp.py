@@ -127,7 +127,7 @@ class GLUMLP(Recogniser):
     """MLPs whose forward has the form of one of PATTERNS with an activation of ACTIVATIONS."""
 
     pattern = "glu_mlp"
-    option = "mlp"
+    options = ("mlp",)
 
     def looks_like(self, module: nn.Module) -> bool:
         """Any MLP or block of experts, by name, without a part that is one."""
@@ -207,7 +207,7 @@ class Experts(Recogniser):
     """Blocks of experts whose GEMMs are transformers': what is between them is replaced."""
 
     pattern = "experts"
-    option = "mlp"
+    options = ("mlp",)
     patterns = (apply_gate, apply_gate_float)
 
     def looks_like(self, module: nn.Module) -> bool:

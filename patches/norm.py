@@ -20,7 +20,7 @@ class Norm(Recogniser):
     Its attributes play the parts "weight", "bias" (both [N] or None), "eps" and "shape" (one dimension).
     """
 
-    option = "norm"
+    options = ("norm",)
     named: str
     patterns: tuple[Callable[..., Tensor], ...]
     # by pattern, a function of the forward's inputs, weight, bias and eps. Constants are in code rather than in data,

@@ -8,6 +8,7 @@ from torch import Tensor
 
 from liger_like.ops.glu import swiglu
 from liger_like.ops.rms_norm import rms_norm
+from liger_like.patches.forms import match
 from liger_like.patches.norm import Norm
 
 ACT2FN: Any = {}  # stands for transformers' table of that name
@@ -97,6 +98,8 @@ KERNELS: dict[str, Callable[..., Tensor]] = {
     "weightless": _rounds_once,
     "gated": _gated,
 }
+# of those that a kernel that does more can do, by its offset and casting mode
+MODES = {"llama": (0.0, "llama"), "olmo": (0.0, "gemma"), "helium": (0.0, "gemma"), "gemma": (1.0, "gemma")}
 
 
 class RMSNorm(Norm):
@@ -105,3 +108,12 @@ class RMSNorm(Norm):
     pattern = "rms_norm"
     named = r"(?<!layer)(?<!layer_)norm(\d\w*|gated)?$"
     patterns, kernels = PATTERNS, KERNELS
+
+    def methods(self, cls: type[Any], variant: str) -> dict[str, Any]:
+        """Its forward, and what kernels that do more take: weight, eps, offset and casting mode."""
+        methods = super().methods(cls, variant)
+        if variant in MODES:
+            _, part = match(cls.forward, cls, PATTERNS)
+            weight, eps, mode = part["weight"], part["eps"], MODES[variant]
+            methods["fused_arguments"] = lambda self: (getattr(self, weight), getattr(self, eps), *mode)
+        return methods

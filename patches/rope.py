@@ -8,7 +8,7 @@ import functools
 import inspect
 import re
 from collections.abc import Callable
-from types import FunctionType
+from types import CodeType, FunctionType
 from typing import Any
 
 import torch
@@ -26,16 +26,16 @@ class Rope(Recogniser):
     """Attention modules whose rotary functions all have the form of one of PATTERNS."""
 
     pattern = "rope"
-    option = "rope"
+    options = ("rope",)
 
     def looks_like(self, module: nn.Module) -> bool:
         """Any module whose forward calls a rotary function."""
-        return bool(_rotary_functions(type(module)))
+        return bool(functions_of(type(module)))
 
     def variant(self, module: nn.Module, model: nn.Module) -> str:
         """The names of the rotary functions' patterns."""
         cls = type(module)
-        functions = _rotary_functions(cls)
+        functions = functions_of(cls)
         if not functions:
             raise UnrecognisedError("calls no rotary function")
         variants = [match(function, None, PATTERNS)[0] for function in functions.values()]
@@ -55,13 +55,13 @@ class Rope(Recogniser):
 
     def trial(self, module: nn.Module, variant: str, methods: dict[str, Any]) -> Trial:
         """Three heads and two of 8 features, five positions, the functions alone."""
-        originals, replacements = _rotary_functions(type(module)), _replacements(type(module))
+        originals, replacements = functions_of(type(module)), _replacements(type(module))
         parameter = next(module.parameters())
         calls = []
         for name, pattern in zip(originals, variant.split(", "), strict=True):
             _, names = match(originals[name], None, PATTERNS)
             kind = BY_NAME[pattern]
-            calls.append((name, names, _tables(kind, 4 if kind.partial else 8, parameter), kind.dim))
+            calls.append((name, names, tables_of(kind, 4 if kind.partial else 8, parameter), kind.dim))
         dims = {dim for *_, dim in calls}
         if len(dims) > 1:
             raise UnrecognisedError("its rotary functions take heads in different places")
@@ -81,19 +81,20 @@ class Rope(Recogniser):
         return Trial(functools.partial(run, originals), functools.partial(run, replacements), inputs)
 
 
-def with_globals(function: FunctionType, changed: dict[str, Any]) -> FunctionType:
-    """A copy of ``function`` that sees ``changed`` under those global names."""
+def with_globals(function: FunctionType, changed: dict[str, Any], code: CodeType | None = None) -> FunctionType:
+    """A copy of ``function`` that sees ``changed`` under those global names, and runs ``code`` if it is given."""
     namespace = {**function.__globals__, **changed}
     # torch.compile would look these names up in the module of this name, where they still are what they were
     del namespace["__name__"]
-    clone = FunctionType(function.__code__, namespace, function.__name__, function.__defaults__, function.__closure__)
+    code = code or function.__code__
+    clone = FunctionType(code, namespace, function.__name__, function.__defaults__, function.__closure__)
     functools.update_wrapper(clone, function)
     clone.__kwdefaults__ = function.__kwdefaults__
     del clone.__dict__["__wrapped__"]
     return clone
 
 
-def _rotary_functions(cls: type[Any]) -> dict[str, Callable[..., Any]]:
+def functions_of(cls: type[Any]) -> dict[str, Callable[..., Any]]:
     """The global functions about rotary embeddings that the forward of ``cls`` calls, by name."""
     forward = inspect.unwrap(cls.forward)
     if not isinstance(forward, FunctionType):
@@ -103,15 +104,28 @@ def _rotary_functions(cls: type[Any]) -> dict[str, Callable[..., Any]]:
 
 
 def _replacements(cls: type[Any]) -> dict[str, Callable[..., Any]]:
-    return {name: _replacement(function) for name, function in _rotary_functions(cls).items()}
+    return {name: replacement(function) for name, function in functions_of(cls).items()}
 
 
-def _replacement(original: Callable[..., Any]) -> Callable[..., Any]:
+def replacement(original: Callable[..., Any]) -> Callable[..., Any]:
     """A function of the arguments of ``original`` that runs ``rope``, or ``original`` where that does not fit."""
+    fitted = adapter(original)
+
+    def rotate(*args: Any, **kwargs: Any) -> Any:
+        rotated = fitted(rope, args, kwargs)
+        return original(*args, **kwargs) if rotated is None else rotated
+
+    return rotate
+
+
+def adapter(original: Callable[..., Any]) -> Callable[..., Any]:
+    """A function of something that turns heads as ``rope`` does, or gives None, and of the arguments of ``original``;
+    None: no fit.
+    """
     variant, names = match(original, None, PATTERNS)
     kind, parameters = BY_NAME[variant], [*inspect.signature(original).parameters]
 
-    def rotate(*args: Any, **kwargs: Any) -> Any:
+    def fitted(turn: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         given = dict(zip(parameters, args, strict=False)) | kwargs
         heads = [given[names[role]] for role in ("q", "k") if role in names]
         if kind.tables == "complex":
@@ -119,12 +133,10 @@ def _replacement(original: Callable[..., Any]) -> Callable[..., Any]:
         else:
             cos, sin = given[names["cos"]], given[names["sin"]]
         dim = given.get(names["unsqueeze_dim"], kind.dim) if "unsqueeze_dim" in names else kind.dim
-        rotated = rotated_heads(kind, heads, cos, sin, dim)
-        if rotated is None:
-            return original(*args, **kwargs)
-        return rotated if len(heads) == 2 else rotated[0]
+        turned = _turned(turn, kind, heads, cos, sin, dim)
+        return turned[0] if turned is not None and len(heads) == 1 else turned
 
-    return rotate
+    return fitted
 
 
 # (dimensions of heads, of tables, where tables are unsqueezed) -> whether heads lack a batch, unsqueeze_dim of ``rope``
@@ -138,10 +150,10 @@ PLACES = {
 }
 
 
-def rotated_heads(
-    kind: Kind, heads: list[Tensor], cos: Tensor, sin: Tensor, unsqueeze_dim: int
+def _turned(
+    turn: Callable[..., Any], kind: Kind, heads: list[Tensor], cos: Tensor, sin: Tensor, unsqueeze_dim: int
 ) -> tuple[Tensor, Tensor] | None:
-    """One or two tensors of heads as ``rope`` rotates them, in the dtypes that ``kind`` gives; None: does not fit."""
+    """One or two tensors of heads, turned, in the dtypes that ``kind`` gives; None: does not fit."""
     place = PLACES.get((heads[0].dim(), cos.dim(), unsqueeze_dim))
     if place is None or heads[0].dim() != heads[-1].dim() or heads[0].shape[-1] != heads[-1].shape[-1]:
         return None
@@ -161,11 +173,13 @@ def rotated_heads(
     q, k = heads if len(heads) == 2 else (heads[0], heads[0].narrow(dim, 0, 0))
     cos_layout = {"first": "full", "complex": "half"}.get(kind.tables, kind.tables)
     sin = sin if kind.sign > 0 else -sin
-    q, k = rope(q, k, cos, sin, layout=kind.layout, cos_layout=cos_layout, unsqueeze_dim=dim)
-    return (q.squeeze(0), k.squeeze(0)) if unbatched else (q, k)
+    turned = turn(q, k, cos, sin, layout=kind.layout, cos_layout=cos_layout, unsqueeze_dim=dim)
+    if turned is None or not unbatched:
+        return turned
+    return turned[0].squeeze(0), turned[1].squeeze(0)
 
 
-def _tables(kind: Kind, width: int, like: Tensor) -> dict[str, Tensor]:
+def tables_of(kind: Kind, width: int, like: Tensor) -> dict[str, Tensor]:
     """Tables of five positions for a rotation of ``width`` features, by the part that they play."""
     angles = torch.arange(5, device="cpu")[None, :, None] / 10 ** torch.linspace(0, 2, width // 2, device="cpu")
     if kind.tables == "complex":

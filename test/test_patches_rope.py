@@ -76,12 +76,12 @@ def test_functions_are_what_they_were(pattern, heads, table, device, monkeypatch
     variant, names = rope.match(original, None, rope.PATTERNS)
     assert variant == pattern
     kind, calls = rope.BY_NAME[pattern], counted(monkeypatch)
-    tables = rope._tables(kind, 4 if kind.partial else 8, torch.empty(0, dtype=table, device=device))
+    tables = rope.tables_of(kind, 4 if kind.partial else 8, torch.empty(0, dtype=table, device=device))
     tables = {
         role: t.expand(2, -1, -1) * (1 + torch.arange(2, device=device)[:, None, None]) for role, t in tables.items()
     }
     q, k = (torch.randn((2, h, 5, 8) if kind.dim == 1 else (2, 5, h, 8), device=device).to(heads) for h in (4, 2))
-    got, expected = (outcome(f, (q, k), names, tables) for f in (rope._replacement(original), original))
+    got, expected = (outcome(f, (q, k), names, tables) for f in (rope.replacement(original), original))
     assert calls
     eps = max(torch.finfo(dtype).eps for dtype in (heads, table))
     for x, y in zip(got, expected, strict=True):
@@ -107,7 +107,7 @@ def test_places_of_heads(heads, table, dim, runs, device, monkeypatch):
     q, k, angles = (torch.randn(*shape, device=device) for shape in (heads, heads, table))
     angles = angles[..., : (table[-1] + 1) // 2].repeat(*[1] * (len(table) - 1), min(2, table[-1]))
     cos, sin = angles.cos(), angles.sin()
-    got, expected = (f(q, k, cos, sin, dim) for f in (rope._replacement(original), original))
+    got, expected = (f(q, k, cos, sin, dim) for f in (rope.replacement(original), original))
     assert len(calls) == runs
     torch.testing.assert_close(got, expected)
 
