@@ -173,7 +173,9 @@ def _turned(
     q, k = heads if len(heads) == 2 else (heads[0], heads[0].narrow(dim, 0, 0))
     cos_layout = {"first": "full", "complex": "half"}.get(kind.tables, kind.tables)
     sin = sin if kind.sign > 0 else -sin
-    turned = turn(q, k, cos, sin, layout=kind.layout, cos_layout=cos_layout, unsqueeze_dim=dim)
+    turned: tuple[Tensor, Tensor] | None = turn(
+        q, k, cos, sin, layout=kind.layout, cos_layout=cos_layout, unsqueeze_dim=dim
+    )
     if turned is None or not unbatched:
         return turned
     return turned[0].squeeze(0), turned[1].squeeze(0)
