@@ -253,6 +253,7 @@ class Attention(Recogniser):
     """Modules that call transformers' attention interface, of a family whose eager function computes what it does."""
 
     pattern = "attention"
+    options = ("attention",)
 
     def looks_like(self, module: nn.Module) -> bool:
         """Any module that calls the interface, and any attention, by name, without a part that is one."""

@@ -144,6 +144,7 @@ class LMHead(Recogniser):
     """Models whose forward gives the output of a plain linear head to transformers' causal language-model loss."""
 
     pattern = "lm_head"
+    options = ("loss",)
     state = ("_lazy",)
 
     def looks_like(self, module: nn.Module) -> bool:
