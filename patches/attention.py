@@ -342,7 +342,7 @@ def _tree(cls: type[Any]) -> ast.AST:
         raise UnrecognisedError(f"{where(cls.forward)} has no source") from error
 
 
-def _looks_into_its_mask(cls: type[Any]) -> bool:
+def _looks_into_its_mask(cls: Any) -> bool:
     """Whether the forward of ``cls`` uses the mask that it is given for more than to pass it to the interface.
 
     A Mask is no tensor to cut, to extend or to combine. What runs for the eager implementation alone does not count.
@@ -365,7 +365,7 @@ def _looks_into_its_mask(cls: type[Any]) -> bool:
 
 
 @functools.cache
-def _keywords(cls: type[Any]) -> dict[str, Any]:
+def _keywords(cls: Any) -> dict[str, Any]:
     """The keywords with which the forward of ``cls`` calls the interface, as code."""
     calls = [node for node in ast.walk(_tree(cls)) if isinstance(node, ast.Call)]
     keywords = [k for call in calls if ast.unparse(call.func) == "attention_interface" for k in call.keywords]

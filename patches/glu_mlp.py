@@ -3,9 +3,12 @@
 The projections stay modules and are called as such, so that biases, adapters and sharding hooks work as before.
 """
 
+import ast
 import copy
 import functools
+import inspect
 import re
+import textwrap
 from collections.abc import Callable
 from typing import Any
 
@@ -130,8 +133,13 @@ class GLUMLP(Recogniser):
     options = ("mlp",)
 
     def looks_like(self, module: nn.Module) -> bool:
-        """Any MLP or block of experts, by name, without a part that is one."""
-        return _is_mlp(module) and not any(_is_mlp(part) or _is_experts(part) for part in module.children())
+        """Any MLP or block of experts, by name, without a part that is one; others of linears with a gate."""
+        cls: Any = type(module)
+        parts = [*module.children()]
+        if _is_mlp(module):
+            return not any(_is_mlp(part) or _is_experts(part) for part in parts)
+        linear = sum(isinstance(part, nn.Linear) for part in parts)
+        return len(parts) - 1 <= linear >= 2 and _has_gate(cls)
 
     def variant(self, module: nn.Module, model: nn.Module) -> str:
         """The kernel that the activation of ``module`` needs."""
@@ -185,6 +193,18 @@ class GLUMLP(Recogniser):
 def _is_mlp(module: nn.Module) -> bool:
     named = re.search("(mlp|feed_?forward|ffn|experts|moe|moe_?block)$", type(module).__name__, re.IGNORECASE)
     return named is not None and not _is_experts(module)
+
+
+@functools.cache
+def _has_gate(cls: type[Any]) -> bool:
+    """Whether the forward of ``cls`` multiplies by what an activation returns."""
+    try:
+        tree = ast.parse(textwrap.dedent(inspect.getsource(inspect.unwrap(cls.forward))))
+    except (OSError, TypeError):
+        return False
+    products = [node for node in ast.walk(tree) if isinstance(node, ast.BinOp) and isinstance(node.op, ast.Mult)]
+    factors = [factor for product in products for factor in (product.left, product.right)]
+    return any(isinstance(factor, ast.Call) and "act" in ast.unparse(factor.func) for factor in factors)
 
 
 def _is_experts(module: nn.Module) -> bool:
