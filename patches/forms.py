@@ -108,8 +108,7 @@ def _assign(statements: list[ast.stmt], function: FunctionType, owner: type[Any]
                 names[name] = substitute(value)
             case ast.Assign(targets=[ast.Tuple(elts=targets)], value=value):
                 value = substitute(value)
-                parts = value.elts if isinstance(value, ast.Tuple) else _items(value, len(targets))
-                names.update({ast.unparse(target): part for target, part in zip(targets, parts, strict=True)})
+                names.update(_unpacked(targets, value, function))
             case ast.If(test=test, body=body, orelse=orelse):
                 condition, branches = substitute(test), (dict(names), dict(names))
                 for block, branch in zip((body, orelse), branches, strict=True):
@@ -122,8 +121,20 @@ def _assign(statements: list[ast.stmt], function: FunctionType, owner: type[Any]
                 raise UnrecognisedError(f"{where(function)} is more than assignments and a return")
 
 
-def _items(value: ast.expr, count: int) -> list[ast.expr]:
-    return [ast.Subscript(value, ast.Constant(i)) for i in range(count)]
+def _unpacked(targets: list[ast.expr], value: ast.expr, function: FunctionType) -> dict[str, ast.expr]:
+    """What each of ``targets``, of which one may be starred, is bound to."""
+    starred = [isinstance(target, ast.Starred) for target in targets]
+    names = [target.value if isinstance(target, ast.Starred) else target for target in targets]
+    if not all(isinstance(name, ast.Name) for name in names):
+        raise UnrecognisedError(f"{where(function)} is more than assignments and a return")
+    if isinstance(value, ast.Tuple) and not any(starred):
+        parts: list[ast.expr] = value.elts
+    else:
+        first = starred.index(True) if any(starred) else len(targets)
+        ends = [ast.Constant(i if i <= first else i - len(targets)) for i in range(len(targets) + 1)]
+        rest = ast.Slice(ends[first] if first else None, ends[first + 1] if first + 1 < len(targets) else None)
+        parts = [ast.Subscript(value, rest if star else end) for star, end in zip(starred, ends, strict=False)]
+    return {ast.unparse(name): part for name, part in zip(names, parts, strict=True)}
 
 
 class _Substitute(ast.NodeTransformer):

@@ -8,16 +8,26 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from liger_like.patches import Recogniser, Trial, UnrecognisedError, bare, random_like, random_parameter
+from liger_like.patches import (
+    NothingToDoError,
+    Recogniser,
+    Trial,
+    UnrecognisedError,
+    bare,
+    random_like,
+    random_parameter,
+)
 from liger_like.patches.forms import match
 
 VECTORS = ("weight", "bias")
+NO_KERNEL = (nn.modules.batchnorm._NormBase, nn.GroupNorm)
 
 
 class Norm(Recogniser):
     """Modules whose forward has the form of one of ``patterns``.
 
-    Its attributes play the parts "weight", "bias" (both [N] or None), "eps" and "shape" (one dimension).
+    Its attributes play the parts "weight", "bias" (both [N] or None), "eps", "shape" (one dimension) and "size" (of the
+    groups that are normalised each).
     """
 
     options = ("norm",)
@@ -33,6 +43,8 @@ class Norm(Recogniser):
 
     def variant(self, module: nn.Module, model: nn.Module) -> str:
         """The name of the pattern, and what it is without."""
+        if isinstance(module, NO_KERNEL):
+            raise NothingToDoError("normalises no last dimension")
         pattern, part = match(type(module).forward, type(module), self.patterns)
         values: dict[str, Any] = {role: getattr(module, name, None) for role, name in part.items()}
         for role in VECTORS:
@@ -52,10 +64,12 @@ class Norm(Recogniser):
         pattern, part = match(cls.forward, cls, self.patterns)
         weight, bias, eps = (part.get(role, "_") for role in (*VECTORS, "eps"))
         kernel, names = self.kernels[pattern], [*inspect.signature(cls.forward).parameters][1:]
+        more = [part[role] for role in ("size",) if role in part]
 
         def forward(self: nn.Module, *args: Tensor, **kwargs: Tensor) -> Tensor:
-            inputs = *args, *(kwargs[name] for name in names[len(args) :])
-            return kernel(*inputs, getattr(self, weight, None), getattr(self, bias, None), getattr(self, eps, 0.0))
+            inputs = *args, *(kwargs.get(name) for name in names[len(args) :])
+            own = getattr(self, weight, None), getattr(self, bias, None), getattr(self, eps, 0.0)
+            return kernel(*inputs, *own, *(getattr(self, name) for name in more))
 
         return {"forward": forward}
 
@@ -65,7 +79,7 @@ class Norm(Recogniser):
         _, part = match(cls.forward, cls, self.patterns)
         attributes = {name: getattr(module, name, None) for name in part.values()}
         sized = {name: random_parameter(8) for name, value in attributes.items() if isinstance(value, Tensor)}
-        own = {"eps": 1e-3, "shape": (8,)}
+        own = {"eps": 1e-3, "shape": (8,), "size": 4}
         sized |= {part[role]: value for role, value in own.items() if role in part}  # type: ignore[misc]
         return bare(cls, **attributes | sized, empty=random_parameter(0))
 

@@ -9,7 +9,7 @@ import ast
 import copy
 import functools
 from collections.abc import Callable
-from types import CodeType, FunctionType
+from types import CodeType
 from typing import Any, NamedTuple
 
 from torch import Tensor, nn
@@ -17,11 +17,11 @@ from torch import Tensor, nn
 from liger_like.ops.qk_norm_rope import qk_norm_rope
 from liger_like.patches import Recogniser, Trial, UnrecognisedError, bare, random_like, where
 from liger_like.patches.forms import definition_of
-from liger_like.patches.rms_norm import MODES, RMSNorm
-from liger_like.patches.rope import BY_NAME, Rope, adapter, functions_of, replacement, tables_of, with_globals
+from liger_like.patches.rewriting import compiled, plain_forward, with_globals
+from liger_like.patches.rms_norm import MODES, RMSNorm, fusible
+from liger_like.patches.rope import BY_NAME, Rope, adapter, functions_of, replacement, tables_of
 
 NAME = "_liger_like_norm_and_rotate"
-HOOKS = ("_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_pre_hooks")
 ROPE, NORM = Rope(), RMSNorm()
 
 
@@ -92,7 +92,7 @@ def _norm_and_rotate(original: Callable[..., Any]) -> Callable[..., Any]:
     rotate, fitted = replacement(original), adapter(original)
 
     def norm_and_rotate(q_norm: Any, k_norm: Any, q: Tensor, k: Tensor, *args: Any, **kwargs: Any) -> Any:
-        if _is_plain(q_norm) and _is_plain(k_norm):
+        if fusible(q_norm) and fusible(k_norm):
             q_weight, *options = q_norm.fused_arguments()
             k_weight, *same = k_norm.fused_arguments()
             if options == same and q.dtype == k.dtype == q_weight.dtype == k_weight.dtype:
@@ -112,13 +112,6 @@ def _norm_and_rotate(original: Callable[..., Any]) -> Callable[..., Any]:
     return norm_and_rotate
 
 
-def _is_plain(norm: nn.Module) -> bool:
-    """Whether nothing but its own patched forward would run, on whole weights."""
-    if not hasattr(type(norm), "fused_arguments") or any(getattr(norm, hooks) for hooks in HOOKS):
-        return False
-    return "forward" not in norm.__dict__ and not hasattr(norm.weight, "device_mesh")
-
-
 def _sites_of(module: nn.Module) -> Sites:
     cls: Any = type(module)
     return _sites(cls)
@@ -127,8 +120,8 @@ def _sites_of(module: nn.Module) -> Sites:
 @functools.cache
 def _sites(cls: Any) -> Sites:
     """Raises UnrecognisedError unless each head of queries and keys is normalised, then moved at most, then rotated."""
-    forward = cls.forward
-    if isinstance(forward, FunctionType) and not forward.__closure__ and not hasattr(forward, "__wrapped__"):
+    forward = plain_forward(cls)
+    if forward is not None:
         definition = definition_of(forward)
         for index, statement in enumerate(definition.body):
             match statement:
@@ -139,8 +132,8 @@ def _sites(cls: Any) -> Sites:
                     norms = [_norm_of(name, definition.body[:index]) for name in (q, k)]
                     if None not in norms:
                         names = norms[0].func.attr, norms[1].func.attr
-                        return Sites(names, rotary, _compiled(forward, _Rewrite(norms, call).visit(definition)))
-    raise UnrecognisedError(f"{where(forward)} does not rotate what it has just normalised")
+                        return Sites(names, rotary, compiled(forward, _Rewrite(norms, call).visit(definition)))
+    raise UnrecognisedError(f"{where(cls.forward)} does not rotate what it has just normalised")
 
 
 def _norm_of(name: str, statements: list[ast.stmt]) -> Any:
@@ -179,19 +172,3 @@ class _Rewrite(ast.NodeTransformer):
         if node is self.rotary_call:
             node.func, node.args = ast.Name(NAME, ast.Load()), [*(norm.func for norm in self.norms), *node.args]
         return node
-
-
-def _compiled(forward: FunctionType, definition: ast.FunctionDef) -> CodeType:
-    """The code of ``definition``, which was made from that of ``forward``; its lines are where they were."""
-    # that of the defaults and annotations is another
-    definition.args.defaults = [ast.Constant(None) for _ in definition.args.defaults]
-    for argument in ast.walk(definition.args):
-        if isinstance(argument, ast.arg):
-            argument.annotation = None
-    definition.decorator_list, definition.returns = [], None
-    ast.increment_lineno(definition, forward.__code__.co_firstlineno - 1)
-    module = compile(
-        ast.fix_missing_locations(ast.Module([definition], [])), forward.__code__.co_filename, "exec", dont_inherit=True
-    )
-    (code,) = (constant for constant in module.co_consts if isinstance(constant, CodeType))
-    return code

@@ -4,7 +4,7 @@ from collections.abc import Callable
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from liger_like.ops.glu import swiglu
 from liger_like.ops.rms_norm import rms_norm
@@ -65,11 +65,30 @@ def weightless(self: Any, x: Tensor) -> Tensor:
     return (h * torch.rsqrt(h.pow(2).mean(-1, keepdim=True) + self.eps)).to(x.dtype)
 
 
+def rounded_scale(self: Any, x: Tensor) -> Tensor:
+    """Has no weight, and rounds 1 / rms(x), too, which the kernel does not."""
+    scale = torch.rsqrt(x.to(torch.float32).square().mean(-1, keepdim=True) + self.eps)
+    return x * scale.to(x.dtype)
+
+
 def gated(self: Any, x: Tensor, gate: Tensor) -> Tensor:
     """As ``llama``, times an activation of another tensor."""
     h = x.to(torch.float32)
     h = h * torch.rsqrt(h.pow(2).mean(-1, keepdim=True) + self.eps)
     return (self.weight * h.to(x.dtype) * ACT2FN[self.act](gate.to(torch.float32))).to(x.dtype)  # type: ignore[no-any-return]
+
+
+def grouped(self: Any, x: Tensor, gate: Tensor | None = None) -> Tensor:
+    """Times SiLU of another tensor, if there is one, then as ``llama`` by groups of features."""
+    h = x.to(torch.float32)
+    if gate is not None:
+        h = h * nn.functional.silu(gate.to(torch.float32))
+    *rows, features = h.shape
+    groups = features // self.size
+    g = h.view(*rows, groups, self.size)
+    g = g * torch.rsqrt(g.pow(2).mean(-1, keepdim=True) + self.eps)
+    h = g.view(*rows, groups * self.size)
+    return self.weight * h.to(x.dtype)  # type: ignore[no-any-return]
 
 
 def _rounds_once(x: Tensor, weight: Tensor | None, bias: None, eps: float) -> Tensor:
@@ -87,7 +106,13 @@ def _gated(x: Tensor, gate: Tensor, weight: Tensor, bias: None, eps: float) -> T
     return swiglu(gate.to(h.dtype), h).to(x.dtype)
 
 
-PATTERNS = (llama, t5, olmo, helium, gemma, gemma3n, weightless, gated)
+def _grouped(x: Tensor, gate: Tensor | None, weight: Tensor, bias: None, eps: float, size: int) -> Tensor:
+    h = x.to(torch.float32)
+    h = h if gate is None else swiglu(gate.to(torch.float32), h)
+    return weight * rms_norm(h.reshape(*x.shape[:-1], -1, size), None, eps).flatten(-2).to(x.dtype)
+
+
+PATTERNS = (llama, t5, olmo, helium, gemma, gemma3n, weightless, rounded_scale, gated, grouped)
 KERNELS: dict[str, Callable[..., Tensor]] = {
     "llama": lambda x, weight, bias, eps: rms_norm(x, weight, eps, offset=0.0, casting_mode="llama"),
     "t5": _t5,
@@ -96,10 +121,20 @@ KERNELS: dict[str, Callable[..., Tensor]] = {
     "gemma": lambda x, weight, bias, eps: rms_norm(x, weight, eps, offset=1.0, casting_mode="gemma"),
     "gemma3n": _rounds_once,
     "weightless": _rounds_once,
+    "rounded_scale": _rounds_once,
     "gated": _gated,
+    "grouped": _grouped,
 }
 # of those that a kernel that does more can do, by its offset and casting mode
 MODES = {"llama": (0.0, "llama"), "olmo": (0.0, "gemma"), "helium": (0.0, "gemma"), "gemma": (1.0, "gemma")}
+HOOKS = ("_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_pre_hooks")
+
+
+def fusible(norm: Any) -> bool:
+    """Whether a kernel may run in place of ``norm``: its patched forward is all that would, on a whole weight."""
+    if not hasattr(type(norm), "fused_arguments") or any(getattr(norm, hooks) for hooks in HOOKS):
+        return False
+    return "forward" not in norm.__dict__ and not hasattr(norm.fused_arguments()[0], "device_mesh")
 
 
 class RMSNorm(Norm):

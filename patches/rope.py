@@ -8,7 +8,7 @@ import functools
 import inspect
 import re
 from collections.abc import Callable
-from types import CodeType, FunctionType
+from types import FunctionType
 from typing import Any
 
 import torch
@@ -17,6 +17,7 @@ from torch import Tensor, nn
 from liger_like.ops.rope import rope
 from liger_like.patches import Recogniser, Trial, UnrecognisedError, bare, random_like, where
 from liger_like.patches.forms import match
+from liger_like.patches.rewriting import with_globals
 from liger_like.patches.rotary_functions import KINDS, PATTERNS, Kind
 
 BY_NAME = {pattern.__name__: kind for pattern, kind in KINDS.items()}
@@ -79,19 +80,6 @@ class Rope(Recogniser):
 
         inputs = tuple(random_like(parameter, *shape) for shape in shapes)
         return Trial(functools.partial(run, originals), functools.partial(run, replacements), inputs)
-
-
-def with_globals(function: FunctionType, changed: dict[str, Any], code: CodeType | None = None) -> FunctionType:
-    """A copy of ``function`` that sees ``changed`` under those global names, and runs ``code`` if it is given."""
-    namespace = {**function.__globals__, **changed}
-    # torch.compile would look these names up in the module of this name, where they still are what they were
-    del namespace["__name__"]
-    code = code or function.__code__
-    clone = FunctionType(code, namespace, function.__name__, function.__defaults__, function.__closure__)
-    functools.update_wrapper(clone, function)
-    clone.__kwdefaults__ = function.__kwdefaults__
-    del clone.__dict__["__wrapped__"]
-    return clone
 
 
 def functions_of(cls: type[Any]) -> dict[str, Callable[..., Any]]:

@@ -13,6 +13,7 @@ from transformers.models.llama4.modeling_llama4 import Llama4TextL2Norm
 from transformers.models.olmo.modeling_olmo import OlmoLayerNorm
 from transformers.models.qwen3_next.modeling_qwen3_next import Qwen3NextRMSNormGated
 from transformers.models.t5.modeling_t5 import T5LayerNorm
+from transformers.models.zamba2.modeling_zamba2 import Zamba2RMSNormGated
 
 from liger_like.patches import layer_norm, rms_norm
 from liger_like.patching import patch, unpatch
@@ -30,6 +31,7 @@ NORMS = {
     "rms_norm gemma3n, no weight": Gemma3nRMSNorm(N, with_scale=False),
     "rms_norm weightless": Llama4TextL2Norm(1e-5),
     "rms_norm gated": Qwen3NextRMSNormGated(N),
+    "rms_norm grouped": Zamba2RMSNormGated(N, 8),
 }
 
 
@@ -67,7 +69,9 @@ def test_norms_are_what_they_were(name, data, weights, device, monkeypatch):
     assert (row.variant, row.status) == (variant, "patched")
     assert {row.pattern for row in report.patched} == {pattern}
     calls.clear()
-    inputs = [torch.randn(2, 5, N, device=device).to(data) * 3 + 1 for _ in range(1 + (variant == "gated"))]
+    inputs = [
+        torch.randn(2, 5, N, device=device).to(data) * 3 + 1 for _ in range(1 + (variant in ("gated", "grouped")))
+    ]
     got, expected = outcome(model[0], inputs), outcome(original, inputs)
     assert calls
     eps = max(torch.finfo(dtype).eps for dtype in (data, weights))
@@ -96,7 +100,6 @@ LEFT = {
     "needs a weight [N], has [4, 24]": CohereLayerNorm((4, N)),
     "normalises 2 dimensions": nn.LayerNorm((4, N), elementwise_affine=False),
     "no kernel for the activation gelu": gelu_gated,
-    "torch.nn.modules.normalization.GroupNorm.forward is of no known form": nn.GroupNorm(2, N),
 }
 
 
@@ -104,6 +107,21 @@ LEFT = {
 def test_norms_that_are_left_alone(reason):
     (row,) = (row for row in patch(nn.Sequential(LEFT[reason])).rows if row.status == "skipped")
     assert (row.cls, row.reason) == (type(LEFT[reason]).__name__, reason)
+
+
+@pytest.mark.parametrize("norm", [nn.GroupNorm(2, N), nn.BatchNorm1d(N), nn.InstanceNorm2d(N)])
+def test_norms_of_other_dimensions_are_nothing_to_patch(norm):
+    (row,) = (row for row in patch(nn.Sequential(norm), strict=True).rows if row.cls)
+    assert (row.cls, row.status, row.reason) == (type(norm).__name__, "absent", "normalises no last dimension")
+
+
+def test_a_gate_may_be_missing_or_named(device):
+    original = norm("rms_norm grouped", device, torch.float32)
+    model = nn.Sequential(copy.deepcopy(original))
+    patch(model)
+    x, gate = torch.randn(2, 5, N, device=device), torch.randn(2, 5, N, device=device)
+    for given in ({}, {"gate": gate}, {"gate": None}):
+        torch.testing.assert_close(model[0](x, **given), original(x, **given))
 
 
 def test_a_norm_is_named_once():

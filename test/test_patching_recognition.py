@@ -174,6 +174,21 @@ def branching(self, x):
     return self.a * x
 
 
+def starred(self, x):
+    *rows, n = x.shape
+    first, second, *_ = x.split(n)
+    return first.view(*rows, n) + second
+
+
+def spelt_out(self, x):
+    return x.split(x.shape[-1])[0].view(*x.shape[0:-1], x.shape[-1]) + x.split(x.shape[-1])[1]
+
+
+def attribute(self, x):
+    self.a, y = x
+    return y
+
+
 def conditional(self, x, unread=None):
     y = x + self.b
     z = x
@@ -212,7 +227,15 @@ def test_forms():
     }
     with pytest.raises(UnrecognisedError, match="is of no known form"):
         match(scale_by_difference, Owner, (add_then_scale,))
-    for function in (branching, in_place, scoped, functools.wraps(branching)(lambda *args: branching(*args)), len):
+    assert match(starred, Owner, (spelt_out,))[0] == "spelt_out"
+    for function in (
+        branching,
+        attribute,
+        in_place,
+        scoped,
+        functools.wraps(branching)(lambda *args: branching(*args)),
+        len,
+    ):
         with pytest.raises(UnrecognisedError):
             form_of(function, Owner)
 
