@@ -3,8 +3,10 @@
 The projections stay modules and are called as such, so that biases, adapters and sharding hooks work as before.
 """
 
+import ast
 import copy
 import functools
+import inspect
 import re
 from collections.abc import Callable
 from typing import Any
@@ -23,7 +25,7 @@ from liger_like.patches import (
     random_like,
     random_parameter,
 )
-from liger_like.patches.forms import form_of, match
+from liger_like.patches.forms import definition_of, form_of, match
 
 GLU = Callable[..., Tensor]
 
@@ -130,7 +132,7 @@ class GLUMLP(Recogniser):
     options = ("mlp",)
 
     def looks_like(self, module: nn.Module) -> bool:
-        """Any MLP or block of experts, by name, without a part that is one."""
+        """Any MLP or block of experts, by name or by what it does, without a part that is one."""
         return _is_mlp(module) and not any(_is_mlp(part) or _is_experts(part) for part in module.children())
 
     def variant(self, module: nn.Module, model: nn.Module) -> str:
@@ -139,7 +141,7 @@ class GLUMLP(Recogniser):
         try:
             _, part = match(cls.forward, cls, PATTERNS)
         except UnrecognisedError:
-            if " * " not in form_of(cls.forward, cls).text:
+            if _has_no_product(cls):
                 raise NothingToDoError("has no gate") from None
             raise
         return kernel_of(getattr(module, part["act"]) if "act" in part else F.silu)
@@ -184,7 +186,28 @@ class GLUMLP(Recogniser):
 
 def _is_mlp(module: nn.Module) -> bool:
     named = re.search("(mlp|feed_?forward|ffn|experts|moe|moe_?block)$", type(module).__name__, re.IGNORECASE)
-    return named is not None and not _is_experts(module)
+    if named is None:
+        linear = [part for part in module.children() if isinstance(part, nn.Linear)]
+        cls: Any = type(module)
+        return len(linear) > 1 and re.search(r"act\w*\([^*]*\) \*|\* self\.act\w*\(", _body(cls)) is not None
+    return not _is_experts(module)
+
+
+def _has_no_product(cls: Any) -> bool:
+    try:
+        code = form_of(cls.forward, cls).text
+    except UnrecognisedError:
+        code = _body(cls)
+    return code != "" and " * " not in code
+
+
+@functools.cache
+def _body(cls: Any) -> str:
+    """The code of the forward."""
+    try:
+        return "\n".join(map(ast.unparse, definition_of(inspect.unwrap(cls.forward)).body))
+    except UnrecognisedError:
+        return ""
 
 
 def _is_experts(module: nn.Module) -> bool:
