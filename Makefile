@@ -13,7 +13,7 @@ py := $(VENV)/bin/python
 ready := $(VENV)/.ready
 endif
 
-.PHONY: demo test check compile-check mutants bench bench-losses bench-ops bench-attention tune
+.PHONY: demo test check compile-check mutants bench bench-losses bench-ops bench-attention coverage tune
 
 demo: $(ready)
 	$(py) examples/train.py
@@ -46,6 +46,9 @@ bench-ops: $(ready)
 
 bench-attention: $(ready)
 	$(py) -m benchmark.attention
+
+coverage: $(ready)
+	OMP_NUM_THREADS=1 $(py) -m benchmark.coverage
 
 # make tune, or make tune OP=rms_norm,rope
 tune: $(ready)

@@ -132,8 +132,13 @@ class GLUMLP(Recogniser):
     options = ("mlp",)
 
     def looks_like(self, module: nn.Module) -> bool:
-        """Any MLP or block of experts, by name or by what it does, without a part that is one."""
-        return _is_mlp(module) and not any(_is_mlp(part) or _is_experts(part) for part in module.children())
+        """Any MLP or block of experts, by name, without a part that is one; others of linears with a gate."""
+        cls: Any = type(module)
+        parts = [*module.children()]
+        if _is_mlp(module):
+            return not any(_is_mlp(part) or _is_experts(part) for part in parts)
+        linear = sum(isinstance(part, nn.Linear) for part in parts)
+        return len(parts) - 1 <= linear >= 2 and _has_gate(cls)
 
     def variant(self, module: nn.Module, model: nn.Module) -> str:
         """The kernel that the activation of ``module`` needs."""
@@ -186,11 +191,7 @@ class GLUMLP(Recogniser):
 
 def _is_mlp(module: nn.Module) -> bool:
     named = re.search("(mlp|feed_?forward|ffn|experts|moe|moe_?block)$", type(module).__name__, re.IGNORECASE)
-    if named is None:
-        linear = [part for part in module.children() if isinstance(part, nn.Linear)]
-        cls: Any = type(module)
-        return len(linear) > 1 and re.search(r"act\w*\([^*]*\) \*|\* self\.act\w*\(", _body(cls)) is not None
-    return not _is_experts(module)
+    return named is not None and not _is_experts(module)
 
 
 def _has_no_product(cls: Any) -> bool:
@@ -201,13 +202,23 @@ def _has_no_product(cls: Any) -> bool:
     return code != "" and " * " not in code
 
 
-@functools.cache
 def _body(cls: Any) -> str:
-    """The code of the forward."""
     try:
         return "\n".join(map(ast.unparse, definition_of(inspect.unwrap(cls.forward)).body))
     except UnrecognisedError:
         return ""
+
+
+@functools.cache
+def _has_gate(cls: type[Any]) -> bool:
+    """Whether the forward of ``cls`` multiplies by what an activation returns."""
+    products = [
+        node
+        for node in ast.walk(ast.parse(_body(cls)))
+        if isinstance(node, ast.BinOp) and isinstance(node.op, ast.Mult)
+    ]
+    factors = [factor for product in products for factor in (product.left, product.right)]
+    return any(isinstance(factor, ast.Call) and "act" in ast.unparse(factor.func) for factor in factors)
 
 
 def _is_experts(module: nn.Module) -> bool:

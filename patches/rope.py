@@ -208,8 +208,11 @@ def _require_tables(tables: str, module: nn.Module, model: nn.Module) -> None:
             raise UnrecognisedError(f"{where(cls)} is not built from a config and called on (x, position_ids)")
         with torch.device("cpu"):
             fresh = cls(config)
+            ids = torch.arange(3)[None]
+            if hasattr(fresh, "mrope_section"):  # of time, height and width
+                ids = ids.expand(3, 1, 3)
             for kind in [{"layer_type": kind} for kind in fresh.rope_type] if "layer_type" in called else [{}]:
-                for table in fresh(torch.zeros(1), torch.arange(3)[None], **kind):
+                for table in fresh(torch.zeros(1), ids, **kind):
                     parts = table.chunk(2, dim=-1) if tables == "full" else (table[..., ::2], table[..., 1::2])
                     if not torch.equal(*parts):
                         raise UnrecognisedError(f"the {_PARTS[tables]} of {cls.__name__}'s cos or sin differ")
