@@ -73,7 +73,7 @@ def definition_of(function: FunctionType) -> ast.FunctionDef:
     """The syntax tree of ``function``, parsed anew. Raises UnrecognisedError."""
     try:
         source = inspect.getsource(function)
-    except OSError as error:
+    except (OSError, TypeError) as error:
         raise UnrecognisedError(f"{where(function)} has no source") from error
     definition, *_ = ast.parse(textwrap.dedent(source)).body
     if not isinstance(definition, ast.FunctionDef):

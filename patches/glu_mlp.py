@@ -8,7 +8,6 @@ import copy
 import functools
 import inspect
 import re
-import textwrap
 from collections.abc import Callable
 from typing import Any
 
@@ -26,7 +25,7 @@ from liger_like.patches import (
     random_like,
     random_parameter,
 )
-from liger_like.patches.forms import form_of, match
+from liger_like.patches.forms import definition_of, form_of, match
 
 GLU = Callable[..., Tensor]
 
@@ -147,7 +146,7 @@ class GLUMLP(Recogniser):
         try:
             _, part = match(cls.forward, cls, PATTERNS)
         except UnrecognisedError:
-            if " * " not in form_of(cls.forward, cls).text:
+            if _has_no_product(cls):
                 raise NothingToDoError("has no gate") from None
             raise
         return kernel_of(getattr(module, part["act"]) if "act" in part else F.silu)
@@ -195,14 +194,29 @@ def _is_mlp(module: nn.Module) -> bool:
     return named is not None and not _is_experts(module)
 
 
+def _has_no_product(cls: Any) -> bool:
+    try:
+        code = form_of(cls.forward, cls).text
+    except UnrecognisedError:
+        code = _body(cls)
+    return code != "" and " * " not in code
+
+
+def _body(cls: Any) -> str:
+    try:
+        return "\n".join(map(ast.unparse, definition_of(inspect.unwrap(cls.forward)).body))
+    except UnrecognisedError:
+        return ""
+
+
 @functools.cache
 def _has_gate(cls: type[Any]) -> bool:
     """Whether the forward of ``cls`` multiplies by what an activation returns."""
-    try:
-        tree = ast.parse(textwrap.dedent(inspect.getsource(inspect.unwrap(cls.forward))))
-    except (OSError, TypeError):
-        return False
-    products = [node for node in ast.walk(tree) if isinstance(node, ast.BinOp) and isinstance(node.op, ast.Mult)]
+    products = [
+        node
+        for node in ast.walk(ast.parse(_body(cls)))
+        if isinstance(node, ast.BinOp) and isinstance(node.op, ast.Mult)
+    ]
     factors = [factor for product in products for factor in (product.left, product.right)]
     return any(isinstance(factor, ast.Call) and "act" in ast.unparse(factor.func) for factor in factors)
 

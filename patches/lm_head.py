@@ -18,7 +18,16 @@ from torch import Tensor, nn
 from torch.nn import functional as F  # noqa: N812  # as torch has it
 
 from liger_like.ops.linear_cross_entropy import fused_linear_cross_entropy
-from liger_like.patches import Recogniser, Trial, UnrecognisedError, bare, random_like, random_parameter, where
+from liger_like.patches import (
+    NothingToDoError,
+    Recogniser,
+    Trial,
+    UnrecognisedError,
+    bare,
+    random_like,
+    random_parameter,
+    where,
+)
 
 HEAD, MODEL = "lazy logits", "fused loss"
 ScaleAndSoftcap = tuple[float, float | None]
@@ -246,7 +255,7 @@ class LMHead(Recogniser):
         if not isinstance(head, nn.Linear) or type(head).forward is not nn.Linear.forward:
             raise UnrecognisedError(f"the head is a {where(type(head))}, not a torch.nn.Linear")
         if "labels" not in inspect.signature(cls.forward).parameters:
-            raise UnrecognisedError("its forward takes no labels")
+            raise NothingToDoError("its forward takes no labels")
         called = inspect.unwrap(cls.forward).__code__.co_names
         if not {"loss_function", "CrossEntropyLoss", "cross_entropy"} & {*called}:
             raise UnrecognisedError("its forward does not call a loss function")

@@ -38,8 +38,8 @@ class Norm(Recogniser):
     kernels: dict[str, Callable[..., Tensor]]
 
     def looks_like(self, module: nn.Module) -> bool:
-        """By name."""
-        return re.search(self.named, type(module).__name__, re.IGNORECASE) is not None
+        """By name, without a part that is one."""
+        return _is_named(self.named, module) and not any(_is_named("norm", part) for part in module.children())
 
     def variant(self, module: nn.Module, model: nn.Module) -> str:
         """The name of the pattern, and what it is without."""
@@ -94,3 +94,7 @@ class Norm(Recogniser):
         inputs = tuple(random_like(like, 2, 3, size) for _ in range(count))
         original, replacement = type(module).forward.__get__(module), methods["forward"].__get__(module)
         return Trial(original, replacement, inputs, parameters)
+
+
+def _is_named(pattern: str, module: nn.Module) -> bool:
+    return re.search(pattern, type(module).__name__, re.IGNORECASE) is not None

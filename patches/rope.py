@@ -40,15 +40,15 @@ class Rope(Recogniser):
         if not functions:
             raise UnrecognisedError("calls no rotary function")
         variants = [match(function, None, PATTERNS)[0] for function in functions.values()]
-        if hasattr(cls.forward, "__wrapped__"):
-            raise UnrecognisedError(f"{where(cls.forward)} is decorated")
+        _undecorated(cls)
         for tables in {BY_NAME[variant].tables for variant in variants} & {"full", "repeat"}:
             _require_tables(tables, module, model)
         return ", ".join(variants)
 
     def methods(self, cls: type[Any], variant: str) -> dict[str, Any]:
         """The forward of ``cls`` with its rotary functions replaced."""
-        return {"forward": with_globals(cls.forward, _replacements(cls))}
+        forward, decorate = _undecorated(cls)
+        return {"forward": decorate(with_globals(forward, _replacements(cls)))}
 
     def miniature(self, module: nn.Module, variant: str) -> nn.Module:
         """Something with a dtype: the functions are all that runs."""
@@ -80,6 +80,19 @@ class Rope(Recogniser):
 
         inputs = tuple(random_like(parameter, *shape) for shape in shapes)
         return Trial(functools.partial(run, originals), functools.partial(run, replacements), inputs)
+
+
+def _undecorated(cls: Any) -> tuple[FunctionType, Callable[..., Any]]:
+    """The forward of ``cls`` and what decorates it, torch.no_grad() if anything. Raises UnrecognisedError."""
+    forward = cls.forward
+    if not hasattr(forward, "__wrapped__"):
+        return forward, lambda function: function
+    context = inspect.getclosurevars(forward).nonlocals.get("ctx_factory")
+    if isinstance(getattr(context, "__self__", None), torch.no_grad) and not hasattr(
+        forward.__wrapped__, "__wrapped__"
+    ):
+        return forward.__wrapped__, torch.no_grad()
+    raise UnrecognisedError(f"{where(forward)} is decorated")
 
 
 def functions_of(cls: type[Any]) -> dict[str, Callable[..., Any]]:

@@ -7,6 +7,7 @@ import pytest
 import torch
 from tiny_models import assert_exact, batch, rows, tiny
 from transformers.models.llama import modeling_llama
+from transformers.models.llama.modeling_llama import apply_rotary_pos_emb
 
 from liger_like.patches import rope
 from liger_like.patches.rotary_functions import KINDS
@@ -110,6 +111,34 @@ def test_places_of_heads(heads, table, dim, runs, device, monkeypatch):
     got, expected = (f(q, k, cos, sin, dim) for f in (rope.replacement(original), original))
     assert len(calls) == runs
     torch.testing.assert_close(got, expected)
+
+
+class WithoutGrad(modeling_llama.LlamaAttention):
+    @torch.no_grad()
+    def forward(self, q, k, cos, sin):
+        return self, apply_rotary_pos_emb(q, k, cos, sin)
+
+
+class Decorated(modeling_llama.LlamaAttention):
+    @torch.enable_grad()
+    def forward(self, q, k, cos, sin):
+        return apply_rotary_pos_emb(q, k, cos, sin)
+
+
+def test_a_forward_without_gradients_stays_so(device, monkeypatch):
+    model = tiny("Llama", device)
+    first, second = (layer.self_attn for layer in model.model.layers)
+    first.__class__, second.__class__ = WithoutGrad, Decorated
+    found = {row.cls: row for row in rows(patch(model, verify="numeric"), "rope")}
+    assert found["WithoutGrad"].status == "patched"
+    assert found["Decorated"].reason.endswith("Decorated.forward is decorated")
+    calls = counted(monkeypatch)
+    q, k = (torch.randn(2, h, 5, 8, device=device, requires_grad=True) for h in (4, 2))
+    cos, sin = rope.tables_of(rope.Kind(), 8, q).values()
+    _, turned = first(q, k, cos, sin)
+    torch.testing.assert_close(turned, apply_rotary_pos_emb(q, k, cos, sin))
+    assert calls
+    assert not any(x.requires_grad for x in turned)
 
 
 def test_tables_of_unequal_neighbours_are_left_alone(device, monkeypatch):
