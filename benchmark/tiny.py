@@ -70,6 +70,7 @@ OVERRIDES: dict[str, dict[str, Any]] = {
     "Glm4vForConditionalGeneration": MROPE,
     "Glm4vMoeForConditionalGeneration": {"text_config": {"rope_parameters": {"mrope_section": [4, 2, 2]}}},
     "GlmOcrForConditionalGeneration": MROPE,
+    "Inkling2ForCausalLM": {"unpadded_vocab_size": 120},
     "JambaForCausalLM": {"attn_layer_period": 2, "attn_layer_offset": 1},
     "Lfm2MoeForCausalLM": {"layer_types": ["conv", "full_attention"]},
     "Mamba2ForCausalLM": {"num_heads": 8},

@@ -46,8 +46,10 @@ class LazyLogits:
         hidden: Tensor,
         steps: tuple[tuple[str, tuple[Any, ...]], ...] = (),
         source: tuple["LazyLogits", str, tuple[Any, ...]] | None = None,
+        words: int | None = None,
     ) -> None:
         self.head, self.hidden, self.steps, self.source = head, hidden, steps, source
+        self.words: Any = head.out_features if words is None else words  # the first of the vocabulary
         self.fused = False
         self.made: Tensor | None = None
 
@@ -59,7 +61,7 @@ class LazyLogits:
     @property
     def shape(self) -> torch.Size:
         """What the logits would have."""
-        return torch.Size((*self.hidden.shape[:-1], self.head.out_features))  # type: ignore[arg-type]
+        return torch.Size((*self.hidden.shape[:-1], self.words))
 
     def size(self, dim: int | None = None) -> Any:
         """The shape."""
@@ -68,12 +70,12 @@ class LazyLogits:
     def _then(self, method: str, *args: Any) -> Any:
         if self.made is not None:  # may have been changed in place
             return getattr(self.made, method)(*args)
-        return LazyLogits(self.head, self.hidden, (*self.steps, (method, args)), (self, method, args))
+        return LazyLogits(self.head, self.hidden, (*self.steps, (method, args)), (self, method, args), self.words)
 
-    def _rows(self, hidden: Tensor, method: str, *args: Any) -> Any:
+    def _part(self, hidden: Tensor, words: int, method: str, *args: Any) -> Any:
         if self.made is not None:
             return getattr(self.made, method)(*args)
-        return LazyLogits(self.head, hidden, self.steps, (self, method, args))
+        return LazyLogits(self.head, hidden, self.steps, (self, method, args), words)
 
     def float(self) -> Any:
         """Recorded; the loss is computed in fp32 anyway."""
@@ -91,17 +93,21 @@ class LazyLogits:
         """Recorded, if it puts the rows in one dimension."""
         if shape != (-1, self.shape[-1]):
             return self.real().view(*shape)
-        return self._rows(self.hidden.reshape(-1, self.hidden.shape[-1]), "view", *shape)
+        return self._part(self.hidden.reshape(-1, self.hidden.shape[-1]), self.words, "view", *shape)
 
     def __getitem__(self, index: Any) -> Any:
-        """Recorded, if it takes rows by slices, or by a mask."""
+        """Recorded, if it takes rows by slices, or by a mask, or the first words."""
+        if isinstance(index, tuple) and len(index) == 2 and index[0] is ... and isinstance(index[1], slice):
+            words = index[1].stop
+            if index[1] == slice(words) and isinstance(words, int) and words > 0:
+                return self._part(self.hidden, min(words, self.words), "__getitem__", index)
         if isinstance(index, tuple):
             whole = len(index) == len(self.shape) or any(part is ... for part in index)
             whole = whole and isinstance(index[-1], slice) and index[-1] == slice(None)
             of_rows = whole and all(part is ... or isinstance(part, slice) for part in index)
         else:
             of_rows = isinstance(index, Tensor) and index.dtype == torch.bool and index.ndim < len(self.shape)
-        return self._rows(self.hidden[index], "__getitem__", index) if of_rows else self.real()[index]
+        return self._part(self.hidden[index], self.words, "__getitem__", index) if of_rows else self.real()[index]
 
     def __add__(self, other: Any) -> Any:
         """Recorded, if it is the first step, and a bias of each word that is not trained."""
@@ -155,7 +161,9 @@ class LazyLogits:
             logits.fused = True
         options |= {"target": target.to(self.device), "logit_scale": known[0], "softcap": known[1]}
         if self.steps and self.steps[0][0] == "__add__":
-            options["bias"] = self.steps[0][1][0].flatten()
+            options["bias"] = self.steps[0][1][0].flatten()[: self.words]
+        if self.words < self.head.out_features:
+            options["words"] = self.words
         return nn.Module.__call__(self.head, self.hidden, loss=options)  # type: ignore[no-any-return]
 
     def __getattr__(self, name: str) -> Any:
@@ -307,7 +315,10 @@ def _head_methods(cls: type[Any]) -> dict[str, Any]:
         """The logits, or the loss of ``fused_linear_cross_entropy`` with the arguments ``loss``."""
         if loss is None:
             return cls.forward(self, x)
-        return fused_linear_cross_entropy(x, self.weight, **{"bias": self.bias, **loss})
+        weight, bias = self.weight, self.bias
+        if words := loss.pop("words", None):
+            weight, bias = weight[:words], None if bias is None else bias[:words]
+        return fused_linear_cross_entropy(x, weight, **{"bias": bias, **loss})
 
     return {"_lazy": False, "__call__": call, "forward": forward}
 

@@ -123,3 +123,25 @@ def test_the_dtype_of_the_loss_is_torch_s(device):
     z = lm_head.LazyLogits(head, hidden)
     assert F.cross_entropy(z, labels).dtype == torch.float16
     assert F.cross_entropy(z.float(), labels).dtype == torch.float32
+
+
+@pytest.mark.parametrize("bias", [True, False])
+def test_the_first_words_of_the_vocabulary(bias, device):
+    """Some heads are padded."""
+    original = torch.nn.Linear(8, 11, bias=bias, device=device)
+    head = copy.copy(original)
+    head.__class__ = type("Fused", (torch.nn.Linear,), lm_head._head_methods(torch.nn.Linear))
+    hidden = torch.randn(2, 5, 8, device=device, requires_grad=True)
+    labels = torch.randint(7, (2, 5), device=device)
+    lazy = lm_head.LazyLogits(head, hidden).float()[..., :7] * 2.0
+    assert lazy.shape == (2, 5, 7)
+    assert lazy[..., :20].shape == (2, 5, 7)
+    leaves = [hidden, *original.parameters()]
+    got = lm_head.causal_lm_loss(None, lazy, labels, 7)
+    assert lazy.fused
+    expected = transformers.loss.loss_utils.ForCausalLMLoss(original(hidden)[..., :7] * 2.0, labels, 7)
+    for x, y in zip(
+        (got, *torch.autograd.grad(got, leaves)), (expected, *torch.autograd.grad(expected, leaves)), strict=True
+    ):
+        torch.testing.assert_close(x, y)
+    torch.testing.assert_close(lazy.real(), original(hidden)[..., :7] * 2.0)
