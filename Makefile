@@ -13,7 +13,7 @@ py := $(VENV)/bin/python
 ready := $(VENV)/.ready
 endif
 
-.PHONY: demo test check compile-check mutants sanitize bench bench-losses bench-ops bench-attention tune
+.PHONY: demo test check compile-check mutants sanitize bench bench-losses bench-ops bench-attention coverage tune
 
 demo: $(ready)
 	$(py) examples/train.py
@@ -34,10 +34,6 @@ compile-check: $(ready) .cache/triton-3.6.0
 mutants: $(ready)
 	$(py) test/mutants.py
 
-# needs a GPU and compute-sanitizer
-sanitize: $(ready)
-	$(py) test/sanitize.py
-
 bench: $(ready)
 	mkdir -p .cache
 	$(py) -m pytest benchmark --benchmark-json=.cache/bench.json
@@ -50,6 +46,9 @@ bench-ops: $(ready)
 
 bench-attention: $(ready)
 	$(py) -m benchmark.attention
+
+coverage: $(ready)
+	OMP_NUM_THREADS=1 $(py) -m benchmark.coverage
 
 # make tune, or make tune OP=rms_norm,rope
 tune: $(ready)

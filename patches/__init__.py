@@ -12,6 +12,10 @@ class UnrecognisedError(Exception):
     """A module is left alone; the message is the reason that the report gives."""
 
 
+class NothingToDoError(UnrecognisedError):
+    """A module only looks like the pattern: there is nothing that a kernel could replace."""
+
+
 @dataclass(frozen=True)
 class Trial:
     """Two functions that must agree on ``inputs``: in the outputs and in the gradients of inputs and parameters."""
@@ -26,6 +30,7 @@ class Recogniser:
     """A pattern of modules and the methods that replace theirs."""
 
     pattern: str
+    options: tuple[str, ...]  # the arguments of ``patch`` that turn it off; it is reported under the first
     state: tuple[str, ...] = ()  # instance attributes that the methods leave behind; unpatching removes them
 
     def looks_like(self, module: nn.Module) -> bool:

@@ -98,6 +98,10 @@ def make_mask(
     ends_together = isinstance(q_offset, int) and q_offset + q_length == kv_offset + kv_length
     if mask is None and ends_together and q_length == kv_length and kv_offset == 0 and not options.get("use_vmap"):
         mask = _searched(mask_function, batch_size, q_length, options.get("device"))
+    # a caller that lets no mask be skipped goes on to combine it; that of packed documents never is
+    may_skip = options.get("allow_is_bidirectional_skip", options.get("allow_is_causal_skip", True))
+    if mask is not None and not may_skip and mask.spans is None:
+        mask = None
     if mask is None or not (ends_together or max(mask.left, mask.right) < 0):
         options |= {"allow_is_causal_skip": False, "allow_is_bidirectional_skip": False}
         seen: Any = sdpa_mask(
@@ -243,10 +247,12 @@ def attend(
     scores: dict[str, Any] = {"scale": options.get("scaling"), "softcap": options.get("softcap")}
     scores |= {"sinks": options.get("s_aux"), "deterministic": options.get("deterministic")}
     if isinstance(mask, Tensor):
-        return flash_attention(q, k, v, bias=mask, **scores), None  # type: ignore[return-value]
-    scores |= {"window": (mask.left, mask.right), "spans": mask.spans}
-    scores |= {"key_padding_mask": None if mask.in_spans else mask.padding}
-    return flash_attention(q, k, v, **scores), None  # type: ignore[return-value]
+        scores |= {"bias": mask}
+    else:
+        scores |= {"window": (mask.left, mask.right), "spans": mask.spans}
+        scores |= {"key_padding_mask": None if mask.in_spans else mask.padding}
+    out: Any = flash_attention(q, k, v, **scores)
+    return out.contiguous(), None  # kernels' output is; some families call view on it
 
 
 def _eager(
@@ -271,6 +277,7 @@ class Attention(Recogniser):
     """Modules that call transformers' attention interface, of a family whose eager function computes what it does."""
 
     pattern = "attention"
+    options = ("attention",)
 
     def looks_like(self, module: nn.Module) -> bool:
         """Any module that calls the interface, and any attention, by name, without a part that is one."""
@@ -293,6 +300,8 @@ class Attention(Recogniser):
         for owner in model.modules():
             if getattr(owner, "config", None) is config and not getattr(owner, "_supports_attention_backend", True):
                 raise UnrecognisedError(f"{where(type(owner))} does not support it")
+        if _looks_into_its_mask(cls):
+            raise UnrecognisedError(f"{where(cls.forward)} does more with its mask than to pass it on")
         if getattr(config, "output_attentions", False):
             raise UnrecognisedError("its config asks for attention weights, which are never in memory")
         options = _options(module, SCORES)
@@ -314,13 +323,15 @@ class Attention(Recogniser):
         return bare(type(module), **numbers, **parameters, config=module.config, dtype=random_parameter(1))
 
     def trial(self, module: nn.Module, variant: str, methods: dict[str, Any]) -> Trial:
-        """Two rows of 6 queries, one padded, and heads of 8 features."""
+        """Two rows of 6 queries, one padded, with scores of about 1 at most: a hot softmax blows up roundings."""
         eager: Any = _eager_function(type(module))
         options = _options(module, SCORES - {"dropout"})
         sinks, parameter = options.get("s_aux"), next(module.parameters())
         groups = getattr(module, "num_key_value_groups", 1)
         heads = 2 * groups if sinks is None else len(sinks)
-        q, k, v = (random_like(parameter, 2, h, 6, 8) for h in (heads, heads // groups, heads // groups))
+        size = vars(module).get("head_dim") or 8  # some eager functions scale by this rather than by what they are told
+        q, k, v = (random_like(parameter, 2, h, 6, size) for h in (heads, heads // groups, heads // groups))
+        q = q / max(1.0, (options.get("scaling") or 0.0) * size**0.5)
         mask = Mask(left=3, right=0, padding=torch.arange(6, device=q.device) < torch.tensor([[6], [4]]).to(q.device))
         bias = mask.bias(q, k, torch.finfo(q.dtype).min)
 
@@ -342,17 +353,45 @@ def _eager_function(cls: type[Any]) -> Callable[..., Any] | None:
     forward = inspect.unwrap(cls.forward)
     if not isinstance(forward, FunctionType) or "get_interface" not in forward.__code__.co_names:
         return None
-    return forward.__globals__.get("eager_attention_forward")
+    names = [name for name in forward.__code__.co_names if name.endswith("eager_attention_forward")]
+    return forward.__globals__.get(names[0]) if names else None  # some modules have one for text and one for images
 
 
 @functools.cache
-def _keywords(cls: type[Any]) -> dict[str, Any]:
-    """The keywords with which the forward of ``cls`` calls the interface, as code."""
+def _tree(cls: type[Any]) -> ast.AST:
+    """The source of the forward of ``cls``. Raises UnrecognisedError if it has none."""
     try:
-        tree = ast.parse(textwrap.dedent(inspect.getsource(inspect.unwrap(cls.forward))))
+        return ast.parse(textwrap.dedent(inspect.getsource(inspect.unwrap(cls.forward))))
     except OSError as error:
         raise UnrecognisedError(f"{where(cls.forward)} has no source") from error
-    calls = [node for node in ast.walk(tree) if isinstance(node, ast.Call)]
+
+
+def _looks_into_its_mask(cls: Any) -> bool:
+    """Whether the forward of ``cls`` uses the mask that it is given for more than to pass it to the interface.
+
+    A Mask is no tensor to cut, to extend or to combine. What runs for the eager implementation alone does not count.
+    """
+    masks = {name for name in inspect.signature(inspect.unwrap(cls.forward)).parameters if "mask" in name}
+    pending, uses = [_tree(cls)], []
+    while pending:
+        node = pending.pop()
+        if isinstance(node, ast.If) and "eager" in ast.unparse(node.test):
+            pending += [node.test, *node.orelse]
+            continue
+        pending += ast.iter_child_nodes(node)
+        if isinstance(node, ast.Call) and ast.unparse(node.func) != "attention_interface":
+            uses += [*node.args, *[keyword.value for keyword in node.keywords]]
+        elif isinstance(node, ast.Attribute | ast.Subscript):
+            uses.append(node.value)
+        elif isinstance(node, ast.BinOp):
+            uses += [node.left, node.right]
+    return any(isinstance(use, ast.Name) and use.id in masks for use in uses)
+
+
+@functools.cache
+def _keywords(cls: Any) -> dict[str, Any]:
+    """The keywords with which the forward of ``cls`` calls the interface, as code."""
+    calls = [node for node in ast.walk(_tree(cls)) if isinstance(node, ast.Call)]
     keywords = [k for call in calls if ast.unparse(call.func) == "attention_interface" for k in call.keywords]
     if not keywords:
         raise UnrecognisedError(f"{where(cls.forward)} does not call attention_interface")

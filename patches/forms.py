@@ -1,7 +1,8 @@
 """The normal form of a small pure function: the one expression that it returns.
 
-Assignments are substituted, calls of the class's own methods and of functions of the same module are inlined, operands
-of + and * are ordered, a few spellings are unified, and the attributes of ``self`` are numbered in order of appearance.
+Assignments are substituted, those under an ``if`` as conditional expressions, calls of the class's own methods and of
+functions of the same module are inlined, operands of + and * are ordered, a few spellings are unified, parameters that
+are never read are left out, and the attributes of ``self`` are numbered in order of appearance.
 What is left does not depend on names, annotations, docstrings or the cutting into statements. Two forwards of one form
 compute the same, given that their attributes do; which attribute plays which part follows from the numbering.
 """
@@ -22,7 +23,9 @@ from liger_like.patches import UnrecognisedError, where
 
 @dataclass(frozen=True)
 class Form:
-    """``text`` is the expression, ``attributes`` the names of self's attributes in the order of their numbers."""
+    """``text`` is the expression, ``attributes`` the names of self's attributes in the order of their numbers; those of
+    the parameters where there is no self.
+    """
 
     text: str
     attributes: tuple[str, ...]
@@ -33,24 +36,27 @@ def form_of(function: Callable[..., Any], owner: Any = None) -> Form:
     """The form of a function, or of a method of class ``owner``. Raises UnrecognisedError where it has none."""
     if not isinstance(function, FunctionType) or hasattr(function, "__wrapped__"):
         raise UnrecognisedError(f"{where(function)} is decorated or no Python function")
-    names = list(inspect.signature(function).parameters)
-    arguments = [ast.Name(f"a{i}") for i in range(len(names))]
+    read = _read(function)
+    names = [name for name in inspect.signature(function).parameters if name in read]
+    arguments = {name: ast.Name(f"a{i}") for i, name in enumerate(names)}
     if owner is not None:
-        arguments[0] = ast.Name("self")
-    expression = _returned(function, owner, dict(zip(names, arguments, strict=True)))
+        arguments |= {name: ast.Name("self") for name in [*inspect.signature(function).parameters][:1]}
+    expression = _returned(function, owner, dict(arguments))
     attributes: list[str] = []
     for node in _in_order(expression):
         if isinstance(node, ast.Attribute) and isinstance(node.value, ast.Name) and node.value.id == "self":
             if node.attr not in attributes:
                 attributes.append(node.attr)
             node.attr = f"_{attributes.index(node.attr)}"
-    return Form(ast.unparse(expression), tuple(attributes))
+    return Form(ast.unparse(expression), tuple(names if owner is None else attributes))
 
 
 def match(
     function: Callable[..., Any], owner: Any, patterns: tuple[Callable[..., Any], ...]
 ) -> tuple[str, dict[str, str]]:
-    """The name of the pattern that has the form of ``function``, and which attribute plays which part of it."""
+    """The name of the pattern that has the form of ``function``, and which attribute (of a method) or parameter plays
+    which part of it.
+    """
     form = form_of(function, owner)
     for pattern in patterns:
         known = form_of(pattern, None if owner is None else object)
@@ -63,17 +69,36 @@ def _in_order(node: ast.AST) -> list[ast.AST]:
     return [node, *(below for child in ast.iter_child_nodes(node) for below in _in_order(child))]
 
 
-def _returned(function: FunctionType, owner: type[Any] | None, names: dict[str, Any]) -> ast.expr:
-    """What ``function`` returns, in terms of the expressions that its parameters are bound to in ``names``."""
+def definition_of(function: FunctionType) -> ast.FunctionDef:
+    """The syntax tree of ``function``, parsed anew. Raises UnrecognisedError."""
     try:
         source = inspect.getsource(function)
-    except OSError as error:
+    except (OSError, TypeError) as error:
         raise UnrecognisedError(f"{where(function)} has no source") from error
     definition, *_ = ast.parse(textwrap.dedent(source)).body
     if not isinstance(definition, ast.FunctionDef):
         raise UnrecognisedError(f"{where(function)} is no plain function")
+    return definition
+
+
+def _read(function: FunctionType) -> set[str]:
+    """The names that the body of ``function`` has."""
+    return {node.id for part in definition_of(function).body for node in ast.walk(part) if isinstance(node, ast.Name)}
+
+
+def _returned(function: FunctionType, owner: type[Any] | None, names: dict[str, Any]) -> ast.expr:
+    """What ``function`` returns, in terms of the expressions that its parameters are bound to in ``names``."""
+    *assignments, last = definition_of(function).body
+    if not isinstance(last, ast.Return) or last.value is None:
+        raise UnrecognisedError(f"{where(function)} is more than assignments and a return")
+    _assign(assignments, function, owner, names)
+    return _Substitute(function, owner, names).visit(last.value)  # type: ignore[no-any-return]
+
+
+def _assign(statements: list[ast.stmt], function: FunctionType, owner: type[Any] | None, names: dict[str, Any]) -> None:
+    """Bind in ``names`` what ``statements`` assign."""
     substitute = _Substitute(function, owner, names).visit
-    for statement in definition.body:
+    for statement in statements:
         match statement:
             case ast.Expr(value=ast.Constant()):
                 continue
@@ -83,17 +108,33 @@ def _returned(function: FunctionType, owner: type[Any] | None, names: dict[str, 
                 names[name] = substitute(value)
             case ast.Assign(targets=[ast.Tuple(elts=targets)], value=value):
                 value = substitute(value)
-                parts = value.elts if isinstance(value, ast.Tuple) else _items(value, len(targets))
-                names.update({ast.unparse(target): part for target, part in zip(targets, parts, strict=True)})
-            case ast.Return(value=ast.expr() as value):
-                return substitute(value)  # type: ignore[no-any-return]
+                names.update(_unpacked(targets, value, function))
+            case ast.If(test=test, body=body, orelse=orelse):
+                condition, branches = substitute(test), (dict(names), dict(names))
+                for block, branch in zip((body, orelse), branches, strict=True):
+                    _assign(block, function, owner, branch)
+                one, other = branches
+                for name in one.keys() & other.keys():
+                    if one[name] is not other[name]:
+                        names[name] = ast.IfExp(condition, one[name], other[name])
             case _:
-                break
-    raise UnrecognisedError(f"{where(function)} is more than assignments and a return")
+                raise UnrecognisedError(f"{where(function)} is more than assignments and a return")
 
 
-def _items(value: ast.expr, count: int) -> list[ast.expr]:
-    return [ast.Subscript(value, ast.Constant(i)) for i in range(count)]
+def _unpacked(targets: list[ast.expr], value: ast.expr, function: FunctionType) -> dict[str, ast.expr]:
+    """What each of ``targets``, of which one may be starred, is bound to."""
+    starred = [isinstance(target, ast.Starred) for target in targets]
+    names = [target.value if isinstance(target, ast.Starred) else target for target in targets]
+    if not all(isinstance(name, ast.Name) for name in names):
+        raise UnrecognisedError(f"{where(function)} is more than assignments and a return")
+    if isinstance(value, ast.Tuple) and not any(starred):
+        parts: list[ast.expr] = value.elts
+    else:
+        first = starred.index(True) if any(starred) else len(targets)
+        ends = [ast.Constant(i if i <= first else i - len(targets)) for i in range(len(targets) + 1)]
+        rest = ast.Slice(ends[first] if first else None, ends[first + 1] if first + 1 < len(targets) else None)
+        parts = [ast.Subscript(value, rest if star else end) for star, end in zip(starred, ends, strict=False)]
+    return {ast.unparse(name): part for name, part in zip(names, parts, strict=True)}
 
 
 class _Substitute(ast.NodeTransformer):
@@ -110,6 +151,12 @@ class _Substitute(ast.NodeTransformer):
     def visit_Name(self, node: ast.Name) -> Any:
         return copy.deepcopy(self.names.get(node.id, node))
 
+    def visit_Slice(self, node: ast.Slice) -> Any:
+        self.generic_visit(node)
+        if isinstance(node.lower, ast.Constant) and node.lower.value == 0:
+            node.lower = None
+        return node
+
     def visit_BinOp(self, node: ast.BinOp) -> Any:
         self.generic_visit(node)
         if isinstance(node.op, ast.Add | ast.Mult):
@@ -121,9 +168,15 @@ class _Substitute(ast.NodeTransformer):
 
     def visit_Call(self, node: ast.Call) -> Any:
         self.generic_visit(node)
+        # as a sequence of arguments a list and a tuple are the same
+        node.args = [ast.Tuple(arg.elts) if isinstance(arg, ast.List) else arg for arg in node.args]
         match node:
             case ast.Call(func=ast.Attribute(value=x, attr="float"), args=[]):
                 return ast.Call(ast.Attribute(x, "to"), [ast.Attribute(ast.Name("torch"), "float32")], [])
+            case ast.Call(
+                func=ast.Attribute(value=x, attr="to"), args=[], keywords=[ast.keyword(arg="dtype", value=y)]
+            ):
+                return ast.Call(ast.Attribute(x, "to"), [y], [])
             case ast.Call(func=ast.Attribute(value=x, attr="type_as"), args=[y]):
                 return ast.Call(ast.Attribute(x, "to"), [ast.Attribute(y, "dtype")], [])
             case ast.Call(func=ast.Attribute(value=ast.Name(id="self") as self_, attr=name)):

@@ -3,87 +3,181 @@
 The projections stay modules and are called as such, so that biases, adapters and sharding hooks work as before.
 """
 
+import ast
 import copy
 import functools
+import inspect
 import re
 from collections.abc import Callable
 from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.nn import functional as F  # noqa: N812  # as transformers has it
 
 from liger_like.ops.glu import geglu, swiglu
-from liger_like.patches import Recogniser, Trial, UnrecognisedError, bare, random_like
-from liger_like.patches.forms import match
+from liger_like.patches import (
+    NothingToDoError,
+    Recogniser,
+    Trial,
+    UnrecognisedError,
+    bare,
+    random_like,
+    random_parameter,
+)
+from liger_like.patches.forms import definition_of, form_of, match
+
+GLU = Callable[..., Tensor]
 
 
-def split(self: Any, x: Tensor) -> Tensor:
+def split(self: Any, x: Tensor) -> Any:
     """Two projections."""
-    return self.down(self.act(self.gate(x)) * self.up(x))  # type: ignore[no-any-return]
+    return self.down(self.act(self.gate(x)) * self.up(x))
 
 
-def packed(self: Any, x: Tensor) -> Tensor:
+def split_silu(self: Any, x: Tensor) -> Any:
+    """With an activation that is no attribute."""
+    return self.down(F.silu(self.gate(x)) * self.up(x))
+
+
+def split_float(self: Any, x: Tensor) -> Any:
+    """In fp32 between the projections."""
+    gate = self.gate(x)
+    return self.down((self.act(gate.float()) * self.up(x).float()).to(gate.dtype))
+
+
+def split_inner(self: Any, x: Tensor) -> Any:
+    """With a norm or dropout before the last projection."""
+    return self.down(self.inner(self.act(self.gate(x)) * self.up(x)))
+
+
+def split_dropout(self: Any, x: Tensor) -> Any:
+    """With dropout at the end."""
+    return nn.functional.dropout(self.down(self.act(self.gate(x)) * self.up(x)), p=self.dropout, training=self.training)
+
+
+def split_scaled(self: Any, x: Tensor) -> Any:
+    """With a factor at the end."""
+    return self.down(self.act(self.gate(x)) * self.up(x)) * self.scale
+
+
+def split_scaled_gate(self: Any, x: Tensor) -> Any:
+    """With a factor for the gate, too."""
+    return self.down(self.act(self.gate(x) * self.gate_scale) * self.up(x)) * self.scale
+
+
+def packed(self: Any, x: Tensor) -> Any:
     """One projection to [gate | up]."""
     gate, up = self.gate_up(x).chunk(2, dim=-1)
-    return self.down(up * self.act(gate))  # type: ignore[no-any-return]
+    return self.down(up * self.act(gate))
 
 
-PATTERNS = (split, packed)
-KERNELS: dict[str, Callable[..., Tensor]] = {
+def packed_up_gate(self: Any, x: Tensor) -> Any:
+    """One projection to [up | gate]."""
+    up, gate = self.gate_up(x).chunk(2, dim=-1)
+    return self.down(self.act(gate) * up)
+
+
+def packed_inner(self: Any, x: Tensor) -> Any:
+    """One projection, and a norm or dropout before the last."""
+    gate, up = self.gate_up(x).chunk(2, dim=-1)
+    return self.down(self.inner(self.act(gate) * up))
+
+
+# by pattern, what it comes to with ``glu`` in place of an activation and a product; ``p`` are the attributes by part
+FORWARDS: dict[Callable[..., Any], Callable[[dict[str, Any], Tensor, GLU], Any]] = {
+    split: lambda p, x, glu: p["down"](glu(p["gate"](x), p["up"](x))),
+    split_silu: lambda p, x, glu: p["down"](glu(p["gate"](x), p["up"](x))),
+    split_float: lambda p, x, glu: p["down"](glu(p["gate"](x), p["up"](x))),
+    split_inner: lambda p, x, glu: p["down"](p["inner"](glu(p["gate"](x), p["up"](x)))),
+    split_dropout: lambda p, x, glu: F.dropout(
+        p["down"](glu(p["gate"](x), p["up"](x))), p=p["dropout"], training=p["training"]
+    ),
+    split_scaled: lambda p, x, glu: p["down"](glu(p["gate"](x), p["up"](x))) * p["scale"],
+    split_scaled_gate: lambda p, x, glu: p["down"](glu(p["gate"](x) * p["gate_scale"], p["up"](x))) * p["scale"],
+    packed: lambda p, x, glu: p["down"](glu(p["gate_up"](x))),
+    packed_up_gate: lambda p, x, glu: p["down"](glu(*p["gate_up"](x).chunk(2, dim=-1)[::-1])),
+    packed_inner: lambda p, x, glu: p["down"](p["inner"](glu(p["gate_up"](x)))),
+}
+PATTERNS = tuple(FORWARDS)
+BY_NAME = {pattern.__name__: forward for pattern, forward in FORWARDS.items()}
+KERNELS: dict[str, GLU] = {
     "swiglu": swiglu,
     "geglu tanh": functools.partial(geglu, approximate="tanh"),
     "geglu erf": functools.partial(geglu, approximate="none"),
 }
-# by the class of the live module's activation; the trial runs that very activation, so a namesake does not pass
-ACTIVATIONS = {"SiLU": "swiglu", "SiLUActivation": "swiglu", "GELUTanh": "geglu tanh", "GELUActivation": "geglu erf"}
+# by the name of the live activation or of its class; the trial runs that very activation, so a namesake does not pass
+ACTIVATIONS = (
+    dict.fromkeys(("SiLU", "SiLUActivation", "silu"), "swiglu")
+    | dict.fromkeys(("GELUTanh", "NewGELUActivation", "AccurateGELUActivation", "FastGELUActivation"), "geglu tanh")
+    | dict.fromkeys(("GELUActivation", "gelu"), "geglu erf")
+)
+SIZES = {"gate": (4, 6), "up": (4, 6), "gate_up": (4, 12), "down": (6, 4)}
+
+
+def kernel_of(activation: Any) -> str:
+    """The kernel for ``activation``. Raises UnrecognisedError."""
+    if isinstance(activation, nn.GELU):
+        return "geglu tanh" if activation.approximate == "tanh" else "geglu erf"
+    name = getattr(activation, "__name__", type(activation).__name__)
+    if name not in ACTIVATIONS:
+        raise UnrecognisedError(f"no kernel for the activation {name}")
+    return ACTIVATIONS[name]
 
 
 class GLUMLP(Recogniser):
     """MLPs whose forward has the form of one of PATTERNS with an activation of ACTIVATIONS."""
 
     pattern = "glu_mlp"
+    options = ("mlp",)
 
     def looks_like(self, module: nn.Module) -> bool:
-        """Any MLP or block of experts, by name."""
-        return (
-            re.search("(mlp|feed_?forward|ffn|experts|moe|moe_?block)$", type(module).__name__, re.IGNORECASE)
-            is not None
-        )
+        """Any MLP or block of experts, by name, without a part that is one; others of linears with a gate."""
+        cls: Any = type(module)
+        parts = [*module.children()]
+        if _is_mlp(module):
+            return not any(_is_mlp(part) or _is_experts(part) for part in parts)
+        linear = sum(isinstance(part, nn.Linear) for part in parts)
+        return len(parts) - 1 <= linear >= 2 and _has_gate(cls)
 
     def variant(self, module: nn.Module, model: nn.Module) -> str:
         """The kernel that the activation of ``module`` needs."""
-        _, part = match(type(module).forward, type(module), PATTERNS)
-        activation = type(getattr(module, part["act"])).__name__
-        if activation not in ACTIVATIONS:
-            raise UnrecognisedError(f"no kernel for the activation {activation}")
-        return ACTIVATIONS[activation]
+        cls: Any = type(module)
+        try:
+            _, part = match(cls.forward, cls, PATTERNS)
+        except UnrecognisedError:
+            if _has_no_product(cls):
+                raise NothingToDoError("has no gate") from None
+            raise
+        return kernel_of(getattr(module, part["act"]) if "act" in part else F.silu)
 
     def methods(self, cls: type[Any], variant: str) -> dict[str, Any]:
         """Its forward."""
-        form, part = match(cls.forward, cls, PATTERNS)
-        kernel = KERNELS[variant]
+        pattern, part = match(cls.forward, cls, PATTERNS)
+        compute, kernel = BY_NAME[pattern], KERNELS[variant]
 
-        def split_forward(self: nn.Module, *args: Tensor, **kwargs: Tensor) -> Tensor:
+        def forward(self: nn.Module, *args: Tensor, **kwargs: Tensor) -> Tensor:
             (x,) = (*args, *kwargs.values())  # the parameter's name differs from family to family
-            gate, up, down = getattr(self, part["gate"]), getattr(self, part["up"]), getattr(self, part["down"])
-            return down(kernel(gate(x), up(x)))  # type: ignore[no-any-return]
+            parts = {role: getattr(self, name) for role, name in part.items()}
+            return compute(parts, x, kernel)  # type: ignore[no-any-return]
 
-        def packed_forward(self: nn.Module, *args: Tensor, **kwargs: Tensor) -> Tensor:
-            (x,) = (*args, *kwargs.values())
-            return getattr(self, part["down"])(kernel(getattr(self, part["gate_up"])(x)))  # type: ignore[no-any-return]
-
-        return {"forward": split_forward if form == "split" else packed_forward}
+        return {"forward": forward}
 
     def miniature(self, module: nn.Module, variant: str) -> nn.Module:
-        """4 features, 6 inside, and the activation of ``module``."""
+        """4 features, 6 inside, and what else ``module`` has; not in training, where dropout is random."""
         _, part = match(type(module).forward, type(module), PATTERNS)
-        sizes = {"gate": (4, 6), "up": (4, 6), "gate_up": (4, 12), "down": (6, 4)}
-        layers = {
-            name: nn.Linear(*sizes[role], device="cpu", dtype=torch.float32)
-            for role, name in part.items()
-            if role != "act"
+        live = {name: getattr(module, name) for role, name in part.items() if role not in SIZES}
+        own = {
+            name: random_parameter(*value.shape) if isinstance(value, Tensor) else copy.deepcopy(value)
+            for name, value in live.items()
         }
-        return bare(type(module), **layers, **{part["act"]: copy.deepcopy(getattr(module, part["act"]))})
+        own |= {part["inner"]: nn.Identity()} if "inner" in part else {}
+        layers = {
+            part[role]: nn.Linear(*size, device="cpu", dtype=torch.float32)
+            for role, size in SIZES.items()
+            if role in part
+        }
+        return bare(type(module), **own, **layers).eval()
 
     def trial(self, module: nn.Module, variant: str, methods: dict[str, Any]) -> Trial:
         """Six rows."""
@@ -93,3 +187,97 @@ class GLUMLP(Recogniser):
         x = random_like(parameters[0], 2, 3, first.in_features)
         original, replacement = type(module).forward.__get__(module), methods["forward"].__get__(module)
         return Trial(original, replacement, (x,), parameters)
+
+
+def _is_mlp(module: nn.Module) -> bool:
+    named = re.search("(mlp|feed_?forward|ffn|experts|moe|moe_?block)$", type(module).__name__, re.IGNORECASE)
+    return named is not None and not _is_experts(module)
+
+
+def _has_no_product(cls: Any) -> bool:
+    try:
+        code = form_of(cls.forward, cls).text
+    except UnrecognisedError:
+        code = _body(cls)
+    return code != "" and " * " not in code
+
+
+def _body(cls: Any) -> str:
+    try:
+        return "\n".join(map(ast.unparse, definition_of(inspect.unwrap(cls.forward)).body))
+    except UnrecognisedError:
+        return ""
+
+
+@functools.cache
+def _has_gate(cls: type[Any]) -> bool:
+    """Whether the forward of ``cls`` multiplies by what an activation returns."""
+    products = [
+        node
+        for node in ast.walk(ast.parse(_body(cls)))
+        if isinstance(node, ast.BinOp) and isinstance(node.op, ast.Mult)
+    ]
+    factors = [factor for product in products for factor in (product.left, product.right)]
+    return any(isinstance(factor, ast.Call) and "act" in ast.unparse(factor.func) for factor in factors)
+
+
+def _is_experts(module: nn.Module) -> bool:
+    return hasattr(type(module), "_apply_gate")
+
+
+def apply_gate(self: Any, x: Tensor) -> Any:
+    """Of [gate | up]."""
+    gate, up = x.chunk(2, dim=-1)
+    return self.act(gate) * up
+
+
+def apply_gate_float(self: Any, x: Tensor) -> Any:
+    """In fp32."""
+    gate, up = x.chunk(2, dim=-1)
+    return (self.act(gate.float()) * up.float()).to(gate.dtype)
+
+
+class Experts(Recogniser):
+    """Blocks of experts whose GEMMs are transformers': what is between them is replaced."""
+
+    pattern = "experts"
+    options = ("mlp",)
+    patterns = (apply_gate, apply_gate_float)
+
+    def looks_like(self, module: nn.Module) -> bool:
+        """Any that transformers' implementations of experts run."""
+        return _is_experts(module)
+
+    def variant(self, module: nn.Module, model: nn.Module) -> str:
+        """The kernel that the activation needs."""
+        cls: Any = type(module)
+        if not _is_experts(module):
+            raise UnrecognisedError("has no experts")
+        if not module.has_gate:
+            raise NothingToDoError("has no gate")
+        _, part = match(cls._apply_gate, cls, self.patterns)
+        implementation = getattr(module.config, "_experts_implementation", None)
+        if implementation not in ("batched_mm", "grouped_mm"):
+            raise UnrecognisedError(f"its experts are run by {implementation}, not by grouped_mm or batched_mm")
+        return kernel_of(getattr(module, part["act"]))
+
+    def methods(self, cls: type[Any], variant: str) -> dict[str, Any]:
+        """The method between the GEMMs."""
+        kernel = KERNELS[variant]
+
+        def gate(self: nn.Module, gate_up_out: Tensor) -> Tensor:
+            return kernel(gate_up_out)
+
+        return {"_apply_gate": gate}
+
+    def miniature(self, module: nn.Module, variant: str) -> nn.Module:
+        """The activation, and something with a dtype."""
+        cls: Any = type(module)
+        _, part = match(cls._apply_gate, cls, self.patterns)
+        return bare(cls, **{part["act"]: copy.deepcopy(getattr(module, part["act"]))}, weight=random_parameter(1))
+
+    def trial(self, module: nn.Module, variant: str, methods: dict[str, Any]) -> Trial:
+        """Six rows of 8 features and 8 gates."""
+        cls: Any = type(module)
+        x = random_like(next(module.parameters()), 6, 16)
+        return Trial(cls._apply_gate.__get__(module), methods["_apply_gate"].__get__(module), (x,))

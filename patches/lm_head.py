@@ -1,9 +1,9 @@
 """The language-model head and its loss, fused without the logits ever existing.
 
 While a model trains with labels, its head returns lazy logits, which record what the model's forward does to them (a
-scale, a softcap). The loss function turns the record into one call of the head module that computes the loss from the
-hidden states, so that whatever is hooked to the head (sharding, offloading) acts around it. Any other use of lazy
-logits makes them real.
+bias, a scale, a softcap, a choice of rows). The loss function, transformers' or torch's, turns the record into one call
+of the head module that computes the loss from the hidden states, so that whatever is hooked to the head (sharding,
+offloading) acts around it. Any other use of lazy logits makes them real.
 """
 
 import copy
@@ -15,9 +15,19 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.nn import functional as F  # noqa: N812  # as torch has it
 
 from liger_like.ops.linear_cross_entropy import fused_linear_cross_entropy
-from liger_like.patches import Recogniser, Trial, UnrecognisedError, bare, random_like, random_parameter, where
+from liger_like.patches import (
+    NothingToDoError,
+    Recogniser,
+    Trial,
+    UnrecognisedError,
+    bare,
+    random_like,
+    random_parameter,
+    where,
+)
 
 HEAD, MODEL = "lazy logits", "fused loss"
 ScaleAndSoftcap = tuple[float, float | None]
@@ -25,10 +35,21 @@ NUMBER = (int, float)
 
 
 class LazyLogits:
-    """Stands for ``head(hidden)`` [..., V] after ``steps``: tensor methods and their arguments."""
+    """Stands for ``head(hidden)`` [..., V] after ``steps``: tensor methods and their arguments, of each row its own.
 
-    def __init__(self, head: nn.Module, hidden: Tensor, steps: tuple[tuple[str, tuple[Any, ...]], ...] = ()) -> None:
-        self.head, self.hidden, self.steps = head, hidden, steps
+    ``source`` are the lazy logits that these were made from, and the method and arguments that made them.
+    """
+
+    def __init__(
+        self,
+        head: nn.Module,
+        hidden: Tensor,
+        steps: tuple[tuple[str, tuple[Any, ...]], ...] = (),
+        source: tuple["LazyLogits", str, tuple[Any, ...]] | None = None,
+        words: int | None = None,
+    ) -> None:
+        self.head, self.hidden, self.steps, self.source = head, hidden, steps, source
+        self.words: Any = head.out_features if words is None else words  # the first of the vocabulary
         self.fused = False
         self.made: Tensor | None = None
 
@@ -40,12 +61,21 @@ class LazyLogits:
     @property
     def shape(self) -> torch.Size:
         """What the logits would have."""
-        return torch.Size((*self.hidden.shape[:-1], self.head.out_features))  # type: ignore[arg-type]
+        return torch.Size((*self.hidden.shape[:-1], self.words))
+
+    def size(self, dim: int | None = None) -> Any:
+        """The shape."""
+        return self.shape if dim is None else self.shape[dim]
 
     def _then(self, method: str, *args: Any) -> Any:
         if self.made is not None:  # may have been changed in place
             return getattr(self.made, method)(*args)
-        return LazyLogits(self.head, self.hidden, (*self.steps, (method, args)))
+        return LazyLogits(self.head, self.hidden, (*self.steps, (method, args)), (self, method, args), self.words)
+
+    def _part(self, hidden: Tensor, words: int, method: str, *args: Any) -> Any:
+        if self.made is not None:
+            return getattr(self.made, method)(*args)
+        return LazyLogits(self.head, hidden, self.steps, (self, method, args), words)
 
     def float(self) -> Any:
         """Recorded; the loss is computed in fp32 anyway."""
@@ -54,6 +84,39 @@ class LazyLogits:
     def tanh(self) -> Any:
         """Recorded: a softcap, with the scales around it."""
         return self._then("tanh")
+
+    def contiguous(self) -> Any:
+        """These."""
+        return self
+
+    def view(self, *shape: Any) -> Any:
+        """Recorded, if it puts the rows in one dimension."""
+        if shape != (-1, self.shape[-1]):
+            return self.real().view(*shape)
+        return self._part(self.hidden.reshape(-1, self.hidden.shape[-1]), self.words, "view", *shape)
+
+    def __getitem__(self, index: Any) -> Any:
+        """Recorded, if it takes rows by slices, or by a mask, or the first words."""
+        if isinstance(index, tuple) and len(index) == 2 and index[0] is ... and isinstance(index[1], slice):
+            words = index[1].stop
+            if index[1] == slice(words) and isinstance(words, int) and words > 0:
+                return self._part(self.hidden, min(words, self.words), "__getitem__", index)
+        if isinstance(index, tuple):
+            whole = len(index) == len(self.shape) or any(part is ... for part in index)
+            whole = whole and isinstance(index[-1], slice) and index[-1] == slice(None)
+            of_rows = whole and all(part is ... or isinstance(part, slice) for part in index)
+        else:
+            of_rows = isinstance(index, Tensor) and index.dtype == torch.bool and index.ndim < len(self.shape)
+        return self._part(self.hidden[index], self.words, "__getitem__", index) if of_rows else self.real()[index]
+
+    def __add__(self, other: Any) -> Any:
+        """Recorded, if it is the first step, and a bias of each word that is not trained."""
+        of_words = isinstance(other, Tensor) and other.numel() == other.shape[-1] == self.shape[-1] and other.ndim < 3
+        if of_words and not (self.steps or other.requires_grad or self.head.bias is not None):
+            return self._then("__add__", other)
+        return self.real() + other
+
+    __radd__ = __add__
 
     def __mul__(self, other: Any) -> Any:
         return self._then("__mul__", other) if isinstance(other, NUMBER) else self.real() * other
@@ -65,11 +128,11 @@ class LazyLogits:
 
     def real(self) -> Tensor:
         """The logits, computed as the unpatched model would."""
-        if self.made is None:
-            logits = nn.Module.__call__(self.head, self.hidden)
-            for method, args in self.steps:
-                logits = getattr(logits, method)(*args)
-            self.made = logits
+        if self.made is None and self.source is not None:
+            source, method, args = self.source
+            self.made = getattr(source.real(), method)(*args)
+        elif self.made is None:
+            self.made = nn.Module.__call__(self.head, self.hidden)
         return self.made
 
     def scale_and_softcap(self) -> ScaleAndSoftcap | None:
@@ -80,12 +143,28 @@ class LazyLogits:
                 if cap is not None:
                     return None
                 cap = 1.0
-            elif method != "float":
+            elif method not in ("float", "__add__"):
                 factor = args[0] if method == "__mul__" else 1 / args[0]
                 scale, cap = (scale * factor, None) if cap is None else (scale, cap * factor)
         if cap is None:
             return scale, None
         return (scale * cap, cap) if cap > 0 else None
+
+    def loss(self, target: Tensor, **options: Any) -> Tensor | None:
+        """What ``fused_linear_cross_entropy`` computes for ``target`` [...]; None where it cannot."""
+        known, chain = self.scale_and_softcap(), [self]
+        while (source := chain[-1].source) is not None:
+            chain.append(source[0])
+        if known is None or any(logits.made is not None for logits in chain) or target.shape != self.shape[:-1]:
+            return None
+        for logits in chain:
+            logits.fused = True
+        options |= {"target": target.to(self.device), "logit_scale": known[0], "softcap": known[1]}
+        if self.steps and self.steps[0][0] == "__add__":
+            options["bias"] = self.steps[0][1][0].flatten()[: self.words]
+        if self.words < self.head.out_features:
+            options["words"] = self.words
+        return nn.Module.__call__(self.head, self.hidden, loss=options)  # type: ignore[no-any-return]
 
     def __getattr__(self, name: str) -> Any:
         if name.startswith("__"):
@@ -96,15 +175,38 @@ class LazyLogits:
     def __torch_function__(cls, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         if function is torch.tanh and len(args) == 1 and not kwargs:
             return args[0].tanh()
+        if function is F.cross_entropy and isinstance(args[0], cls):
+            loss = _cross_entropy(*args, **kwargs or {})
+            if loss is not None:
+                return loss
         args, kwargs = torch.utils._pytree.tree_map_only(cls, cls.real, (args, kwargs or {}))
         return function(*args, **kwargs)
+
+
+def _cross_entropy(
+    logits: LazyLogits,
+    target: Any,
+    weight: Tensor | None = None,
+    size_average: Any = None,
+    ignore_index: int = -100,
+    reduce: Any = None,
+    reduction: str = "mean",
+    label_smoothing: float = 0.0,
+) -> Tensor | None:
+    """torch's function of these arguments, where it has rows of words and a label for each."""
+    plain = weight is None and size_average is None and reduce is None and isinstance(target, Tensor)
+    if not plain or target.is_floating_point() or len(logits.shape) != 2:
+        return None
+    loss = logits.loss(target, ignore_index=ignore_index, reduction=reduction, label_smoothing=label_smoothing)
+    in_fp32 = loss is None or any(method == "float" for method, _ in logits.steps)
+    return loss if in_fp32 else loss.to(logits.hidden.dtype)  # type: ignore[union-attr]
 
 
 def _on_real(method: str) -> Callable[..., Any]:
     return lambda self, *args: getattr(self.real(), method)(*args)
 
 
-_UNRECORDED = "add radd sub rsub rtruediv matmul rmatmul pow rpow neg getitem setitem len iter eq ne lt le gt ge"
+_UNRECORDED = "sub rsub rtruediv matmul rmatmul pow rpow neg setitem len iter eq ne lt le gt ge"
 for _name in (f"__{word}__" for word in _UNRECORDED.split()):
     setattr(LazyLogits, _name, _on_real(_name))
 
@@ -123,27 +225,24 @@ def causal_lm_loss(
     options = {"num_items_in_batch": num_items_in_batch, "ignore_index": ignore_index, "shift_labels": shift_labels}
     if not isinstance(logits, LazyLogits):
         return original(logits, labels, vocab_size, **options, **kwargs)
-    known, rows = logits.scale_and_softcap(), logits.shape[:-1]
     target = shift_labels
     if target is None:
         target = nn.functional.pad(labels, (0, 1), value=ignore_index)[..., 1:]
-    if known is None or logits.made is not None or vocab_size != logits.shape[-1] or target.numel() != rows.numel():
-        return original(logits.real(), labels, vocab_size, **options, **kwargs)
-    logits.fused = True
-    loss = {
-        "target": target.to(logits.device).reshape(rows),
-        "ignore_index": ignore_index,
-        "num_items": num_items_in_batch,
-        "logit_scale": known[0],
-        "softcap": known[1],
-    }
-    return nn.Module.__call__(logits.head, logits.hidden, loss=loss)  # type: ignore[no-any-return]
+    rows = logits.shape[:-1]
+    if vocab_size == logits.shape[-1] and target.numel() == rows.numel():
+        loss = logits.loss(target.reshape(rows), ignore_index=ignore_index, num_items=num_items_in_batch)
+        if loss is not None:
+            return loss
+    return original(logits.real(), labels, vocab_size, **options, **kwargs)
 
 
 class LMHead(Recogniser):
-    """Models whose forward gives the output of a plain linear head to transformers' causal language-model loss."""
+    """Models whose forward gives the output of a plain linear head to transformers' causal language-model loss, or to
+    torch's cross-entropy.
+    """
 
     pattern = "lm_head"
+    options = ("loss",)
     state = ("_lazy",)
 
     def looks_like(self, module: nn.Module) -> bool:
@@ -164,10 +263,11 @@ class LMHead(Recogniser):
         if not isinstance(head, nn.Linear) or type(head).forward is not nn.Linear.forward:
             raise UnrecognisedError(f"the head is a {where(type(head))}, not a torch.nn.Linear")
         if "labels" not in inspect.signature(cls.forward).parameters:
-            raise UnrecognisedError("its forward takes no labels")
-        if "loss_function" not in inspect.unwrap(cls.forward).__code__.co_names:
-            raise UnrecognisedError("its forward does not call self.loss_function")
-        if module.loss_function is not ForCausalLMLoss:
+            raise NothingToDoError("its forward takes no labels")
+        called = inspect.unwrap(cls.forward).__code__.co_names
+        if not {"loss_function", "CrossEntropyLoss", "cross_entropy"} & {*called}:
+            raise UnrecognisedError("its forward does not call a loss function")
+        if "loss_function" in called and module.loss_function is not ForCausalLMLoss:
             raise UnrecognisedError(f"its loss function is {where(module.loss_function)}")  # type: ignore[arg-type]
         return MODEL
 
@@ -215,20 +315,26 @@ def _head_methods(cls: type[Any]) -> dict[str, Any]:
         """The logits, or the loss of ``fused_linear_cross_entropy`` with the arguments ``loss``."""
         if loss is None:
             return cls.forward(self, x)
-        return fused_linear_cross_entropy(x, self.weight, bias=self.bias, **loss)
+        weight, bias = self.weight, self.bias
+        if words := loss.pop("words", None):
+            weight, bias = weight[:words], None if bias is None else bias[:words]
+        return fused_linear_cross_entropy(x, weight, **{"bias": bias, **loss})
 
     return {"_lazy": False, "__call__": call, "forward": forward}
 
 
 def _model_methods(cls: type[Any]) -> dict[str, Any]:
     index = [*inspect.signature(cls.forward).parameters].index("labels") - 1
+    traceable = "loss_function" in inspect.unwrap(cls.forward).__code__.co_names
 
     @functools.wraps(cls.forward)
     def forward(self: Any, *args: Any, **kwargs: Any) -> Any:
         labels = args[index] if len(args) > index else kwargs.get("labels")
         head = self.get_output_embeddings()
         # adapters put on the head after patching hide it: then nothing is lazy
-        if labels is None or not self.training or not hasattr(type(head), "_lazy"):
+        lazy = labels is not None and self.training and hasattr(type(head), "_lazy")
+        # torch.compile does not follow torch's own loss into what stands for a tensor
+        if not lazy or (torch.compiler.is_compiling() and not traceable):
             return cls.forward(self, *args, **kwargs)
         head._lazy = True
         try:

@@ -1,15 +1,17 @@
-"""RMSNorm modules: the three ways in which Hugging Face models round weight * x / rms(x)."""
+"""RMSNorm modules: the ways in which Hugging Face models round weight * x / rms(x)."""
 
-import re
 from collections.abc import Callable
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
+from liger_like.ops.glu import swiglu
 from liger_like.ops.rms_norm import rms_norm
-from liger_like.patches import Recogniser, Trial, UnrecognisedError, bare, random_like, random_parameter
 from liger_like.patches.forms import match
+from liger_like.patches.norm import Norm
+
+ACT2FN: Any = {}  # stands for transformers' table of that name
 
 
 def llama(self: Any, x: Tensor) -> Tensor:
@@ -19,11 +21,26 @@ def llama(self: Any, x: Tensor) -> Tensor:
     return self.weight * h.to(x.dtype)  # type: ignore[no-any-return]
 
 
+def t5(self: Any, x: Tensor) -> Tensor:
+    """Rounds before the weight, to the weight's dtype."""
+    h = x * torch.rsqrt(x.to(torch.float32).pow(2).mean(-1, keepdim=True) + self.eps)
+    if self.weight.dtype in [torch.float16, torch.bfloat16]:
+        h = h.to(self.weight.dtype)
+    return self.weight * h  # type: ignore[no-any-return]
+
+
 def olmo(self: Any, x: Tensor) -> Tensor:
     """Rounds once, after the weight."""
     h = x.to(torch.float32)
     h = h * torch.rsqrt(h.pow(2).mean(-1, keepdim=True) + self.eps)
     return (self.weight * h).to(x.dtype)  # type: ignore[no-any-return]
+
+
+def helium(self: Any, x: Tensor) -> Tensor:
+    """The same of a weight that is cast."""
+    h = x.to(torch.float32)
+    h = h * torch.rsqrt(h.pow(2).mean(-1, keepdim=True) + self.eps)
+    return (self.weight.to(torch.float32) * h).to(x.dtype)  # type: ignore[no-any-return]
 
 
 def gemma(self: Any, x: Tensor) -> Tensor:
@@ -33,51 +50,105 @@ def gemma(self: Any, x: Tensor) -> Tensor:
     return (h * (1.0 + self.weight.to(torch.float32))).to(x.dtype)  # type: ignore[no-any-return]
 
 
-PATTERNS = (llama, olmo, gemma)
-# constants in code rather than in data, which torch.compile would take for inputs once two models differ in them
-KERNELS: dict[str, Callable[[Tensor, Tensor, float], Tensor]] = {
-    "llama": lambda x, weight, eps: rms_norm(x, weight, eps, offset=0.0, casting_mode="llama"),
-    "olmo": lambda x, weight, eps: rms_norm(x, weight, eps, offset=0.0, casting_mode="gemma"),
-    "gemma": lambda x, weight, eps: rms_norm(x, weight, eps, offset=1.0, casting_mode="gemma"),
+def gemma3n(self: Any, x: Tensor) -> Tensor:
+    """Rounds once; the weight is there if it is ``scaled``."""
+    h = x.to(torch.float32)
+    h = h * torch.pow(h.pow(2).mean(-1, keepdim=True) + self.eps, -0.5)
+    if self.scaled:
+        h = h * self.weight.to(torch.float32)
+    return h.to(x.dtype)
+
+
+def weightless(self: Any, x: Tensor) -> Tensor:
+    """Has no weight."""
+    h = x.to(torch.float32)
+    return (h * torch.rsqrt(h.pow(2).mean(-1, keepdim=True) + self.eps)).to(x.dtype)
+
+
+def rounded_scale(self: Any, x: Tensor) -> Tensor:
+    """Has no weight, and rounds 1 / rms(x), too, which the kernel does not."""
+    scale = torch.rsqrt(x.to(torch.float32).square().mean(-1, keepdim=True) + self.eps)
+    return x * scale.to(x.dtype)
+
+
+def gated(self: Any, x: Tensor, gate: Tensor) -> Tensor:
+    """As ``llama``, times an activation of another tensor."""
+    h = x.to(torch.float32)
+    h = h * torch.rsqrt(h.pow(2).mean(-1, keepdim=True) + self.eps)
+    return (self.weight * h.to(x.dtype) * ACT2FN[self.act](gate.to(torch.float32))).to(x.dtype)  # type: ignore[no-any-return]
+
+
+def grouped(self: Any, x: Tensor, gate: Tensor | None = None) -> Tensor:
+    """Times SiLU of another tensor, if there is one, then as ``llama`` by groups of features."""
+    h = x.to(torch.float32)
+    if gate is not None:
+        h = h * nn.functional.silu(gate.to(torch.float32))
+    *rows, features = h.shape
+    groups = features // self.size
+    g = h.view(*rows, groups, self.size)
+    g = g * torch.rsqrt(g.pow(2).mean(-1, keepdim=True) + self.eps)
+    h = g.view(*rows, groups * self.size)
+    return self.weight * h.to(x.dtype)  # type: ignore[no-any-return]
+
+
+def _rounds_once(x: Tensor, weight: Tensor | None, bias: None, eps: float) -> Tensor:
+    return rms_norm(x, weight, eps, offset=0.0, casting_mode="gemma")
+
+
+def _t5(x: Tensor, weight: Tensor, bias: None, eps: float) -> Tensor:
+    if x.dtype == weight.dtype:
+        return rms_norm(x, weight, eps)
+    return weight * rms_norm(x.to(torch.float32), None, eps).to(weight.dtype)
+
+
+def _gated(x: Tensor, gate: Tensor, weight: Tensor, bias: None, eps: float) -> Tensor:
+    h = rms_norm(x, weight, eps)
+    return swiglu(gate.to(h.dtype), h).to(x.dtype)
+
+
+def _grouped(x: Tensor, gate: Tensor | None, weight: Tensor, bias: None, eps: float, size: int) -> Tensor:
+    h = x.to(torch.float32)
+    h = h if gate is None else swiglu(gate.to(torch.float32), h)
+    return weight * rms_norm(h.reshape(*x.shape[:-1], -1, size), None, eps).flatten(-2).to(x.dtype)
+
+
+PATTERNS = (llama, t5, olmo, helium, gemma, gemma3n, weightless, rounded_scale, gated, grouped)
+KERNELS: dict[str, Callable[..., Tensor]] = {
+    "llama": lambda x, weight, bias, eps: rms_norm(x, weight, eps, offset=0.0, casting_mode="llama"),
+    "t5": _t5,
+    "olmo": _rounds_once,
+    "helium": _rounds_once,
+    "gemma": lambda x, weight, bias, eps: rms_norm(x, weight, eps, offset=1.0, casting_mode="gemma"),
+    "gemma3n": _rounds_once,
+    "weightless": _rounds_once,
+    "rounded_scale": _rounds_once,
+    "gated": _gated,
+    "grouped": _grouped,
 }
+# of those that a kernel that does more can do, by its offset and casting mode
+MODES = {"llama": (0.0, "llama"), "olmo": (0.0, "gemma"), "helium": (0.0, "gemma"), "gemma": (1.0, "gemma")}
+HOOKS = ("_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_pre_hooks")
 
 
-class RMSNorm(Recogniser):
-    """Modules with a weight [N] and an eps whose forward has the form of one of PATTERNS."""
+def fusible(norm: Any) -> bool:
+    """Whether a kernel may run in place of ``norm``: its patched forward is all that would, on a whole weight."""
+    if not hasattr(type(norm), "fused_arguments") or any(getattr(norm, hooks) for hooks in HOOKS):
+        return False
+    return "forward" not in norm.__dict__ and not hasattr(norm.fused_arguments()[0], "device_mesh")
+
+
+class RMSNorm(Norm):
+    """Modules with an eps, and most with a weight [N], whose forward has the form of one of PATTERNS."""
 
     pattern = "rms_norm"
-
-    def looks_like(self, module: nn.Module) -> bool:
-        """Any normalisation, by name."""
-        return re.search(r"norm(\d\w*|gated)?$", type(module).__name__, re.IGNORECASE) is not None
-
-    def variant(self, module: nn.Module, model: nn.Module) -> str:
-        """The rounding: the name of the pattern."""
-        variant, part = match(type(module).forward, type(module), PATTERNS)
-        weight, eps = (getattr(module, part[role], None) for role in ("weight", "eps"))
-        if not isinstance(weight, Tensor) or weight.dim() != 1 or not isinstance(eps, int | float):
-            raise UnrecognisedError("needs a weight [N] and a number as eps")
-        return variant
+    named = r"(?<!layer)(?<!layer_)norm(\d\w*|gated)?$"
+    patterns, kernels = PATTERNS, KERNELS
 
     def methods(self, cls: type[Any], variant: str) -> dict[str, Any]:
-        """Its forward."""
-        _, part = match(cls.forward, cls, PATTERNS)
-        weight, eps, kernel = part["weight"], part["eps"], KERNELS[variant]
-
-        def forward(self: nn.Module, *args: Tensor, **kwargs: Tensor) -> Tensor:
-            (x,) = (*args, *kwargs.values())  # the parameter's name differs from family to family
-            return kernel(x, getattr(self, weight), getattr(self, eps))
-
-        return {"forward": forward}
-
-    def miniature(self, module: nn.Module, variant: str) -> nn.Module:
-        """A norm over 8 features."""
-        cls = type(module)
-        _, part = match(cls.forward, cls, PATTERNS)
-        return bare(cls, **{part["weight"]: random_parameter(8), part["eps"]: 1e-3})
-
-    def trial(self, module: nn.Module, variant: str, methods: dict[str, Any]) -> Trial:
-        """Six rows."""
-        (weight,) = module.parameters()
-        original, replacement = type(module).forward.__get__(module), methods["forward"].__get__(module)
-        return Trial(original, replacement, (random_like(weight, 2, 3, *weight.shape),), (weight,))
+        """Its forward, and what kernels that do more take: weight, eps, offset and casting mode."""
+        methods = super().methods(cls, variant)
+        if variant in MODES:
+            _, part = match(cls.forward, cls, PATTERNS)
+            weight, eps, mode = part["weight"], part["eps"], MODES[variant]
+            methods["fused_arguments"] = lambda self: (getattr(self, weight), getattr(self, eps), *mode)
+        return methods

@@ -1,11 +1,12 @@
-"""Rotary embeddings of the half layout: attention whose forward calls a module-level function on (q, k, cos, sin).
+"""Rotary embeddings: attention whose forward calls module-level functions on heads and tables of cosines and sines.
 
-The attention class gets a copy of its own forward that sees another function under that name. The module keeps its
-function, so that nothing but the patched model changes, and a recomputed checkpoint finds the same forward.
+The attention class gets a copy of its own forward that sees other functions under those names. The module keeps its
+functions, so that nothing but the patched model changes, and a recomputed checkpoint finds the same forward.
 """
 
 import functools
 import inspect
+import re
 from collections.abc import Callable
 from types import FunctionType
 from typing import Any
@@ -16,89 +17,85 @@ from torch import Tensor, nn
 from liger_like.ops.rope import rope
 from liger_like.patches import Recogniser, Trial, UnrecognisedError, bare, random_like, where
 from liger_like.patches.forms import match
+from liger_like.patches.rewriting import with_globals
+from liger_like.patches.rotary_functions import KINDS, PATTERNS, Kind
 
-
-def rotate_half(x: Tensor) -> Tensor:
-    """(first, second) -> (-second, first)."""
-    first = x[..., : x.shape[-1] // 2]
-    second = x[..., x.shape[-1] // 2 :]
-    return torch.cat((-second, first), dim=-1)
-
-
-def half(q: Tensor, k: Tensor, cos: Tensor, sin: Tensor, unsqueeze_dim: int = 1) -> tuple[Tensor, Tensor]:
-    """Rotates every feature."""
-    c, s = cos.unsqueeze(unsqueeze_dim), sin.unsqueeze(unsqueeze_dim)
-    return q * c + rotate_half(q) * s, k * c + rotate_half(k) * s
-
-
-def half_cast(q: Tensor, k: Tensor, cos: Tensor, sin: Tensor, unsqueeze_dim: int = 1) -> tuple[Tensor, Tensor]:
-    """Rotates every feature, in the dtype of cos if that is wider, and rounds to the dtypes of q and k."""
-    c, s = cos.unsqueeze(unsqueeze_dim), sin.unsqueeze(unsqueeze_dim)
-    return (q * c + rotate_half(q) * s).to(q.dtype), (k * c + rotate_half(k) * s).to(k.dtype)
-
-
-def half_partial(q: Tensor, k: Tensor, cos: Tensor, sin: Tensor, unsqueeze_dim: int = 1) -> tuple[Tensor, Tensor]:
-    """Rotates as many features as cos has and passes the rest."""
-    c, s = cos.unsqueeze(unsqueeze_dim), sin.unsqueeze(unsqueeze_dim)
-    r = c.shape[-1]
-    q_rotated = q[..., :r] * c + rotate_half(q[..., :r]) * s
-    k_rotated = k[..., :r] * c + rotate_half(k[..., :r]) * s
-    return torch.cat([q_rotated, q[..., r:]], dim=-1), torch.cat([k_rotated, k[..., r:]], dim=-1)
-
-
-PATTERNS = (half, half_cast, half_partial)
+BY_NAME = {pattern.__name__: kind for pattern, kind in KINDS.items()}
 
 
 class Rope(Recogniser):
-    """Attention modules that call one rotary function of the form of one of PATTERNS."""
+    """Attention modules whose rotary functions all have the form of one of PATTERNS."""
 
     pattern = "rope"
+    options = ("rope",)
 
     def looks_like(self, module: nn.Module) -> bool:
         """Any module whose forward calls a rotary function."""
-        return bool(_rotary_functions(type(module)))
+        return bool(functions_of(type(module)))
 
     def variant(self, module: nn.Module, model: nn.Module) -> str:
-        """The name of the rotary function's pattern."""
-        _, function = _rotary_function(type(module))
-        variant, _ = match(function, None, PATTERNS)
-        if hasattr(type(module).forward, "__wrapped__"):
-            raise UnrecognisedError(f"{where(type(module).forward)} is decorated")
-        _require_equal_halves(model)
-        return variant
+        """The names of the rotary functions' patterns."""
+        cls = type(module)
+        functions = functions_of(cls)
+        if not functions:
+            raise UnrecognisedError("calls no rotary function")
+        variants = [match(function, None, PATTERNS)[0] for function in functions.values()]
+        _undecorated(cls)
+        for tables in {BY_NAME[variant].tables for variant in variants} & {"full", "repeat"}:
+            _require_tables(tables, module, model)
+        return ", ".join(variants)
 
     def methods(self, cls: type[Any], variant: str) -> dict[str, Any]:
-        """The forward of ``cls`` with its rotary function replaced."""
-        name, original = _rotary_function(cls)
-        forward = cls.forward
-        namespace = {**forward.__globals__, name: functools.partial(_rotate, original, variant == "half_cast")}
-        # torch.compile would look these names up in the module of this name, where the function is still the original
-        del namespace["__name__"]
-        clone = FunctionType(forward.__code__, namespace, forward.__name__, forward.__defaults__, forward.__closure__)
-        functools.update_wrapper(clone, forward)
-        clone.__kwdefaults__ = forward.__kwdefaults__
-        del clone.__dict__["__wrapped__"]
-        return {"forward": clone}
+        """The forward of ``cls`` with its rotary functions replaced."""
+        forward, decorate = _undecorated(cls)
+        return {"forward": decorate(with_globals(forward, _replacements(cls)))}
 
     def miniature(self, module: nn.Module, variant: str) -> nn.Module:
-        """Heads of 8 features."""
-        return bare(type(module), head_dim=8, weight=nn.Parameter(torch.empty(0, device="cpu", dtype=torch.float32)))
+        """Something with a dtype: the functions are all that runs."""
+        return bare(type(module), weight=nn.Parameter(torch.empty(0, device="cpu", dtype=torch.float32)))
 
     def trial(self, module: nn.Module, variant: str, methods: dict[str, Any]) -> Trial:
-        """Three heads and two, five positions, the functions alone."""
-        _, original = _rotary_function(type(module))
-        parameter, d = next(module.parameters()), getattr(module, "head_dim", 16)
-        r = d // 4 * 2 if variant == "half_partial" else d
-        angles = torch.arange(5, device="cpu")[None, :, None] / 10 ** torch.linspace(0, 2, r // 2, device="cpu")
-        cos, sin = (f(torch.cat((angles, angles), dim=-1)).to(parameter) for f in (torch.cos, torch.sin))
-        replacement = functools.partial(_rotate, original, variant == "half_cast")
-        inputs = random_like(parameter, 2, 3, 5, d), random_like(parameter, 2, 2, 5, d)
-        return Trial(
-            functools.partial(original, cos=cos, sin=sin), functools.partial(replacement, cos=cos, sin=sin), inputs
-        )
+        """Three heads and two of 8 features, five positions, the functions alone."""
+        originals, replacements = functions_of(type(module)), _replacements(type(module))
+        parameter = next(module.parameters())
+        calls = []
+        for name, pattern in zip(originals, variant.split(", "), strict=True):
+            _, names = match(originals[name], None, PATTERNS)
+            kind = BY_NAME[pattern]
+            calls.append((name, names, tables_of(kind, 4 if kind.partial else 8, parameter), kind.dim))
+        dims = {dim for *_, dim in calls}
+        if len(dims) > 1:
+            raise UnrecognisedError("its rotary functions take heads in different places")
+        shapes = [(2, h, 5, 8) if dims == {1} else (2, 5, h, 8) for h in (3, 2)]
+
+        def run(functions: dict[str, Any], q: Tensor, k: Tensor) -> tuple[Tensor, ...]:
+            outputs: list[Tensor] = []
+            for name, names, tables, _ in calls:
+                given = {names[role]: table for role, table in tables.items()}
+                if "k" in names:
+                    outputs += functions[name](**{names["q"]: q, names["k"]: k}, **given)
+                else:
+                    outputs += [functions[name](**{names["q"]: x}, **given) for x in (q, k)]
+            return tuple(outputs)
+
+        inputs = tuple(random_like(parameter, *shape) for shape in shapes)
+        return Trial(functools.partial(run, originals), functools.partial(run, replacements), inputs)
 
 
-def _rotary_functions(cls: type[Any]) -> dict[str, Callable[..., Any]]:
+def _undecorated(cls: Any) -> tuple[FunctionType, Callable[..., Any]]:
+    """The forward of ``cls`` and what decorates it, torch.no_grad() if anything. Raises UnrecognisedError."""
+    forward = cls.forward
+    if not hasattr(forward, "__wrapped__"):
+        return forward, lambda function: function
+    context = inspect.getclosurevars(forward).nonlocals.get("ctx_factory")
+    if isinstance(getattr(context, "__self__", None), torch.no_grad) and not hasattr(
+        forward.__wrapped__, "__wrapped__"
+    ):
+        return forward.__wrapped__, torch.no_grad()
+    raise UnrecognisedError(f"{where(forward)} is decorated")
+
+
+def functions_of(cls: type[Any]) -> dict[str, Callable[..., Any]]:
     """The global functions about rotary embeddings that the forward of ``cls`` calls, by name."""
     forward = inspect.unwrap(cls.forward)
     if not isinstance(forward, FunctionType):
@@ -107,48 +104,132 @@ def _rotary_functions(cls: type[Any]) -> dict[str, Callable[..., Any]]:
     return {name: forward.__globals__[name] for name in names if callable(forward.__globals__.get(name))}
 
 
-def _rotary_function(cls: type[Any]) -> tuple[str, Callable[..., Any]]:
-    functions = _rotary_functions(cls)
-    if len(functions) != 1:
-        raise UnrecognisedError(f"calls {len(functions)} rotary functions")
-    return functions.popitem()
+def _replacements(cls: type[Any]) -> dict[str, Callable[..., Any]]:
+    return {name: replacement(function) for name, function in functions_of(cls).items()}
 
 
-def _require_equal_halves(model: nn.Module) -> None:
-    """Raise UnrecognisedError unless the model's rotary embeddings give (cos, sin) of two equal halves.
+def replacement(original: Callable[..., Any]) -> Callable[..., Any]:
+    """A function of the arguments of ``original`` that runs ``rope``, or ``original`` where that does not fit."""
+    fitted = adapter(original)
+
+    def rotate(*args: Any, **kwargs: Any) -> Any:
+        rotated = fitted(rope, args, kwargs)
+        return original(*args, **kwargs) if rotated is None else rotated
+
+    return rotate
+
+
+def adapter(original: Callable[..., Any]) -> Callable[..., Any]:
+    """A function of something that turns heads as ``rope`` does, or gives None, and of the arguments of ``original``;
+    None: no fit.
+    """
+    variant, names = match(original, None, PATTERNS)
+    kind, parameters = BY_NAME[variant], [*inspect.signature(original).parameters]
+
+    def fitted(turn: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        given = dict(zip(parameters, args, strict=False)) | kwargs
+        heads = [given[names[role]] for role in ("q", "k") if role in names]
+        if kind.tables == "complex":
+            cos, sin = torch.view_as_real(given[names["angles"]]).unbind(-1)
+        else:
+            cos, sin = given[names["cos"]], given[names["sin"]]
+        dim = given.get(names["unsqueeze_dim"], kind.dim) if "unsqueeze_dim" in names else kind.dim
+        turned = _turned(turn, kind, heads, cos, sin, dim)
+        return turned[0] if turned is not None and len(heads) == 1 else turned
+
+    return fitted
+
+
+# (dimensions of heads, of tables, where tables are unsqueezed) -> whether heads lack a batch, unsqueeze_dim of ``rope``
+PLACES = {
+    (4, 3, 1): (False, 1),
+    (4, 3, 2): (False, 2),
+    (4, 3, -2): (False, 2),
+    (4, 2, 0): (False, 1),
+    (3, 2, 1): (True, 2),
+    (3, 2, -2): (True, 2),
+}
+
+
+def _turned(
+    turn: Callable[..., Any], kind: Kind, heads: list[Tensor], cos: Tensor, sin: Tensor, unsqueeze_dim: int
+) -> tuple[Tensor, Tensor] | None:
+    """One or two tensors of heads, turned, in the dtypes that ``kind`` gives; None: does not fit."""
+    place = PLACES.get((heads[0].dim(), cos.dim(), unsqueeze_dim))
+    if place is None or heads[0].dim() != heads[-1].dim() or heads[0].shape[-1] != heads[-1].shape[-1]:
+        return None
+    unbatched, dim = place
+    if unbatched:
+        heads = [x.unsqueeze(0) for x in heads]
+    batch, tokens, width = heads[0].shape[0], 3 - dim, cos.shape[-1] * (2 if kind.tables in ("half", "complex") else 1)
+    fits = all(x.shape[0] == batch and x.shape[tokens] == cos.shape[-2] for x in heads)
+    fits = fits and (cos.dim() == 2 or cos.shape[0] in (1, batch)) and cos.shape == sin.shape
+    if not fits or width > heads[0].shape[-1] or (width < heads[0].shape[-1] and not kind.partial):
+        return None
+    if kind.rounds is None:
+        heads = [x.to(torch.promote_types(x.dtype, cos.dtype)) for x in heads]
+    elif kind.rounds == "first" and heads[0].dtype != heads[-1].dtype:
+        return None
+    # without others beside them, heads are rotated beside none
+    q, k = heads if len(heads) == 2 else (heads[0], heads[0].narrow(dim, 0, 0))
+    cos_layout = {"first": "full", "complex": "half"}.get(kind.tables, kind.tables)
+    sin = sin if kind.sign > 0 else -sin
+    turned: tuple[Tensor, Tensor] | None = turn(
+        q, k, cos, sin, layout=kind.layout, cos_layout=cos_layout, unsqueeze_dim=dim
+    )
+    if turned is None or not unbatched:
+        return turned
+    return turned[0].squeeze(0), turned[1].squeeze(0)
+
+
+def tables_of(kind: Kind, width: int, like: Tensor) -> dict[str, Tensor]:
+    """Tables of five positions for a rotation of ``width`` features, by the part that they play."""
+    angles = torch.arange(5, device="cpu")[None, :, None] / 10 ** torch.linspace(0, 2, width // 2, device="cpu")
+    if kind.tables == "complex":
+        return {"angles": torch.polar(torch.ones_like(angles), angles).to(like.device)}
+    if kind.tables == "repeat":
+        angles = angles.repeat_interleave(2, dim=-1)
+    elif kind.tables != "half":
+        angles = torch.cat((angles, angles if kind.tables == "full" else angles.square()), dim=-1)
+    return {name: table.to(like) for name, table in (("cos", angles.cos()), ("sin", angles.sin()))}
+
+
+def _require_tables(tables: str, module: nn.Module, model: nn.Module) -> None:
+    """Raise UnrecognisedError unless the rotary embeddings nearest to ``module`` give (cos, sin) of that layout.
 
     They are built anew from the config, because the live ones may be on the meta device and may change as they run.
     """
-    configs = {type(module): module.config for module in model.modules() if _is_rotary_embedding(module)}
-    if not configs:
-        raise UnrecognisedError("no rotary embedding is built from a config and called on (x, position_ids)")
-    for cls, config in configs.items():
+    for embedding in _rotary_embeddings(module, model):
+        cls: Any = type(embedding)
+        built, called = (inspect.signature(function).parameters for function in (cls.__init__, cls.forward))
+        needed = {name for name, parameter in built.items() if parameter.default is parameter.empty} - {"self"}
+        config, names = getattr(embedding, "config", None), [*called]
+        if needed != {"config"} or config is None or names not in (_CALLED, [*_CALLED, "layer_type"]):
+            raise UnrecognisedError(f"{where(cls)} is not built from a config and called on (x, position_ids)")
         with torch.device("cpu"):
-            cos, sin = cls(config)(torch.zeros(1), torch.arange(3)[None])
-        if not all(torch.equal(*table.chunk(2, dim=-1)) for table in (cos, sin)):
-            raise UnrecognisedError(f"the halves of {cls.__name__}'s cos or sin differ")
+            fresh = cls(config)
+            ids = torch.arange(3)[None]
+            if hasattr(fresh, "mrope_section"):  # of time, height and width
+                ids = ids.expand(3, 1, 3)
+            for kind in [{"layer_type": kind} for kind in fresh.rope_type] if "layer_type" in called else [{}]:
+                for table in fresh(torch.zeros(1), ids, **kind):
+                    parts = table.chunk(2, dim=-1) if tables == "full" else (table[..., ::2], table[..., 1::2])
+                    if not torch.equal(*parts):
+                        raise UnrecognisedError(f"the {_PARTS[tables]} of {cls.__name__}'s cos or sin differ")
 
 
-def _is_rotary_embedding(module: nn.Module) -> bool:
-    cls = type(module)
-    if not cls.__name__.endswith("RotaryEmbedding"):
-        return False
-    called, built = ([*inspect.signature(function).parameters] for function in (cls.forward, cls.__init__))
-    return called == ["self", "x", "position_ids"] and "config" in built
+_CALLED = ["self", "x", "position_ids"]
+_PARTS = {"full": "halves", "repeat": "neighbours"}
 
 
-def _rotate(
-    original: Callable[..., tuple[Tensor, Tensor]],
-    rounds: bool,
-    q: Tensor,
-    k: Tensor,
-    cos: Tensor,
-    sin: Tensor,
-    unsqueeze_dim: int = 1,
-) -> tuple[Tensor, Tensor]:
-    """``rope`` for batches of heads, in the dtype that ``original`` returns; ``original`` for anything else."""
-    if not (q.dim() == k.dim() == 4 and cos.dim() == 3 and unsqueeze_dim in (1, 2)):
-        return original(q, k, cos, sin, unsqueeze_dim=unsqueeze_dim)
-    if not rounds:
-        q, k = (x.to(torch.promote_types(x.dtype, cos.dtype)) for x in (q, k))
-    return rope(q, k, cos, sin, unsqueeze_dim=unsqueeze_dim)
+def _rotary_embeddings(module: nn.Module, model: nn.Module) -> list[nn.Module]:
+    """Those of the smallest part of ``model`` that has both ``module`` and one."""
+    names = {part: name for name, part in model.named_modules()}
+    embeddings = {name: part for part, name in names.items() if re.search("Rotary.*Embedding", type(part).__name__)}
+    path = names[module].split(".")
+    for depth in reversed(range(len(path))):
+        prefix = "".join(f"{name}." for name in path[:depth])
+        found = [part for name, part in embeddings.items() if name.startswith(prefix)]
+        if found:
+            return found
+    raise UnrecognisedError("no rotary embedding is near")

@@ -23,7 +23,9 @@ def block(b, h, q, k):
 MASKS = {
     "causal": (masking_utils.create_causal_mask, {}),
     "window": (masking_utils.create_sliding_window_causal_mask, {}),
-    "bidirectional": (masking_utils.create_bidirectional_mask, {"allow_is_bidirectional_skip": False}),
+    "bidirectional": (masking_utils.create_bidirectional_mask, {}),
+    "whole causal": (masking_utils.create_causal_mask, {"allow_is_causal_skip": False}),
+    "whole bidirectional": (masking_utils.create_bidirectional_mask, {"allow_is_bidirectional_skip": False}),
     "bidirectional window": (masking_utils.create_bidirectional_sliding_window_mask, {}),
     "chunked": (masking_utils.create_chunked_causal_mask, {}),
     "or": (masking_utils.create_causal_mask, {"or_mask_function": block}),
@@ -58,6 +60,8 @@ def test_masks_are_those_of_eager_attention(name, padding, device):
         config = transformers.LlamaConfig(sliding_window=3, attention_chunk_size=4, attn_implementation=implementation)
         made.append(create(config, torch.zeros(2, 9, 4, device=device), mask, past_key_values=None, **options))
     got, expected = made
+    if expected is None:  # no mask: every query sees every key
+        expected = torch.zeros(2, 1, 9, 9, device=device)
     assert isinstance(got, attention.Mask) == (name in NEVER_MADE)
     if isinstance(got, attention.Mask):
         assert (got.padding is None) == (mask is None)

@@ -24,7 +24,7 @@ def object_graph(model):
     return modules, {name: {k: id(v) for k, v in vars(sys.modules[name]).items()} for name in sources}
 
 
-@pytest.mark.parametrize("family", ["Llama", "Gemma2", "Phi3"])
+@pytest.mark.parametrize("family", ["Llama", "Gemma2", "Phi3", "Qwen3", "Cohere"])
 def test_unpatch_restores_everything(family, device):
     model = tiny(family, device)
     inputs = batch(device)

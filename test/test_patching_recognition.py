@@ -10,7 +10,7 @@ from tiny_models import assert_exact, batch, rows, tiny
 from torch import nn
 from transformers.models.llama import modeling_llama
 
-from liger_like.patches import UnrecognisedError, glu_mlp, rms_norm, rope
+from liger_like.patches import UnrecognisedError, glu_mlp, layer_norm, rms_norm, rotary_functions
 from liger_like.patches.forms import form_of, match
 from liger_like.patching import patch
 
@@ -102,26 +102,6 @@ def test_heads_and_losses_that_are_not_plain_are_not_fused(reason, device):
     assert reason in row.reason
 
 
-@pytest.mark.parametrize("table", [torch.float16, torch.float32])
-@pytest.mark.parametrize("heads", [torch.float16, torch.float32])
-def test_rope_keeps_the_dtype_that_it_had(heads, table, device):
-    original = modeling_llama.apply_rotary_pos_emb
-    q, k = (torch.randn(2, h, 5, 8, device=device).to(heads) for h in (4, 2))
-    cos, sin = torch.randn(2, 2, 5, 4, device=device).to(table).repeat(1, 1, 1, 2)
-    got, expected = (f(q, k, cos, sin) for f in (functools.partial(rope._rotate, original, False), original))
-    for x, y in zip(got, expected, strict=True):
-        assert x.dtype == y.dtype
-        assert (x - y).norm() <= 2 * torch.finfo(y.dtype).eps * y.norm()
-
-
-@pytest.mark.parametrize("unsqueeze_dim", [0, 1])
-def test_rope_of_unbatched_tables_is_the_original(unsqueeze_dim, device):
-    original = modeling_llama.apply_rotary_pos_emb
-    q, k, cos, sin = (torch.randn(*shape, 8, device=device) for shape in ((2, 5, 5), (2, 5, 5), (5,), (5,)))
-    got = rope._rotate(original, False, q, k, cos, sin, unsqueeze_dim)
-    torch.testing.assert_close(got, original(q, k, cos, sin, unsqueeze_dim), rtol=0, atol=0)
-
-
 def test_rope_with_tables_of_unequal_halves_is_left_alone(device, monkeypatch):
     def interleaved(self, x, position_ids):
         angles = (position_ids[..., None].float() * self.inv_freq).repeat_interleave(2, dim=-1)
@@ -165,8 +145,10 @@ def test_vision_language_model_reports_what_it_leaves(device):
     original = transformers.LlavaForConditionalGeneration(config).to(device).train()
     model = copy.deepcopy(original)
     report = patch(model)
-    assert {row.pattern for row in report.patched} == {"rms_norm", "rope", "glu_mlp", "attention", "lm_head"}
-    assert {row.cls for row in report.skipped} >= {"LayerNorm", "CLIPMLP"}
+    assert {row.pattern for row in report.patched} == {
+        "rms_norm", "layer_norm", "rope", "glu_mlp", "attention", "lm_head"
+    }  # fmt: skip
+    assert {row.cls for row in report.skipped} >= {"CLIPMLP"}
     inputs = batch(device)
     inputs["input_ids"] %= 99
     assert_exact(model, original, inputs)
@@ -192,6 +174,35 @@ def branching(self, x):
     return self.a * x
 
 
+def starred(self, x):
+    *rows, n = x.shape
+    first, second, *_ = x.split(n)
+    return first.view(*rows, n) + second
+
+
+def spelt_out(self, x):
+    return x.split(x.shape[-1])[0].view(*x.shape[0:-1], x.shape[-1]) + x.split(x.shape[-1])[1]
+
+
+def attribute(self, x):
+    self.a, y = x
+    return y
+
+
+def conditional(self, x, unread=None):
+    y = x + self.b
+    z = x
+    if self.scaled:
+        z = [y, x][0]
+        z = z * self.a
+    return torch.cat([z, x])
+
+
+def conditional_spelt_otherwise(me, value):
+    total = value + me.shift
+    return torch.cat(([total, value][0] * me.factor if me.flag else value, value))
+
+
 def in_place(self, x):
     x.add_(self.b)
     return self.a * x
@@ -209,16 +220,29 @@ def test_forms():
         "add_then_scale",
         {"b": "shift", "a": "factor"},
     )
+    assert match(conditional, Owner, (conditional_spelt_otherwise,))[1] == {
+        "shift": "b",
+        "factor": "a",
+        "flag": "scaled",
+    }
     with pytest.raises(UnrecognisedError, match="is of no known form"):
         match(scale_by_difference, Owner, (add_then_scale,))
-    for function in (branching, in_place, scoped, functools.wraps(branching)(lambda *args: branching(*args)), len):
+    assert match(starred, Owner, (spelt_out,))[0] == "spelt_out"
+    for function in (
+        branching,
+        attribute,
+        in_place,
+        scoped,
+        functools.wraps(branching)(lambda *args: branching(*args)),
+        len,
+    ):
         with pytest.raises(UnrecognisedError):
             form_of(function, Owner)
 
 
 def test_patterns_are_told_apart():
-    for patterns in (rms_norm.PATTERNS, glu_mlp.PATTERNS, rope.PATTERNS):
-        owner = None if patterns is rope.PATTERNS else object
+    for patterns in (rms_norm.PATTERNS, layer_norm.PATTERNS, glu_mlp.PATTERNS, rotary_functions.PATTERNS):
+        owner = None if patterns is rotary_functions.PATTERNS else object
         assert [match(pattern, owner, patterns)[0] for pattern in patterns] == [
             pattern.__name__ for pattern in patterns
         ]

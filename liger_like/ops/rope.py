@@ -221,8 +221,8 @@ def turn_constants(layouts: Layouts, D: int, C: int, inverse: bool) -> dict[str,
 @functools.cache
 def head_blocks(tile: Tile, H: int, HK: int) -> tuple[int, dict[str, int]]:
     """Programs that share a token, and their blocks of heads and warps: fewer of these where the heads are few."""
-    split = -(-H // tile.block_m)
-    block_h, block_hk = next_power_of_2(-(-H // split)), next_power_of_2(-(-HK // split))
+    split = max(1, -(-H // tile.block_m))
+    block_h, block_hk = (next_power_of_2(max(1, -(-heads // split))) for heads in (H, HK))
     num_warps = max(1, tile.num_warps * block_h // tile.block_m)
     return split, {"BLOCK_H": block_h, "BLOCK_HK": block_hk, "num_warps": num_warps}
 

@@ -1,0 +1,116 @@
+"""Decoder layers that add to the residual stream and normalise the sum: both in one kernel.
+
+The layer's class gets a copy of its own forward in which ``x = residual + y``, ``residual = x``, ``x = self.norm(x)``
+are one assignment. Where something is hooked to the norm, or the kernel would not do the same, they are done apart.
+"""
+
+import ast
+import copy
+import functools
+from types import CodeType
+from typing import Any, NamedTuple
+
+from torch import Tensor, nn
+
+from liger_like.ops.rms_norm import add_rms_norm
+from liger_like.patches import Recogniser, Trial, UnrecognisedError, bare, random_like, where
+from liger_like.patches.forms import definition_of
+from liger_like.patches.rewriting import compiled, plain_forward, with_globals
+from liger_like.patches.rms_norm import MODES, RMSNorm, fusible
+
+NAME = "_liger_like_add_and_normalise"
+NORM = RMSNorm()
+
+
+class Sites(NamedTuple):
+    """The names of the norms that follow an addition, and a forward's code with one call in place of both."""
+
+    norms: tuple[str, ...]
+    code: CodeType
+
+
+class AddRMSNorm(Recogniser):
+    """Layers with residual connections around RMSNorms."""
+
+    pattern = "add_rms_norm"
+    options = ("norm",)
+
+    def looks_like(self, module: nn.Module) -> bool:
+        """None: norms are reported of their own."""
+        return False
+
+    def variant(self, module: nn.Module, model: nn.Module) -> str:
+        """The patterns of the norms."""
+        cls: Any = type(module)
+        variants = [NORM.variant(getattr(module, name), model) for name in _sites(cls).norms]
+        if not {*variants} <= MODES.keys():
+            raise UnrecognisedError("no kernel for its norms")
+        return ", ".join(variants)
+
+    def methods(self, cls: Any, variant: str) -> dict[str, Any]:
+        """The forward of ``cls`` with one call for each addition and norm."""
+        forward: Any = plain_forward(cls)
+        return {"forward": with_globals(forward, {NAME: _add_and_normalise}, _sites(cls).code)}
+
+    def miniature(self, module: nn.Module, variant: str) -> nn.Module:
+        """Norms of 8 features."""
+        cls: Any = type(module)
+        names = zip(_sites(cls).norms, variant.split(", "), strict=True)
+        return bare(cls, **{name: NORM.miniature(getattr(module, name), of_norm) for name, of_norm in names})
+
+    def trial(self, module: nn.Module, variant: str, methods: dict[str, Any]) -> Trial:
+        """Six rows, added and normalised by each of the norms."""
+        cls: Any = type(module)
+        norms = [getattr(module, name) for name in _sites(cls).norms]
+        patched = [copy.copy(norm) for norm in norms]  # share the parameters
+        for norm, of_norm in zip(patched, variant.split(", "), strict=True):
+            norm.__class__ = type("Patched", (type(norm),), NORM.methods(type(norm), of_norm))
+        parameters = tuple(p for norm in norms for p in norm.parameters() if p.numel())
+
+        def separate(x: Tensor, residual: Tensor) -> tuple[Tensor, ...]:
+            return tuple(y for norm in norms for y in (norm(residual + x), residual + x))
+
+        def together(x: Tensor, residual: Tensor) -> tuple[Tensor, ...]:
+            return tuple(y for norm in patched for y in _add_and_normalise(norm, x, residual))
+
+        inputs = tuple(random_like(parameters[0], 2, 3, parameters[0].numel()) for _ in range(2))
+        return Trial(separate, together, inputs, parameters)
+
+
+def _add_and_normalise(norm: Any, x: Any, residual: Tensor) -> tuple[Tensor, Tensor]:
+    if fusible(norm) and isinstance(x, Tensor) and x.shape == residual.shape and x.dtype == residual.dtype:
+        weight, eps, offset, casting_mode = norm.fused_arguments()
+        return add_rms_norm(x, residual, weight, eps, offset=offset, casting_mode=casting_mode)
+    total = residual + x
+    return norm(total), total
+
+
+@functools.cache
+def _sites(cls: Any) -> Sites:
+    """Raises UnrecognisedError where no sum is kept and normalised."""
+    forward, norms = plain_forward(cls), []
+    if forward is None:
+        raise UnrecognisedError(f"{where(cls.forward)} is decorated")
+    definition = definition_of(forward)
+    body = definition.body
+    for index in reversed(range(len(body) - 2)):
+        match body[index : index + 3]:
+            case [
+                ast.Assign(
+                    targets=[ast.Name(id=total)], value=ast.BinOp(op=ast.Add(), left=ast.Name() as residual, right=y)
+                ),
+                ast.Assign(targets=[ast.Name(id=kept)], value=ast.Name(id=same)),
+                ast.Assign(
+                    targets=[ast.Name(id=normed)],
+                    value=ast.Call(
+                        func=ast.Attribute(value=ast.Name(id="self")) as norm, args=[ast.Name(id=given)], keywords=[]
+                    ),
+                ),
+            ] if total == same == normed == given and residual.id == kept:
+                targets = ast.Tuple([ast.Name(name, ast.Store()) for name in (total, kept)], ast.Store())
+                call = ast.Call(ast.Name(NAME, ast.Load()), [norm, y, residual], [])
+                body[index : index + 3] = [ast.copy_location(ast.Assign([targets], call), body[index])]
+                norms.append(norm.attr)
+    if not norms:
+        raise UnrecognisedError(f"{where(forward)} normalises no sum that it keeps")
+    return Sites(tuple(reversed(norms)), compiled(forward, definition))

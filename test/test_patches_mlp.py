@@ -1,0 +1,163 @@
+"""Gated MLPs and experts of every kind: the classes of transformers against themselves."""
+
+import copy
+from types import SimpleNamespace
+
+import pytest
+import torch
+from tiny_models import batch, results, rows, tiny
+from torch import nn
+from transformers.activations import ACT2FN
+from transformers.models.bitnet.modeling_bitnet import BitNetMLP
+from transformers.models.falcon_h1.modeling_falcon_h1 import FalconH1MLP
+from transformers.models.inkling.modeling_inkling import InklingMLP
+from transformers.models.lfm2.modeling_lfm2 import Lfm2MLP
+from transformers.models.llama.modeling_llama import LlamaMLP
+from transformers.models.modernbert_decoder.modeling_modernbert_decoder import ModernBertDecoderMLP
+from transformers.models.moonshine.modeling_moonshine import MoonshineDecoderMLP
+from transformers.models.phi3.modeling_phi3 import Phi3MLP
+from transformers.models.seed_oss.modeling_seed_oss import SeedOssMLP
+from transformers.models.starcoder2.modeling_starcoder2 import Starcoder2MLP
+
+from liger_like.ops import glu
+from liger_like.patches import glu_mlp
+from liger_like.patching import patch, unpatch
+
+CONFIG = SimpleNamespace(
+    hidden_size=16,
+    intermediate_size=24,
+    hidden_act="silu",
+    hidden_activation="gelu",
+    mlp_bias=True,
+    use_bias=True,
+    residual_dropout=0.0,
+    mlp_dropout=0.0,
+    rms_norm_eps=1e-5,
+    mlp_multipliers=(1.5, 0.5),
+    block_auto_adjust_ff_dim=False,
+)
+
+
+class FloatMLP(LlamaMLP):
+    def forward(self, x):
+        gate, up = self.gate_proj(x), self.up_proj(x)
+        return self.down_proj((self.act_fn(gate.float()) * up.float()).to(gate.dtype))
+
+
+MLPS = {
+    "split": LlamaMLP(CONFIG),
+    "split_silu": Lfm2MLP(CONFIG),
+    "split_float": FloatMLP(CONFIG),
+    "split_inner": BitNetMLP(CONFIG),
+    "split_dropout": SeedOssMLP(CONFIG),
+    "split_scaled": InklingMLP(CONFIG),
+    "split_scaled_gate": FalconH1MLP(CONFIG),
+    "packed": Phi3MLP(CONFIG),
+    "packed_up_gate": MoonshineDecoderMLP(CONFIG, "silu"),
+    "packed_inner": ModernBertDecoderMLP(CONFIG),
+}
+
+
+def outcome(module, x):
+    """The output and every gradient."""
+    x = x.detach().requires_grad_()
+    y = module(x)
+    upstream = torch.linspace(-1, 1, y.numel(), device=y.device).view(y.shape).to(y)
+    return [y, *torch.autograd.grad(y, [x, *module.parameters()], upstream)]
+
+
+def counted(monkeypatch):
+    calls, true = [], glu.use_kernel
+    monkeypatch.setattr(glu, "use_kernel", lambda x: calls.append(1) or true(x))
+    return calls
+
+
+def test_every_kind_has_a_class():
+    assert {pattern.__name__ for pattern in glu_mlp.PATTERNS} == MLPS.keys()
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float16])
+@pytest.mark.parametrize("pattern", MLPS)
+def test_mlps_are_what_they_were(pattern, dtype, device, monkeypatch):
+    original = copy.deepcopy(MLPS[pattern])
+    for parameter in original.parameters():
+        nn.init.normal_(parameter, std=0.5)
+    original.to(device, dtype)
+    assert glu_mlp.match(type(original).forward, type(original), glu_mlp.PATTERNS)[0] == pattern
+    calls, model = counted(monkeypatch), nn.Sequential(copy.deepcopy(original))
+    (row,) = rows(patch(model, verify="numeric", norm=False), "glu_mlp")
+    assert row.status == "patched"
+    calls.clear()
+    x = torch.randn(2, 3, 16, device=device, dtype=dtype)
+    for got, expected in zip(outcome(model[0], x), outcome(original, x), strict=True):
+        assert got.dtype == expected.dtype
+        assert (got - expected).norm() <= 4 * torch.finfo(dtype).eps * expected.norm()
+    assert calls
+    unpatch(model)
+    assert type(model[0]) is type(original)
+
+
+def test_dropout_stays(device):
+    model = nn.Sequential(SeedOssMLP(SimpleNamespace(**vars(CONFIG) | {"residual_dropout": 0.5}))).to(device)
+    assert rows(patch(model), "glu_mlp")[0].status == "patched"
+    assert (model(torch.randn(4, 16, device=device)) == 0).any()
+    assert not (model.eval()(torch.randn(4, 16, device=device)) == 0).any()
+
+
+def test_mlps_without_a_gate_are_nothing_to_patch(device):
+    report = patch(nn.Sequential(Starcoder2MLP(CONFIG)).to(device), strict=True)
+    (row,) = rows(report, "glu_mlp")
+    assert (row.cls, row.status, row.reason) == ("Starcoder2MLP", "absent", "has no gate")
+
+
+@pytest.mark.parametrize(
+    "name", ["silu", "swish", "gelu", "gelu_new", "gelu_pytorch_tanh", "gelu_fast", "gelu_accurate"]
+)
+def test_activations(name, device):
+    model = nn.Sequential(LlamaMLP(SimpleNamespace(**vars(CONFIG) | {"hidden_act": name}))).to(device)
+    original = copy.deepcopy(model)
+    (row,) = rows(patch(model, strict=True, verify="numeric"), "glu_mlp")
+    assert row.variant in glu_mlp.KERNELS
+    x = torch.randn(3, 16, device=device)
+    torch.testing.assert_close(model(x), original(x))
+
+
+@pytest.mark.parametrize("approximate", ["tanh", "none"])
+def test_activations_of_torch(approximate, device):
+    model = nn.Sequential(LlamaMLP(CONFIG)).to(device)
+    model[0].act_fn = nn.GELU(approximate=approximate)
+    (row,) = rows(patch(model, strict=True, verify="numeric"), "glu_mlp")
+    assert row.variant == {"tanh": "geglu tanh", "none": "geglu erf"}[approximate]
+
+
+def test_a_namesake_of_an_activation_is_refused(device):
+    model = nn.Sequential(LlamaMLP(CONFIG)).to(device)
+    model[0].act_fn = type("SiLU", (nn.Module,), {"forward": lambda self, x: ACT2FN["gelu"](x)})()
+    (row,) = rows(patch(model, verify="numeric"), "glu_mlp")
+    assert row.status == "skipped"
+
+
+MOE = {"num_experts": 4, "num_local_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 24, "head_dim": 16}
+
+
+@pytest.mark.parametrize("implementation", ["grouped_mm", "batched_mm"])
+@pytest.mark.parametrize("family", ["Qwen3Moe", "Mixtral"])
+def test_experts(family, implementation, device, monkeypatch):
+    original = tiny(family, device, **MOE, experts_implementation=implementation)
+    model = copy.deepcopy(original)
+    report = patch(model, norm=False, rope=False, attention=False, loss=False, strict=True, verify="numeric")
+    assert [(row.pattern, row.count) for row in report.patched] == [("experts", 2)]
+    calls, inputs = counted(monkeypatch), batch(device)
+    torch.testing.assert_close(results(model, inputs), results(original, inputs))
+    assert len(calls) == 2
+    unpatch(model)
+    assert [type(m) for m in model.modules()] == [type(m) for m in original.modules()]
+
+
+def test_experts_that_run_one_by_one_are_left_alone(device):
+    model = tiny("Qwen3Moe", device, **MOE, experts_implementation="eager")
+    (row,) = rows(patch(model), "experts")
+    assert row.status == "skipped"
+    assert "run by eager" in row.reason
+    (row,) = rows(patch(tiny("GptOss", device, experts_implementation="grouped_mm")), "experts")
+    assert "_apply_gate is of no known form" in row.reason

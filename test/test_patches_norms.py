@@ -1,0 +1,130 @@
+"""Norms of every kind, one at a time: the classes of transformers and torch, in their dtypes, against themselves."""
+
+import copy
+
+import pytest
+import torch
+from tiny_models import rows
+from torch import nn
+from transformers.models.cohere.modeling_cohere import CohereLayerNorm
+from transformers.models.gemma3n.modeling_gemma3n import Gemma3nRMSNorm
+from transformers.models.helium.modeling_helium import HeliumRMSNorm
+from transformers.models.llama4.modeling_llama4 import Llama4TextL2Norm
+from transformers.models.olmo.modeling_olmo import OlmoLayerNorm
+from transformers.models.qwen3_next.modeling_qwen3_next import Qwen3NextRMSNormGated
+from transformers.models.t5.modeling_t5 import T5LayerNorm
+from transformers.models.zamba2.modeling_zamba2 import Zamba2RMSNormGated
+
+from liger_like.patches import layer_norm, rms_norm
+from liger_like.patching import patch, unpatch
+
+N = 24
+NORMS = {
+    "layer_norm torch_nn": nn.LayerNorm(N),
+    "layer_norm torch_nn, no bias": nn.LayerNorm(N, bias=False),
+    "layer_norm torch_nn, no weight, no bias": nn.LayerNorm(N, elementwise_affine=False),
+    "layer_norm cohere": CohereLayerNorm(N),
+    "layer_norm olmo": OlmoLayerNorm(N),
+    "rms_norm t5": T5LayerNorm(N),
+    "rms_norm helium": HeliumRMSNorm(N),
+    "rms_norm gemma3n": Gemma3nRMSNorm(N),
+    "rms_norm gemma3n, no weight": Gemma3nRMSNorm(N, with_scale=False),
+    "rms_norm weightless": Llama4TextL2Norm(1e-5),
+    "rms_norm gated": Qwen3NextRMSNormGated(N),
+    "rms_norm grouped": Zamba2RMSNormGated(N, 8),
+}
+
+
+def norm(name, device, dtype):
+    module = copy.deepcopy(NORMS[name]).to(device, dtype)
+    for parameter in module.parameters():
+        nn.init.normal_(parameter)
+    return module
+
+
+def outcome(module, inputs):
+    """The output and every gradient."""
+    inputs = [x.detach().requires_grad_() for x in inputs]
+    y = module(*inputs)
+    leaves = [*inputs, *module.parameters()]
+    return [y, *torch.autograd.grad(y, leaves, torch.cos(torch.arange(y.numel(), device=y.device)).view(y.shape).to(y))]
+
+
+HALF, FULL = torch.float16, torch.float32
+CASES = [(name, *dtypes) for name in NORMS for dtypes in ((FULL, FULL), (HALF, HALF), (HALF, FULL))]
+CASES += [(name, FULL, HALF) for name in NORMS if "torch_nn" not in name]  # which torch has no kernel for
+
+
+@pytest.mark.parametrize(("name", "data", "weights"), CASES)
+def test_norms_are_what_they_were(name, data, weights, device, monkeypatch):
+    original = norm(name, device, weights)
+    calls = []
+    for module, op in ((rms_norm, "rms_norm"), (layer_norm, "layer_norm")):
+        true = getattr(module, op)
+        monkeypatch.setattr(module, op, lambda *args, true=true, **kwargs: calls.append(1) or true(*args, **kwargs))
+    model = nn.Sequential(copy.deepcopy(original))
+    report = patch(model, strict=True, verify="numeric")
+    pattern, variant = name.split(" ", 1)
+    (row,) = rows(report, pattern)
+    assert (row.variant, row.status) == (variant, "patched")
+    assert {row.pattern for row in report.patched} == {pattern}
+    calls.clear()
+    inputs = [
+        torch.randn(2, 5, N, device=device).to(data) * 3 + 1 for _ in range(1 + (variant in ("gated", "grouped")))
+    ]
+    got, expected = outcome(model[0], inputs), outcome(original, inputs)
+    assert calls
+    eps = max(torch.finfo(dtype).eps for dtype in (data, weights))
+    for y, exact in zip(got, expected, strict=True):
+        assert y.dtype == exact.dtype
+        assert (y - exact).norm() <= 4 * eps * exact.norm()
+    unpatch(model)
+    assert type(model[0]) is type(original)
+
+
+@pytest.mark.parametrize("enabled", [True, False])
+def test_layer_norm_under_autocast(enabled, device):
+    original = norm("layer_norm torch_nn", device, torch.float32)
+    model = nn.Sequential(copy.deepcopy(original))
+    patch(model)
+    x = torch.randn(2, N, device=device, dtype=torch.float16)
+    with torch.autocast(device, torch.float16, enabled=enabled):
+        got, expected = model(x), original(x)
+    assert got.dtype == expected.dtype
+    assert (got - expected).norm() <= 4 * torch.finfo(expected.dtype).eps * expected.norm()
+
+
+gelu_gated = Qwen3NextRMSNormGated(N)
+gelu_gated.activation = "gelu"
+LEFT = {
+    "needs a weight [N], has [4, 24]": CohereLayerNorm((4, N)),
+    "normalises 2 dimensions": nn.LayerNorm((4, N), elementwise_affine=False),
+    "no kernel for the activation gelu": gelu_gated,
+}
+
+
+@pytest.mark.parametrize("reason", LEFT)
+def test_norms_that_are_left_alone(reason):
+    (row,) = (row for row in patch(nn.Sequential(LEFT[reason])).rows if row.status == "skipped")
+    assert (row.cls, row.reason) == (type(LEFT[reason]).__name__, reason)
+
+
+@pytest.mark.parametrize("norm", [nn.GroupNorm(2, N), nn.BatchNorm1d(N), nn.InstanceNorm2d(N)])
+def test_norms_of_other_dimensions_are_nothing_to_patch(norm):
+    (row,) = (row for row in patch(nn.Sequential(norm), strict=True).rows if row.cls)
+    assert (row.cls, row.status, row.reason) == (type(norm).__name__, "absent", "normalises no last dimension")
+
+
+def test_a_gate_may_be_missing_or_named(device):
+    original = norm("rms_norm grouped", device, torch.float32)
+    model = nn.Sequential(copy.deepcopy(original))
+    patch(model)
+    x, gate = torch.randn(2, 5, N, device=device), torch.randn(2, 5, N, device=device)
+    for given in ({}, {"gate": gate}, {"gate": None}):
+        torch.testing.assert_close(model[0](x, **given), original(x, **given))
+
+
+def test_a_norm_is_named_once():
+    """Whatever its name: this one is an RMSNorm."""
+    (row,) = (row for row in patch(nn.Sequential(T5LayerNorm(N))).rows if row.cls)
+    assert row.pattern == "rms_norm"
