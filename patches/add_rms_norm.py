@@ -106,7 +106,7 @@ def _sites(cls: Any) -> Sites:
                         func=ast.Attribute(value=ast.Name(id="self")) as norm, args=[ast.Name(id=given)], keywords=[]
                     ),
                 ),
-            ] if total == same == normed == given and residual.id == kept:
+            ] if total == same == normed == given:
                 targets = ast.Tuple([ast.Name(name, ast.Store()) for name in (total, kept)], ast.Store())
                 call = ast.Call(ast.Name(NAME, ast.Load()), [norm, y, residual], [])
                 body[index : index + 3] = [ast.copy_location(ast.Assign([targets], call), body[index])]

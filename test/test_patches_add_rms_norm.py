@@ -16,7 +16,6 @@ from liger_like.patching import patch, unpatch
 FAMILIES = {
     "Llama": ["post_attention_layernorm"],
     "Gemma2": ["pre_feedforward_layernorm"],
-    "Granite": ["post_attention_layernorm"],
 }
 
 
@@ -50,12 +49,11 @@ def test_it_is_off_by_default(device):
     assert type(model.model.layers[0]) is LlamaDecoderLayer
 
 
-@pytest.mark.parametrize("reentrant", [True, False])
-def test_gradient_checkpointing(reentrant, device, calls):
+def test_gradient_checkpointing(device, calls):
     original = tiny("Llama", device)
     model = copy.deepcopy(original)
     patch(model)
-    model.gradient_checkpointing_enable({"use_reentrant": reentrant})
+    model.gradient_checkpointing_enable({"use_reentrant": False})
     model.enable_input_require_grads()
     calls.clear()
     assert_exact(model, original, batch(device))

@@ -15,7 +15,6 @@ from liger_like.patching import patch, unpatch
 FAMILIES = {
     "Qwen3": "llama; half",
     "Gemma3": "gemma; half",
-    "HunYuanDenseV1": None,
 }
 
 
@@ -37,12 +36,12 @@ def calls(monkeypatch):
 def test_models(family, device, calls):
     model, original, report = pair(device, family)
     fused = rows(report, "qk_norm_rope")
-    assert [row.variant for row in fused] == ([FAMILIES[family]] if FAMILIES[family] else [])
-    assert bool(rows(report, "rope")) == (not fused)
+    assert [row.variant for row in fused] == [FAMILIES[family]]
+    assert not rows(report, "rope")
     calls.clear()
     inputs = batch(device)
     assert_exact(model, original, inputs)
-    assert len(calls) == (2 if fused else 0)
+    assert len(calls) == 2
     before = object_graph(original)[0]
     unpatch(model)
     assert {name: cls for name, (cls, _) in object_graph(model)[0].items()} == {
