@@ -132,7 +132,7 @@ MUTANTS = [
         "drops part of the features that do not turn",
     ),
     Mutant("rope.py", "b * S + s if COS_BATCHED else s", "s", "every batch turns by the angles of the first"),
-    Mutant("rope.py", "next_power_of_2(-(-HK // split))", "1", "one key head for each program only"),
+    Mutant("rope.py", "for heads in (H, HK))", "for heads in (H, 1))", "one key head for each program only"),
     Mutant("rope.py", "square += sum_of_squares(rest, dtype, CASTING)", "pass", "the norm forgets what does not turn"),
     Mutant("rope.py", "uneven or cos.stride() != sin.stride()", "uneven", "sin is read with the strides of cos"),
     Mutant(
