@@ -1,5 +1,6 @@
 """Recognisers: one file per pattern says what it recognises and what runs in its place."""
 
+import copy
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
@@ -65,6 +66,13 @@ def bare(cls: type[nn.Module], **attributes: Any) -> nn.Module:
     for name, value in attributes.items():
         setattr(module, name, value)
     return module
+
+
+def with_methods(module: nn.Module, methods: dict[str, Any]) -> nn.Module:
+    """A copy of ``module`` with other methods; they share their parameters."""
+    changed = copy.copy(module)
+    changed.__class__ = type(type(module).__name__, (type(module),), methods)
+    return changed
 
 
 def random_parameter(*shape: int) -> nn.Parameter:

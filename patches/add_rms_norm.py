@@ -5,7 +5,6 @@ are one assignment. Where something is hooked to the norm, or the kernel would n
 """
 
 import ast
-import copy
 import functools
 from types import CodeType
 from typing import Any, NamedTuple
@@ -13,7 +12,7 @@ from typing import Any, NamedTuple
 from torch import Tensor, nn
 
 from liger_like.ops.rms_norm import add_rms_norm
-from liger_like.patches import Recogniser, Trial, UnrecognisedError, bare, random_like, where
+from liger_like.patches import Recogniser, Trial, UnrecognisedError, bare, random_like, where, with_methods
 from liger_like.patches.forms import definition_of
 from liger_like.patches.rewriting import compiled, plain_forward, with_globals
 from liger_like.patches.rms_norm import MODES, RMSNorm, fusible
@@ -62,9 +61,8 @@ class AddRMSNorm(Recogniser):
         """Six rows, added and normalised by each of the norms."""
         cls: Any = type(module)
         norms = [getattr(module, name) for name in _sites(cls).norms]
-        patched = [copy.copy(norm) for norm in norms]  # share the parameters
-        for norm, of_norm in zip(patched, variant.split(", "), strict=True):
-            norm.__class__ = type("Patched", (type(norm),), NORM.methods(type(norm), of_norm))
+        kinds = zip(norms, variant.split(", "), strict=True)
+        patched = [with_methods(norm, NORM.methods(type(norm), of_norm)) for norm, of_norm in kinds]
         parameters = tuple(p for norm in norms for p in norm.parameters() if p.numel())
 
         def separate(x: Tensor, residual: Tensor) -> tuple[Tensor, ...]:

@@ -6,7 +6,6 @@ of the head module that computes the loss from the hidden states, so that whatev
 offloading) acts around it. Any other use of lazy logits makes them real.
 """
 
-import copy
 import functools
 import inspect
 import warnings
@@ -27,6 +26,7 @@ from liger_like.patches import (
     random_like,
     random_parameter,
     where,
+    with_methods,
 )
 
 HEAD, MODEL = "lazy logits", "fused loss"
@@ -292,8 +292,7 @@ class LMHead(Recogniser):
         from transformers.loss.loss_utils import ForCausalLMLoss
 
         head = module if isinstance(module, nn.Linear) else module.get_output_embeddings()  # type: ignore[operator]
-        fused = copy.copy(head)  # shares the parameters
-        fused.__class__ = type("Fused", (type(head),), _head_methods(type(head)))
+        fused = with_methods(head, _head_methods(type(head)))
         labels = torch.randint(head.out_features, (2, 5), device="cpu").to(head.weight.device)
         labels[0, 2:] = -100
 

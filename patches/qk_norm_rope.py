@@ -6,7 +6,6 @@ not do the same, and where something is hooked to a norm.
 """
 
 import ast
-import copy
 import functools
 from collections.abc import Callable
 from types import CodeType
@@ -15,7 +14,7 @@ from typing import Any, NamedTuple
 from torch import Tensor, nn
 
 from liger_like.ops.qk_norm_rope import qk_norm_rope
-from liger_like.patches import Recogniser, Trial, UnrecognisedError, bare, random_like, where
+from liger_like.patches import Recogniser, Trial, UnrecognisedError, bare, random_like, where, with_methods
 from liger_like.patches.forms import definition_of
 from liger_like.patches.rewriting import compiled, plain_forward, with_globals
 from liger_like.patches.rms_norm import MODES, RMSNorm, fusible
@@ -69,11 +68,10 @@ class QKNormRope(Recogniser):
         sites = _sites_of(module)
         original = functions_of(type(module))[sites.rotary]
         norms = [getattr(module, name) for name in sites.norms]
-        patched = [copy.copy(norm) for norm in norms]  # share the parameters
-        for norm in patched:
-            norm.__class__ = type("Patched", (type(norm),), NORM.methods(type(norm), variant.split("; ")[0]))
+        of_norms, of_rotary = variant.split("; ")
+        patched = [with_methods(norm, NORM.methods(type(norm), of_norms)) for norm in norms]
         parameters = tuple(p for norm in norms for p in norm.parameters() if p.numel())
-        kind, width = BY_NAME[variant.split("; ")[1]], parameters[0].numel()
+        kind, width = BY_NAME[of_rotary], parameters[0].numel()
         tables = tables_of(kind, width // 4 * 2 if kind.partial else width, parameters[0]).values()
         shapes = [(2, h, 5, width) if kind.dim == 1 else (2, 5, h, width) for h in (3, 2)]
         fused = functools.partial(_norm_and_rotate(original), *patched)
