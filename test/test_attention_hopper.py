@@ -23,6 +23,7 @@ from liger_like.testing import assert_accurate
 KERNEL = "_attention_fwd_hopper_kernel"
 varlen, varlen_ref = map(with_longest, (ops.flash_attention_varlen, flash_attention_varlen_ref))
 each_width = pytest.mark.parametrize("D", _hopper.WIDTHS)
+HEADS = (64, 64), (96, 96), (128, 128), (192, 128), (256, 256)  # of queries and keys, and of values
 
 
 def on_hopper(q, k, v, **masks):
@@ -47,14 +48,18 @@ TAKEN = {
     "heads first": ([heads().transpose(1, 2).contiguous().transpose(1, 2)] * 3, {}),
     "parts of one projection": (torch.zeros(2, 9, 12 * 64, dtype=torch.float16).view(2, 9, 12, 64).split(4, 2), {}),
     "widths": ([heads(D=256)] * 3, {}),
+    "a width between": ([heads(D=40)] * 3, {}),
+    "narrower values": ([heads(D=192), heads(D=192), heads(D=128)], {}),
     "packed": ([heads(B=1)] * 3, {"cu_seqlens_q": ONE, "cu_seqlens_k": ONE}),
     "options": ([heads()] * 3, {"spans": ONE, "softcap": 2.0, "left": 3, "right": 0}),
 }
 LEFT = {
     "fp32": ([heads(dtype=torch.float32)] * 3, {}),
-    "another width": ([heads(D=96)] * 3, {}),
+    "narrow heads": ([heads(D=32)] * 3, {}),
+    "a width too little": ([heads(D=152)] * 3, {}),
     "wide heads": ([heads(D=512)] * 3, {}),
-    "another width of values": ([heads(D=128), heads(D=128), heads()], {}),
+    "narrow values": ([heads(D=128), heads(D=128), heads(D=56)], {}),
+    "wide values": ([heads(), heads(), heads(D=128)], {}),
     "no keys": ([heads(), heads(S=0), heads(S=0)], {}),
     "features apart": ([heads(D=128)[..., ::2]] * 3, {}),
     "rows at any byte": ([heads(), heads(D=68)[..., :64], heads()], {}),
@@ -148,10 +153,10 @@ def assert_right(fn, ref, make_inputs, options, launched, monkeypatch):
 
 
 @pytest.mark.gpu
-@some(tuple(SHAPES), MASKS, _hopper.WIDTHS, _hopper.DTYPES)
+@some(tuple(SHAPES), MASKS, HEADS, _hopper.DTYPES)
 def test_options(row, hopper, monkeypatch, poisoned):
-    name, options, D, dtype = row
-    make = lambda: attention_inputs(dtype, "cuda", **SHAPES[name], D=D)  # noqa: E731
+    name, options, (D, Dv), dtype = row
+    make = lambda: attention_inputs(dtype, "cuda", **SHAPES[name], D=D, Dv=Dv)  # noqa: E731
     assert_right(ops.flash_attention, flash_attention_ref, make, options, hopper, monkeypatch)
 
 
@@ -175,10 +180,10 @@ LENGTHS = {
 
 
 @pytest.mark.gpu
-@some(tuple(LENGTHS), MASKS, _hopper.WIDTHS, _hopper.DTYPES)
+@some(tuple(LENGTHS), MASKS, HEADS, _hopper.DTYPES)
 def test_packed_sequences(row, hopper, monkeypatch, poisoned):
-    name, options, D, dtype = row
-    shape = {"lengths": LENGTHS[name], "H": 4, "Hk": 2, "D": D, "sinks": True, "behind": 40}
+    name, options, (D, Dv), dtype = row
+    shape = {"lengths": LENGTHS[name], "H": 4, "Hk": 2, "D": D, "Dv": Dv, "sinks": True, "behind": 40}
     make = lambda: attention_varlen_inputs(dtype, "cuda", **shape)  # noqa: E731
     assert_right(varlen, varlen_ref, make, options, hopper, monkeypatch)
     assert forward(varlen, make(), **options)[0][-40:].eq(0).all()

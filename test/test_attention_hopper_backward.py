@@ -86,12 +86,13 @@ def test_which_calls_it_takes(takes, monkeypatch, device):
     q, k, v, dout = heads_of(64, device=device)
     assert takes(q, k, v, dout) == ["all"]
     assert takes(*heads_of(128, device=device)) == ["all"]
+    assert takes(*heads_of(96, device=device)) == ["all"]
     assert takes(q, k, v, dout, needs=(True, False, True, False)) == ["all"]
     assert not takes(q, k, v, dout, deterministic=True)
     assert not takes(q, k, v, dout, needs=(False, True, True, False))
     assert not takes(q, k, v, dout, needs=(True, False, False, False))
     assert not takes(q, k, v, dout, bias=torch.zeros(1, 1, 1, 24, device=device))
-    assert not takes(*heads_of(96, device=device))
+    assert not takes(*heads_of(32, device=device))
     assert not takes(*(t.float() for t in (q, k, v, dout)))
     assert takes(q, k, v, torch.randn(1, 24, 2, 72, dtype=torch.float16, device=device)[..., :64])
     assert not takes(q, k, v, torch.randn(1, 24, 2, 65, dtype=torch.float16, device=device)[..., :64])
@@ -103,6 +104,7 @@ def test_which_calls_it_takes(takes, monkeypatch, device):
 def test_which_calls_with_heads_of_256_it_takes(takes, monkeypatch, device):
     """Whatever they ask for, each of the two kernels."""
     q, k, v, dout = heads_of(256, device=device)
+    assert takes(*heads_of(192, device=device)) == ["dkv", "dq"]
     for deterministic in (False, True):
         assert takes(q, k, v, dout, deterministic=deterministic) == ["dkv", "dq"]
         assert takes(q, k, v, dout, deterministic=deterministic, needs=(True, False, False, False)) == ["dq"]
@@ -240,6 +242,22 @@ def test_gradients_of_packed_sequences(mask, D, dtype, launched, poisoned):
         options = {**mask, **longest, "deterministic": False}
         assert_accurate(ops.flash_attention_varlen, flash_attention_varlen_ref, make, options, draws=8, k=2)
     assert kernels(launched) == HOPPER[D]
+
+
+@gpu
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@pytest.mark.parametrize(("D", "Dv"), [(48, 48), (96, 96), (80, 128), (192, 128), (160, 160)])
+def test_narrower_heads(D, Dv, dtype, launched, poisoned):
+    """Those that are filled up with zeros, and values of another width than keys."""
+    options = {"causal": True, "deterministic": False}
+    shape = {"B": 2, "S": 130, "Sk": 300, **HEADS, "D": D, "Dv": Dv}
+    make = lambda: attention_inputs(dtype, "cuda", **shape)  # noqa: E731
+    assert_accurate(ops.flash_attention, flash_attention_ref, make, options, draws=4, k=2)
+    packed = {"lengths": LENGTHS_OF_SEQUENCES[0], **HEADS, "D": D, "Dv": Dv, "behind": 77}
+    make = lambda: attention_varlen_inputs(dtype, "cuda", **packed)  # noqa: E731
+    options |= {"max_seqlen_q": 300, "max_seqlen_k": 300}
+    assert_accurate(ops.flash_attention_varlen, flash_attention_varlen_ref, make, options, draws=4, k=2)
+    assert kernels(launched) == HOPPER[_hopper.width_of(D)]
 
 
 @gpu

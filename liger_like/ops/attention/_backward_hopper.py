@@ -26,7 +26,16 @@ from triton.experimental.gluon.language.nvidia.hopper import (
 
 from liger_like.ops._common import launch
 from liger_like.ops.attention._blocks import LOG2E, load_spans, scores, unit_of_scores, visible, within
-from liger_like.ops.attention._hopper import ROWS, barriers, clear_rows, descriptor, keys_of, on_hopper, store_rows
+from liger_like.ops.attention._hopper import (
+    ROWS,
+    barriers,
+    clear_rows,
+    descriptor,
+    keys_of,
+    on_hopper,
+    store_rows,
+    width_of,
+)
 from liger_like.ops.attention._setup import Masking, section_of
 
 BLOCK_N = 2 * ROWS.value
@@ -109,29 +118,29 @@ def _add_dq(dq, desc, buf, b, h, row, col, end, PACKED: gl.constexpr):
 @gluon.jit
 def _multiply(
     g: gl.constexpr, place, outputs, bufs, ds_s, dq_s, kv_full, full, empty, ds_full, ds_empty, spans_ptr, B, SK, left,
-    right, scale, HK: gl.constexpr, SOFTCAP: gl.constexpr, HAS_LEFT: gl.constexpr, HAS_RIGHT: gl.constexpr,
-    PACKED: gl.constexpr, BLOCK_M: gl.constexpr, STAGES: gl.constexpr,
+    right, scale, HK: gl.constexpr, D: gl.constexpr, DV: gl.constexpr, SOFTCAP: gl.constexpr, HAS_LEFT: gl.constexpr,
+    HAS_RIGHT: gl.constexpr, PACKED: gl.constexpr, BLOCK_M: gl.constexpr, STAGES: gl.constexpr,
 ):  # fmt: skip
     b, hk, row, end_k, end_q, shift, start, end, inner_start, inner_end, first_head, heads = place
     dq_desc, dk_ptr, dv_ptr = outputs
     q_s, k_s, v_s, dout_s, lse_s, delta_s = bufs
-    D: gl.constexpr = q_s.shape[4]
+    BLOCK_D: gl.constexpr = q_s.shape[4]
     # the part of dq that a group makes: half of the queries if there are two times 64, else half of the features
     WIDTH: gl.constexpr = dq_s.shape[4]
-    first_row: gl.constexpr = 0 if WIDTH < D else g * ROWS
-    first_col: gl.constexpr = g * WIDTH if WIDTH < D else 0
+    first_row: gl.constexpr = 0 if WIDTH < BLOCK_D else g * ROWS
+    first_col: gl.constexpr = g * WIDTH if WIDTH < BLOCK_D else 0
     dtype: gl.constexpr = q_s.dtype
     layout_s: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, BLOCK_M, 16])
-    layout_k: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, D, 16])
+    layout_k: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, BLOCK_D, 16])
     layout_q: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, WIDTH, 16])
     operand: gl.constexpr = gl.DotOperandLayout(0, layout_k, 2)
     cols: gl.constexpr = gl.SliceLayout(0, layout_s)
     none = gl.zeros([ROWS, BLOCK_M], gl.float32, layout_s)
     zeros = gl.zeros([ROWS, WIDTH], gl.float32, layout_q)
-    dk = gl.zeros([ROWS, D], gl.float32, layout_k)
-    dv = gl.zeros([ROWS, D], gl.float32, layout_k)
-    k_all = k_s.index(0).reshape([2 * ROWS, D])
-    v_all = v_s.reshape([2 * ROWS, D])
+    dk = gl.zeros([ROWS, BLOCK_D], gl.float32, layout_k)
+    dv = gl.zeros([ROWS, BLOCK_D], gl.float32, layout_k)
+    k_all = k_s.index(0).reshape([2 * ROWS, BLOCK_D])
+    v_all = v_s.reshape([2 * ROWS, BLOCK_D])
     mbarrier.wait(kv_full, 0)
     if PACKED and row + 2 * ROWS > end_k:  # both groups write the same
         clear_rows(k_all, end_k - row)
@@ -149,9 +158,9 @@ def _multiply(
         spans = load_spans(spans_ptr, b.to(gl.int64), B, SK, keys[:, None])
     steps = heads * gl.cdiv(end - start, BLOCK_M)
     mbarrier.wait(full.index(0), 0, pred=steps > 0)
-    q = q_s.index(0).reshape([BLOCK_M, D])
+    q = q_s.index(0).reshape([BLOCK_M, BLOCK_D])
     # an index that the compiler does not know to be 0: else what describes k to the tensor cores stays in registers
-    k_first = k_s.index(gl.program_id(2)).reshape([2 * ROWS, D]).slice(g * ROWS, ROWS)
+    k_first = k_s.index(gl.program_id(2)).reshape([2 * ROWS, BLOCK_D]).slice(g * ROWS, ROWS)
     s_acc = warpgroup_mma(k_first, q.permute((1, 0)), none, use_acc=False, is_async=True)
     s_acc = warpgroup_mma_wait(0, deps=(s_acc,))
     h, m = first_head, start
@@ -161,8 +170,8 @@ def _multiply(
         s = use % STAGES
         t = (use + 1) % STAGES
         phase = (use + 1) // STAGES & 1
-        q = q_s.index(s).reshape([BLOCK_M, D])
-        dout = dout_s.index(s).reshape([BLOCK_M, D])
+        q = q_s.index(s).reshape([BLOCK_M, BLOCK_D])
+        dout = dout_s.index(s).reshape([BLOCK_M, BLOCK_D])
         delta_buf = delta_s.index(s)
         if PACKED and m + BLOCK_M > end_q:
             _clear(q, dout, delta_buf, end_q - m)
@@ -194,7 +203,7 @@ def _multiply(
         dv, dk = warpgroup_mma_wait(1, deps=(dv, dk))
         mbarrier.arrive(empty.index(s), count=1)
         mbarrier.wait(full.index(t), phase, pred=use + 1 < steps)
-        q = q_s.index(t).reshape([BLOCK_M, D])
+        q = q_s.index(t).reshape([BLOCK_M, BLOCK_D])
         s_acc = warpgroup_mma(k, q.permute((1, 0)), none, use_acc=False, is_async=True)
         dq = warpgroup_mma_wait(1, deps=(dq,))
         mbarrier.arrive(ds_empty.index(s), count=1)
@@ -214,23 +223,23 @@ def _multiply(
     tma.store_wait(0)
     # the parts of a split group stand one behind the other
     first = ((gl.program_id(1) * B + b).to(gl.int64) * SK + row) * HK + hk
-    store_rows(dk_ptr + first * D, dk * scale, end_k - row, HK * D)
-    store_rows(dv_ptr + first * D, dv, end_k - row, HK * D)
+    store_rows(dk_ptr + first * D, dk * scale, end_k - row, HK, D)
+    store_rows(dv_ptr + first * DV, dv, end_k - row, HK, DV)
 
 
 @gluon.jit(do_not_specialize=["B", "S", "SK", "PADDED", "count", "blocks", "section", "splits", "left", "right"])
 def _attention_bwd_hopper_kernel(
     q_desc, k_desc, v_desc, dout_desc, dq_desc, rows_ptr, dk_ptr, dv_ptr, cu_q_ptr, cu_k_ptr, spans_ptr, B, S, SK,
-    PADDED, count, blocks, section, splits, left, right, scale, H: gl.constexpr, HK: gl.constexpr,
-    SOFTCAP: gl.constexpr, HAS_LEFT: gl.constexpr, HAS_RIGHT: gl.constexpr, SEQUENCES: gl.constexpr,
+    PADDED, count, blocks, section, splits, left, right, scale, H: gl.constexpr, HK: gl.constexpr, D: gl.constexpr,
+    DV: gl.constexpr, SOFTCAP: gl.constexpr, HAS_LEFT: gl.constexpr, HAS_RIGHT: gl.constexpr, SEQUENCES: gl.constexpr,
     BLOCK_M: gl.constexpr, STAGES: gl.constexpr,
 ):  # fmt: skip
-    D: gl.constexpr = q_desc.block_type.shape[3]
+    BLOCK_D: gl.constexpr = q_desc.block_type.shape[3]
     ds_layout: gl.constexpr = gl.NVMMASharedLayout.get_default_for([2 * ROWS, BLOCK_M], q_desc.dtype)
-    q_s = gl.allocate_shared_memory(q_desc.dtype, [STAGES, 1, 1, BLOCK_M, D], q_desc.layout)
-    k_s = gl.allocate_shared_memory(q_desc.dtype, [1, 1, 1, 2 * ROWS, D], k_desc.layout)
-    v_s = gl.allocate_shared_memory(q_desc.dtype, [1, 1, 2 * ROWS, D], v_desc.layout)
-    dout_s = gl.allocate_shared_memory(q_desc.dtype, [STAGES, 1, 1, BLOCK_M, D], dout_desc.layout)
+    q_s = gl.allocate_shared_memory(q_desc.dtype, [STAGES, 1, 1, BLOCK_M, BLOCK_D], q_desc.layout)
+    k_s = gl.allocate_shared_memory(q_desc.dtype, [1, 1, 1, 2 * ROWS, BLOCK_D], k_desc.layout)
+    v_s = gl.allocate_shared_memory(q_desc.dtype, [1, 1, 2 * ROWS, BLOCK_D], v_desc.layout)
+    dout_s = gl.allocate_shared_memory(q_desc.dtype, [STAGES, 1, 1, BLOCK_M, BLOCK_D], dout_desc.layout)
     plain: gl.constexpr = gl.SwizzledSharedLayout(1, 1, 1, [0])
     lse_s = gl.allocate_shared_memory(gl.float32, [STAGES, BLOCK_M], plain)
     delta_s = gl.allocate_shared_memory(gl.float32, [STAGES, BLOCK_M], plain)
@@ -252,9 +261,9 @@ def _attention_bwd_hopper_kernel(
     gl.warp_specialize(
         [
             (_multiply, (0, place, outputs, bufs, ds_s, dq_s, kv_full, full, empty, ds_full, ds_empty, spans_ptr, B,
-                         SK, left, right, scale, HK, SOFTCAP, HAS_LEFT, HAS_RIGHT, PACKED, BLOCK_M, STAGES)),
+                         SK, left, right, scale, HK, D, DV, SOFTCAP, HAS_LEFT, HAS_RIGHT, PACKED, BLOCK_M, STAGES)),
             (_multiply, (1, place, outputs, bufs, ds_s, dq_s, kv_full, full, empty, ds_full, ds_empty, spans_ptr, B,
-                         SK, left, right, scale, HK, SOFTCAP, HAS_LEFT, HAS_RIGHT, PACKED, BLOCK_M, STAGES)),
+                         SK, left, right, scale, HK, D, DV, SOFTCAP, HAS_LEFT, HAS_RIGHT, PACKED, BLOCK_M, STAGES)),
             (_load, (place, descs, rows_ptr, bufs, kv_full, full, empty, B, PADDED, H, BLOCK_M, STAGES)),
         ],
         worker_num_warps=[4, 1],
@@ -271,7 +280,7 @@ def _scale_kernel(sum_ptr, out_ptr, N, scale, BLOCK: tl.constexpr):
 
 def has_backward(masking: Masking, q: Tensor, *others: Tensor) -> bool:
     """Whether ``add_gradients`` takes a call with these tensors."""
-    return q.shape[-1] in BLOCK_M and on_hopper(masking, q, *others)
+    return width_of(q.shape[-1]) in BLOCK_M and on_hopper(masking, q, *others)
 
 
 def add_gradients(
@@ -279,9 +288,10 @@ def add_gradients(
 ) -> Tensor:
     """dq; dk and dv [splits, B, Sk, Hk, D] get what the parts of the query heads of a key head give."""
     (B, S, H, D), (SK, HK) = q.shape, k.shape[1:3]
-    block_m = BLOCK_M[D][masking.softcap is not None or masking.spans is not None]
+    width = width_of(D)
+    block_m = BLOCK_M[width][masking.softcap is not None or masking.spans is not None]
     blocks = masking.num_blocks(SK, BLOCK_N)
-    width = D if block_m == BLOCK_N else D // 2
+    share = width if block_m == BLOCK_N else width // 2
     dq, total = q.new_empty(q.shape), rows.new_zeros(q.shape)
     launch(
         _attention_bwd_hopper_kernel,
@@ -290,10 +300,12 @@ def add_gradients(
         (B, S, SK, rows.shape[3], masking.sequences, blocks, section_of(q, dout, masking.max_seqlen_q * (H // HK), 1),
          splits, masking.left, masking.right),
         (masking.scale,),
-        (descriptor(q, block_m), descriptor(k, BLOCK_N), descriptor(v, BLOCK_N), descriptor(dout, block_m),
-         descriptor(total, 64, width)),
+        (descriptor(q, block_m, width), descriptor(k, BLOCK_N, width), descriptor(v, BLOCK_N, width),
+         descriptor(dout, block_m, width), descriptor(total, 64, share)),
         H=H,
         HK=HK,
+        D=D,
+        DV=v.shape[3],
         **masking.constants(),
         BLOCK_M=block_m,
         STAGES=STAGES,

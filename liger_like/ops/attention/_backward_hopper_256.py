@@ -35,12 +35,14 @@ from liger_like.ops.attention._hopper import (
     on_hopper,
     store_rows,
     tile_of,
+    width_of,
 )
 from liger_like.ops.attention._setup import Masking, section_of
 
 STAGES = gl.constexpr(2)
 BLOCK_N = ROWS.value  # keys of a program for dk and dv
 BLOCK_M = 2 * ROWS.value  # queries of one for dq
+WIDTH = 256
 
 
 @gluon.jit
@@ -76,33 +78,34 @@ def _load_queries(place, descs, rows_ptr, bufs, kv_full, q_ring, dout_ring, B, P
 @gluon.jit
 def _sum_dv(
     place, dv_ptr, spans_ptr, bufs, p_s, kv_full, q_ring, dout_ring, p_full, B, SK, left, right, scale,
-    HK: gl.constexpr, SOFTCAP: gl.constexpr, HAS_LEFT: gl.constexpr, HAS_RIGHT: gl.constexpr, PACKED: gl.constexpr,
+    HK: gl.constexpr, DV: gl.constexpr, SOFTCAP: gl.constexpr, HAS_LEFT: gl.constexpr, HAS_RIGHT: gl.constexpr,
+    PACKED: gl.constexpr,
 ):  # fmt: skip
     b, hk, row, end_k, end_q, shift, start, end, inner_start, inner_end, _, heads = place
     q_s, k_s, _, dout_s, lse_s, _ = bufs
     q_full, q_empty = q_ring
     dout_full, dout_empty = dout_ring
-    D: gl.constexpr = q_s.shape[4]
+    BLOCK_D: gl.constexpr = q_s.shape[4]
     dtype: gl.constexpr = q_s.dtype
     layout_s: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, ROWS, 16])
-    layout_v: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, D, 16])
+    layout_v: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, BLOCK_D, 16])
     operand: gl.constexpr = gl.DotOperandLayout(0, layout_v, 2)
     none = gl.zeros([ROWS, ROWS], gl.float32, layout_s)
-    dv = gl.zeros([ROWS, D], gl.float32, layout_v)
+    dv = gl.zeros([ROWS, BLOCK_D], gl.float32, layout_v)
     unit = unit_of_scores(scale, SOFTCAP, False)
     keys = (row + gl.arange(0, ROWS, gl.SliceLayout(1, layout_s)))[:, None]
     spans = None
     if spans_ptr is not None:
         spans = load_spans(spans_ptr, b.to(gl.int64), B, SK, keys)
     # the parts of a split group stand one behind the other
-    dv_ptr += (((gl.program_id(1) * B + b).to(gl.int64) * SK + row) * HK + hk) * D
+    dv_ptr += (((gl.program_id(1) * B + b).to(gl.int64) * SK + row) * HK + hk) * DV
     length = end_k - row
     limits = bounds(keys - shift, right, left, spans, end_q, HAS_RIGHT, HAS_LEFT)
     steps = heads * gl.cdiv(end - start, ROWS)
     mbarrier.wait(kv_full, 0)
-    k = k_s.index(0).reshape([ROWS, D])
+    k = k_s.index(0).reshape([ROWS, BLOCK_D])
     mbarrier.wait(q_full.index(0), 0, pred=steps > 0)
-    q = q_s.index(0).reshape([ROWS, D])
+    q = q_s.index(0).reshape([ROWS, BLOCK_D])
     if PACKED and start + ROWS > end_q:  # for both groups: 0 times what the next sequence holds may be NaN
         clear_rows(q, end_q - start)
     s_acc = warpgroup_mma(k, q.permute((1, 0)), none, use_acc=False, is_async=True)
@@ -124,7 +127,7 @@ def _sum_dv(
         mbarrier.arrive(p_full.index(s), count=1)
         mbarrier.arrive(q_empty.index(s), count=1)
         mbarrier.wait(dout_full.index(s), use // STAGES & 1)
-        dout = dout_s.index(s).reshape([ROWS, D])
+        dout = dout_s.index(s).reshape([ROWS, BLOCK_D])
         if PACKED and m + ROWS > end_q:
             clear_rows(dout, end_q - m)
         dv = warpgroup_mma(p_operand, dout, dv, is_async=True)
@@ -132,40 +135,41 @@ def _sum_dv(
         m = gl.where(m < end, m, start)
         t = (use + 1) % STAGES
         mbarrier.wait(q_full.index(t), (use + 1) // STAGES & 1, pred=use + 1 < steps)
-        q = q_s.index(t).reshape([ROWS, D])
+        q = q_s.index(t).reshape([ROWS, BLOCK_D])
         if PACKED and m + ROWS > end_q:
             clear_rows(q, end_q - m)
         # an index that the compiler does not know to be 0: else what describes k to the tensor cores stays in registers
-        k = k_s.index(use >> 30).reshape([ROWS, D])
+        k = k_s.index(use >> 30).reshape([ROWS, BLOCK_D])
         s_acc = warpgroup_mma(k, q.permute((1, 0)), none, use_acc=False, is_async=True)
         dv = warpgroup_mma_wait(1, deps=(dv,))
         mbarrier.arrive(dout_empty.index(s), count=1)
         s_acc = warpgroup_mma_wait(0, deps=(s_acc,))
-    store_rows(dv_ptr, dv, length, HK * D)
+    store_rows(dv_ptr, dv, length, HK, DV)
 
 
 @gluon.jit
 def _sum_dk(
-    place, dk_ptr, bufs, p_s, kv_full, q_ring, dout_ring, p_full, B, SK, scale, HK: gl.constexpr, PACKED: gl.constexpr
-):
+    place, dk_ptr, bufs, p_s, kv_full, q_ring, dout_ring, p_full, B, SK, scale, HK: gl.constexpr, D: gl.constexpr,
+    PACKED: gl.constexpr,
+):  # fmt: skip
     b, hk, row, end_k, end_q, _, start, end, _, _, _, heads = place
     q_s, _, v_s, dout_s, _, delta_s = bufs
     q_full, q_empty = q_ring
     dout_full, dout_empty = dout_ring
-    D: gl.constexpr = q_s.shape[4]
+    BLOCK_D: gl.constexpr = q_s.shape[4]
     layout_s: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, ROWS, 16])
-    layout_k: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, D, 16])
+    layout_k: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, BLOCK_D, 16])
     operand: gl.constexpr = gl.DotOperandLayout(0, layout_k, 2)
     cols: gl.constexpr = gl.SliceLayout(0, layout_s)
     none = gl.zeros([ROWS, ROWS], gl.float32, layout_s)
-    dk = gl.zeros([ROWS, D], gl.float32, layout_k)
+    dk = gl.zeros([ROWS, BLOCK_D], gl.float32, layout_k)
     dk_ptr += (((gl.program_id(1) * B + b).to(gl.int64) * SK + row) * HK + hk) * D
     length = end_k - row
     steps = heads * gl.cdiv(end - start, ROWS)
     mbarrier.wait(kv_full, 0)
-    v = v_s.index(0).reshape([ROWS, D])
+    v = v_s.index(0).reshape([ROWS, BLOCK_D])
     mbarrier.wait(dout_full.index(0), 0, pred=steps > 0)
-    dout = dout_s.index(0).reshape([ROWS, D])
+    dout = dout_s.index(0).reshape([ROWS, BLOCK_D])
     dp = warpgroup_mma(v, dout.permute((1, 0)), none, use_acc=False, is_async=True)
     dp = warpgroup_mma_wait(0, deps=(dp,))
     m = start
@@ -181,35 +185,35 @@ def _sum_dk(
         ds = (p.to(gl.float32) * dp).to(p.dtype)
         mbarrier.arrive(dout_empty.index(s), count=1)
         mbarrier.wait(q_full.index(s), phase)
-        q = q_s.index(s).reshape([ROWS, D])
+        q = q_s.index(s).reshape([ROWS, BLOCK_D])
         dk = warpgroup_mma(gl.convert_layout(ds, operand), q, dk, is_async=True)
         t = (use + 1) % STAGES
         mbarrier.wait(dout_full.index(t), (use + 1) // STAGES & 1, pred=use + 1 < steps)
-        dout = dout_s.index(t).reshape([ROWS, D])
-        v = v_s.index(use >> 30).reshape([ROWS, D])
+        dout = dout_s.index(t).reshape([ROWS, BLOCK_D])
+        v = v_s.index(use >> 30).reshape([ROWS, BLOCK_D])
         dp = warpgroup_mma(v, dout.permute((1, 0)), none, use_acc=False, is_async=True)
         dk = warpgroup_mma_wait(1, deps=(dk,))
         mbarrier.arrive(q_empty.index(s), count=1)
         dp = warpgroup_mma_wait(0, deps=(dp,))
         m += ROWS
         m = gl.where(m < end, m, start)
-    store_rows(dk_ptr, dk * scale, length, HK * D)
+    store_rows(dk_ptr, dk * scale, length, HK, D)
 
 
 @gluon.jit(do_not_specialize=["B", "S", "SK", "PADDED", "count", "blocks", "section", "splits", "left", "right"])
 def _attention_dkv_hopper_kernel(
     q_desc, k_desc, v_desc, dout_desc, rows_ptr, dk_ptr, dv_ptr, cu_q_ptr, cu_k_ptr, spans_ptr, B, S, SK, PADDED, count,
-    blocks, section, splits, left, right, scale, H: gl.constexpr, HK: gl.constexpr, SOFTCAP: gl.constexpr,
-    HAS_LEFT: gl.constexpr, HAS_RIGHT: gl.constexpr, SEQUENCES: gl.constexpr,
+    blocks, section, splits, left, right, scale, H: gl.constexpr, HK: gl.constexpr, D: gl.constexpr,
+    DV: gl.constexpr, SOFTCAP: gl.constexpr, HAS_LEFT: gl.constexpr, HAS_RIGHT: gl.constexpr, SEQUENCES: gl.constexpr,
 ):  # fmt: skip
-    D: gl.constexpr = q_desc.block_type.shape[3]
+    BLOCK_D: gl.constexpr = q_desc.block_type.shape[3]
     dtype: gl.constexpr = q_desc.dtype
     plain: gl.constexpr = gl.SwizzledSharedLayout(1, 1, 1, [0])
     p_layout: gl.constexpr = gl.NVMMASharedLayout.get_default_for([ROWS, ROWS], dtype)
-    q_s = gl.allocate_shared_memory(dtype, [STAGES, 1, 1, ROWS, D], q_desc.layout)
-    k_s = gl.allocate_shared_memory(dtype, [1, 1, 1, ROWS, D], k_desc.layout)
-    v_s = gl.allocate_shared_memory(dtype, [1, 1, 1, ROWS, D], v_desc.layout)
-    dout_s = gl.allocate_shared_memory(dtype, [STAGES, 1, 1, ROWS, D], dout_desc.layout)
+    q_s = gl.allocate_shared_memory(dtype, [STAGES, 1, 1, ROWS, BLOCK_D], q_desc.layout)
+    k_s = gl.allocate_shared_memory(dtype, [1, 1, 1, ROWS, BLOCK_D], k_desc.layout)
+    v_s = gl.allocate_shared_memory(dtype, [1, 1, 1, ROWS, BLOCK_D], v_desc.layout)
+    dout_s = gl.allocate_shared_memory(dtype, [STAGES, 1, 1, ROWS, BLOCK_D], dout_desc.layout)
     lse_s = gl.allocate_shared_memory(gl.float32, [STAGES, ROWS], plain)
     delta_s = gl.allocate_shared_memory(gl.float32, [STAGES, ROWS], plain)
     p_s = gl.allocate_shared_memory(dtype, [STAGES, ROWS, ROWS], p_layout)
@@ -228,8 +232,8 @@ def _attention_dkv_hopper_kernel(
     gl.warp_specialize(
         [
             (_sum_dv, (place, dv_ptr, spans_ptr, bufs, p_s, kv_full, q_ring, dout_ring, p_full, B, SK, left, right,
-                       scale, HK, SOFTCAP, HAS_LEFT, HAS_RIGHT, PACKED)),
-            (_sum_dk, (place, dk_ptr, bufs, p_s, kv_full, q_ring, dout_ring, p_full, B, SK, scale, HK, PACKED)),
+                       scale, HK, DV, SOFTCAP, HAS_LEFT, HAS_RIGHT, PACKED)),
+            (_sum_dk, (place, dk_ptr, bufs, p_s, kv_full, q_ring, dout_ring, p_full, B, SK, scale, HK, D, PACKED)),
             (_load_queries, (place, descs, rows_ptr, bufs, kv_full, q_ring, dout_ring, B, PADDED, H)),
         ],
         worker_num_warps=[4, 1],
@@ -257,17 +261,17 @@ def _load_keys(tile, descs, bufs, q_full, dout_full, k_ring, v_ring, H: gl.const
 @gluon.jit
 def _sum_dq(
     g: gl.constexpr, tile, dq_ptr, rows_ptr, spans_ptr, bufs, q_full, dout_full, k_ring, v_ring, B, S, PADDED, left,
-    right, scale, H: gl.constexpr, SOFTCAP: gl.constexpr, HAS_LEFT: gl.constexpr, HAS_RIGHT: gl.constexpr,
-    PACKED: gl.constexpr,
+    right, scale, H: gl.constexpr, D: gl.constexpr, SOFTCAP: gl.constexpr, HAS_LEFT: gl.constexpr,
+    HAS_RIGHT: gl.constexpr, PACKED: gl.constexpr,
 ):  # fmt: skip
     b, h, row, start_q, length_q, _, length_k, start, end, inner_start, inner_end = tile
     q_s, k_s, v_s, dout_s = bufs
     k_full, k_empty = k_ring
     v_full, v_empty = v_ring
-    D: gl.constexpr = q_s.shape[4]
+    BLOCK_D: gl.constexpr = q_s.shape[4]
     dtype: gl.constexpr = q_s.dtype
     layout_s: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, ROWS, 16])
-    layout_q: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, D, 16])
+    layout_q: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, BLOCK_D, 16])
     operand: gl.constexpr = gl.DotOperandLayout(0, layout_q, 2)
     none = gl.zeros([ROWS, ROWS], gl.float32, layout_s)
     row += g * ROWS
@@ -283,13 +287,13 @@ def _sum_dq(
     lse = gl.load(lse_ptrs, mask=mask, other=float("inf")) * LOG2E
     delta = gl.load(lse_ptrs + B.to(gl.int64) * H * PADDED, mask=mask, other=0.0)
     unit = unit_of_scores(scale, SOFTCAP, False)
-    dq = gl.zeros([ROWS, D], gl.float32, layout_q)
-    q = q_s.index(0).reshape([2 * ROWS, D]).slice(g * ROWS, ROWS)
+    dq = gl.zeros([ROWS, BLOCK_D], gl.float32, layout_q)
+    q = q_s.index(0).reshape([2 * ROWS, BLOCK_D]).slice(g * ROWS, ROWS)
     steps = gl.cdiv(end - start, ROWS)
     mbarrier.wait(q_full, 0)
     mbarrier.wait(dout_full, 0)
     mbarrier.wait(k_full.index(0), 0)
-    k = k_s.index(0).reshape([ROWS, D])
+    k = k_s.index(0).reshape([ROWS, BLOCK_D])
     s_acc = warpgroup_mma(q, k.permute((1, 0)), none, use_acc=False, is_async=True)
     s_acc = warpgroup_mma_wait(0, deps=(s_acc,))
     for use in range(0, steps):
@@ -298,10 +302,10 @@ def _sum_dq(
         mbarrier.wait(v_full.index(0), use & 1)
         # an index that the compiler does not know to be 0: else what describes v, dout and q stays in registers
         zero = use >> 30
-        v = v_s.index(zero).reshape([ROWS, D])
-        dout = dout_s.index(zero).reshape([2 * ROWS, D]).slice(g * ROWS, ROWS)
+        v = v_s.index(zero).reshape([ROWS, BLOCK_D])
+        dout = dout_s.index(zero).reshape([2 * ROWS, BLOCK_D]).slice(g * ROWS, ROWS)
         if PACKED and n + ROWS > length_k:  # both groups write the same
-            clear_rows(k_s.index(s).reshape([ROWS, D]), length_k - n)
+            clear_rows(k_s.index(s).reshape([ROWS, BLOCK_D]), length_k - n)
             clear_rows(v, length_k - n)
         dp = warpgroup_mma(dout, v.permute((1, 0)), none, use_acc=False, is_async=True)
         p, slopes = scores(s_acc, None, scale, SOFTCAP, False)
@@ -311,31 +315,31 @@ def _sum_dq(
         dp = warpgroup_mma_wait(0, deps=(dp,))
         mbarrier.arrive(v_empty.index(0), count=1)
         ds = (p * (dp - delta[:, None])).to(dtype)
-        k = k_s.index(s).reshape([ROWS, D])
+        k = k_s.index(s).reshape([ROWS, BLOCK_D])
         dq = warpgroup_mma(gl.convert_layout(ds, operand), k, dq, is_async=True)
         t = (use + 1) % STAGES
         mbarrier.wait(k_full.index(t), (use + 1) // STAGES & 1, pred=use + 1 < steps)
-        k = k_s.index(t).reshape([ROWS, D])
-        q = q_s.index(zero).reshape([2 * ROWS, D]).slice(g * ROWS, ROWS)
+        k = k_s.index(t).reshape([ROWS, BLOCK_D])
+        q = q_s.index(zero).reshape([2 * ROWS, BLOCK_D]).slice(g * ROWS, ROWS)
         s_acc = warpgroup_mma(q, k.permute((1, 0)), none, use_acc=False, is_async=True)
         dq = warpgroup_mma_wait(1, deps=(dq,))
         mbarrier.arrive(k_empty.index(s), count=1)
         s_acc = warpgroup_mma_wait(0, deps=(s_acc,))
-    store_rows(dq_ptr, dq * scale, length, H * D)
+    store_rows(dq_ptr, dq * scale, length, H, D)
 
 
 @gluon.jit(do_not_specialize=["B", "S", "SK", "PADDED", "count", "blocks", "section", "left", "right"])
 def _attention_dq_hopper_kernel(
     q_desc, k_desc, v_desc, dout_desc, rows_ptr, dq_ptr, cu_q_ptr, cu_k_ptr, spans_ptr, B, S, SK, PADDED, count, blocks,
-    section, left, right, scale, H: gl.constexpr, HK: gl.constexpr, SOFTCAP: gl.constexpr, HAS_LEFT: gl.constexpr,
-    HAS_RIGHT: gl.constexpr, SEQUENCES: gl.constexpr,
+    section, left, right, scale, H: gl.constexpr, HK: gl.constexpr, D: gl.constexpr, SOFTCAP: gl.constexpr,
+    HAS_LEFT: gl.constexpr, HAS_RIGHT: gl.constexpr, SEQUENCES: gl.constexpr,
 ):  # fmt: skip
-    D: gl.constexpr = q_desc.block_type.shape[3]
+    BLOCK_D: gl.constexpr = q_desc.block_type.shape[3]
     dtype: gl.constexpr = q_desc.dtype
-    q_s = gl.allocate_shared_memory(dtype, [1, 1, 1, 2 * ROWS, D], q_desc.layout)
-    k_s = gl.allocate_shared_memory(dtype, [STAGES, 1, 1, ROWS, D], k_desc.layout)
-    v_s = gl.allocate_shared_memory(dtype, [1, 1, 1, ROWS, D], v_desc.layout)
-    dout_s = gl.allocate_shared_memory(dtype, [1, 1, 1, 2 * ROWS, D], dout_desc.layout)
+    q_s = gl.allocate_shared_memory(dtype, [1, 1, 1, 2 * ROWS, BLOCK_D], q_desc.layout)
+    k_s = gl.allocate_shared_memory(dtype, [STAGES, 1, 1, ROWS, BLOCK_D], k_desc.layout)
+    v_s = gl.allocate_shared_memory(dtype, [1, 1, 1, ROWS, BLOCK_D], v_desc.layout)
+    dout_s = gl.allocate_shared_memory(dtype, [1, 1, 1, 2 * ROWS, BLOCK_D], dout_desc.layout)
     q_full = barriers(1, 1).index(0)
     dout_full = barriers(1, 1).index(0)
     k_ring = barriers(STAGES, 1), barriers(STAGES, 2)
@@ -352,9 +356,9 @@ def _attention_dq_hopper_kernel(
     gl.warp_specialize(
         [
             (_sum_dq, (0, tile, dq_ptr, rows_ptr, spans_ptr, bufs, q_full, dout_full, k_ring, v_ring, B, S, PADDED,
-                       left, right, scale, H, SOFTCAP, HAS_LEFT, HAS_RIGHT, PACKED)),
+                       left, right, scale, H, D, SOFTCAP, HAS_LEFT, HAS_RIGHT, PACKED)),
             (_sum_dq, (1, tile, dq_ptr, rows_ptr, spans_ptr, bufs, q_full, dout_full, k_ring, v_ring, B, S, PADDED,
-                       left, right, scale, H, SOFTCAP, HAS_LEFT, HAS_RIGHT, PACKED)),
+                       left, right, scale, H, D, SOFTCAP, HAS_LEFT, HAS_RIGHT, PACKED)),
             (_load_keys, (tile, descs, bufs, q_full, dout_full, k_ring, v_ring, H, HK)),
         ],
         worker_num_warps=[4, 1],
@@ -364,14 +368,14 @@ def _attention_dq_hopper_kernel(
 
 def takes(masking: Masking, q: Tensor, *others: Tensor) -> bool:
     """Whether ``fill_dkv`` and ``make_dq`` take a call with these tensors."""
-    return q.shape[-1] == 256 and on_hopper(masking, q, *others)
+    return width_of(q.shape[-1]) == WIDTH and on_hopper(masking, q, *others)
 
 
 def fill_dkv(
     dout: Tensor, q: Tensor, k: Tensor, v: Tensor, rows: Tensor, masking: Masking, splits: int, dk: Tensor, dv: Tensor
 ) -> None:
     """dk and dv [splits, B, Sk, Hk, D] get what the parts of the query heads of a key head give."""
-    (B, S, H, _), (SK, HK) = q.shape, k.shape[1:3]
+    (B, S, H, D), (SK, HK) = q.shape, k.shape[1:3]
     blocks = masking.num_blocks(SK, BLOCK_N)
     launch(
         _attention_dkv_hopper_kernel,
@@ -380,9 +384,11 @@ def fill_dkv(
         (B, S, SK, rows.shape[3], masking.sequences, blocks, section_of(q, dout, masking.max_seqlen_q * (H // HK), 1),
          splits, masking.left, masking.right),
         (masking.scale,),
-        tuple(descriptor(x, ROWS.value) for x in (q, k, v, dout)),
+        tuple(descriptor(x, ROWS.value, WIDTH) for x in (q, k, v, dout)),
         H=H,
         HK=HK,
+        D=D,
+        DV=v.shape[3],
         **masking.constants(),
         num_warps=4,
     )  # fmt: skip
@@ -390,7 +396,7 @@ def fill_dkv(
 
 def make_dq(dout: Tensor, q: Tensor, k: Tensor, v: Tensor, rows: Tensor, masking: Masking) -> Tensor:
     """The gradient of q."""
-    (B, S, H, _), (SK, HK) = q.shape, k.shape[1:3]
+    (B, S, H, D), (SK, HK) = q.shape, k.shape[1:3]
     dq = torch.empty(q.shape, dtype=q.dtype, device=q.device)
     blocks = masking.num_blocks(S, BLOCK_M)
     launch(
@@ -400,9 +406,10 @@ def make_dq(dout: Tensor, q: Tensor, k: Tensor, v: Tensor, rows: Tensor, masking
         (B, S, SK, rows.shape[3], masking.sequences, blocks, section_of(k, v, masking.max_seqlen_k, H // HK),
          masking.left, masking.right),
         (masking.scale,),
-        (descriptor(q, BLOCK_M), descriptor(k, ROWS.value), descriptor(v, ROWS.value), descriptor(dout, BLOCK_M)),
+        tuple(descriptor(x, n, WIDTH) for x, n in ((q, BLOCK_M), (k, BLOCK_N), (v, BLOCK_N), (dout, BLOCK_M))),
         H=H,
         HK=HK,
+        D=D,
         **masking.constants(),
         num_warps=4,
     )  # fmt: skip

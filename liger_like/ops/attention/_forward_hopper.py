@@ -28,6 +28,7 @@ from liger_like.ops.attention._hopper import (
     load_rows,
     store_rows,
     tile_of,
+    width_of,
 )
 from liger_like.ops.attention._setup import Masking, section_of
 from liger_like.ops.attention._tiles import hopper_forward
@@ -87,22 +88,23 @@ def _softmax(
 
 
 @gluon.jit
-def _store(out_desc, out_ptr, buf, acc, b, h, H: gl.constexpr, start, row, length, PACKED: gl.constexpr):
+def _store(
+    out_desc, out_ptr, buf, acc, b, h, start, row, length, H: gl.constexpr, DV: gl.constexpr, PACKED: gl.constexpr
+):
     """Store rows of the output by way of a buffer; rows behind a sequence, of which there may be a next, not at all."""
-    DV: gl.constexpr = acc.shape[1]
     if PACKED and row + ROWS > length:
         first = (start + row).to(gl.int64) * H + h
-        store_rows(out_ptr + first * DV, acc, length - row, H * DV)
+        store_rows(out_ptr + first * DV, acc, length - row, H, DV)
     else:
         tma.store_wait(0)
-        buf.reshape([ROWS, DV]).store(acc.to(out_desc.dtype))
+        buf.reshape(acc.shape).store(acc.to(out_desc.dtype))
         fence_async_shared()
         tma.async_copy_shared_to_global(out_desc, [b, h, start + row, 0], buf)
 
 
 @gluon.jit
 def _attend(
-    g: gl.constexpr, shared, own, H: gl.constexpr, SOFTCAP: gl.constexpr, HAS_LEFT: gl.constexpr,
+    g: gl.constexpr, shared, own, H: gl.constexpr, DV: gl.constexpr, SOFTCAP: gl.constexpr, HAS_LEFT: gl.constexpr,
     HAS_RIGHT: gl.constexpr, SEQUENCES: gl.constexpr, BLOCK_N: gl.constexpr, STAGES: gl.constexpr,
     GROUPS: gl.constexpr, PING_PONG: gl.constexpr, ROOM: gl.constexpr,
 ):  # fmt: skip
@@ -112,16 +114,16 @@ def _attend(
     q_s, k_s, v_s = bufs
     q_full, k_full, v_full = full
     q_empty, k_empty, v_empty = empty
-    D: gl.constexpr = out_desc.block_type.shape[3]
+    BLOCK_D: gl.constexpr = out_desc.block_type.shape[3]
     dtype: gl.constexpr = out_desc.dtype
     PACKED: gl.constexpr = pointers[0] is not None
     layout_s: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, BLOCK_N, 16])
-    layout_o: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, D, 16])
+    layout_o: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, BLOCK_D, 16])
     layout_p: gl.constexpr = gl.DotOperandLayout(0, layout_o, 2)
     rows_s: gl.constexpr = gl.SliceLayout(1, layout_s)
     rows_o: gl.constexpr = gl.SliceLayout(1, layout_o)
     zeros = gl.zeros([ROWS, BLOCK_N], gl.float32, layout_s)
-    q = q_s.index(g).reshape([ROWS, D])
+    q = q_s.index(g).reshape([ROWS, BLOCK_D])
     use = 0
     turn = 0
     rounds = 0
@@ -140,10 +142,10 @@ def _attend(
                 spans = load_spans(spans_ptr, b.to(gl.int64), B, S, queries[:, None])
             most = gl.full([ROWS], float("-inf"), gl.float32, rows_s)
             total = gl.zeros([ROWS], gl.float32, rows_s)
-            acc = gl.zeros([ROWS, D], gl.float32, layout_o)
+            acc = gl.zeros([ROWS, BLOCK_D], gl.float32, layout_o)
             mbarrier.wait(q_full.index(g), turn & 1)
             mbarrier.wait(k_full.index(use % STAGES), use // STAGES & 1)
-            k = k_s.index(use % STAGES).reshape([BLOCK_N, D])
+            k = k_s.index(use % STAGES).reshape([BLOCK_N, BLOCK_D])
             s = warpgroup_mma(q, k.permute((1, 0)), zeros, use_acc=False, is_async=True)
             s = warpgroup_mma_wait(0, deps=(s,))
             mbarrier.arrive(k_empty.index(use % STAGES), count=1)
@@ -154,7 +156,7 @@ def _attend(
             if PACKED and end > length_k:  # 0 times what the next sequence holds may be NaN
                 mbarrier.wait(v_full.index(use % STAGES), use // STAGES & 1)
                 if g == 0:
-                    clear_rows(v_s.index(use % STAGES).reshape([BLOCK_N, D]), length_k - (end - BLOCK_N))
+                    clear_rows(v_s.index(use % STAGES).reshape([BLOCK_N, BLOCK_D]), length_k - (end - BLOCK_N))
                 mbarrier.arrive(cleared, count=1)
                 mbarrier.wait(cleared, clears & 1)
                 clears += 1
@@ -166,10 +168,10 @@ def _attend(
                 if PING_PONG:  # while one group multiplies, the others make their softmax
                     mbarrier.wait(turns.index(g), rounds & 1 ^ (1 if g == 0 else 0))
                     rounds += 1
-                k = k_s.index(use % STAGES).reshape([BLOCK_N, D])
+                k = k_s.index(use % STAGES).reshape([BLOCK_N, BLOCK_D])
                 s = warpgroup_mma(q, k.permute((1, 0)), zeros, use_acc=False, is_async=True)
                 mbarrier.wait(v_full.index(last), last_phase)
-                acc = warpgroup_mma(p, v_s.index(last).reshape([BLOCK_N, D]), acc, is_async=True)
+                acc = warpgroup_mma(p, v_s.index(last).reshape([BLOCK_N, BLOCK_D]), acc, is_async=True)
                 if PING_PONG:
                     mbarrier.arrive(turns.index((g + 1) % GROUPS), count=1)
                 s = warpgroup_mma_wait(1, deps=(s,))
@@ -185,7 +187,7 @@ def _attend(
                 mbarrier.arrive(q_empty.index(g), count=1)
             last = use % STAGES
             mbarrier.wait(v_full.index(last), use // STAGES & 1)
-            acc = warpgroup_mma(p, v_s.index(last).reshape([BLOCK_N, D]), acc, is_async=True)
+            acc = warpgroup_mma(p, v_s.index(last).reshape([BLOCK_N, BLOCK_D]), acc, is_async=True)
             acc = warpgroup_mma_wait(0, deps=(acc,))
             mbarrier.arrive(v_empty.index(last), count=1)
             use += 1
@@ -198,7 +200,7 @@ def _attend(
             acc = gl.where(factor > 0.0, acc * factor, 0.0)  # of a row that sees no key, 0 times what may be NaN
             lse_ptrs = lse_ptr + (b.to(gl.int64) * H + h) * S + start_q + queries
             gl.store(lse_ptrs, lse, mask=queries < length_q)
-            _store(out_desc, out_ptr, out_s.index(g), acc, b, h, H, start_q, row, length_q, PACKED)
+            _store(out_desc, out_ptr, out_s.index(g), acc, b, h, start_q, row, length_q, H, DV, PACKED)
             if not ROOM:
                 tma.store_wait(0)
                 mbarrier.arrive(q_empty.index(g), count=1)
@@ -208,16 +210,16 @@ def _attend(
 @gluon.jit(do_not_specialize=["B", "S", "SK", "count", "blocks", "section", "tiles", "left", "right"])
 def _attention_fwd_hopper_kernel(
     q_desc, k_desc, v_desc, out_desc, out_ptr, lse_ptr, sinks_ptr, cu_q_ptr, cu_k_ptr, spans_ptr, B, S, SK, count,
-    blocks, section, tiles, left, right, scale, H: gl.constexpr, HK: gl.constexpr, SOFTCAP: gl.constexpr,
-    HAS_LEFT: gl.constexpr, HAS_RIGHT: gl.constexpr, SEQUENCES: gl.constexpr, BLOCK_N: gl.constexpr,
-    STAGES: gl.constexpr, GROUPS: gl.constexpr, PING_PONG: gl.constexpr,
+    blocks, section, tiles, left, right, scale, H: gl.constexpr, HK: gl.constexpr, DV: gl.constexpr,
+    SOFTCAP: gl.constexpr, HAS_LEFT: gl.constexpr, HAS_RIGHT: gl.constexpr, SEQUENCES: gl.constexpr,
+    BLOCK_N: gl.constexpr, STAGES: gl.constexpr, GROUPS: gl.constexpr, PING_PONG: gl.constexpr,
 ):  # fmt: skip
-    D: gl.constexpr = q_desc.block_type.shape[3]
-    ROOM: gl.constexpr = D < 256  # for the output beside the queries
-    q_s = gl.allocate_shared_memory(q_desc.dtype, [GROUPS, 1, 1, ROWS, D], q_desc.layout)
-    out_s = gl.allocate_shared_memory(q_desc.dtype, [GROUPS, 1, 1, ROWS, D], q_desc.layout) if ROOM else q_s
-    k_s = gl.allocate_shared_memory(k_desc.dtype, [STAGES, 1, 1, BLOCK_N, D], k_desc.layout)
-    v_s = gl.allocate_shared_memory(v_desc.dtype, [STAGES, 1, 1, BLOCK_N, D], v_desc.layout)
+    BLOCK_D: gl.constexpr = q_desc.block_type.shape[3]
+    ROOM: gl.constexpr = BLOCK_D < 256  # for the output beside the queries
+    q_s = gl.allocate_shared_memory(q_desc.dtype, [GROUPS, 1, 1, ROWS, BLOCK_D], q_desc.layout)
+    out_s = gl.allocate_shared_memory(q_desc.dtype, [GROUPS, 1, 1, ROWS, BLOCK_D], q_desc.layout) if ROOM else q_s
+    k_s = gl.allocate_shared_memory(k_desc.dtype, [STAGES, 1, 1, BLOCK_N, BLOCK_D], k_desc.layout)
+    v_s = gl.allocate_shared_memory(v_desc.dtype, [STAGES, 1, 1, BLOCK_N, BLOCK_D], v_desc.layout)
     q_full = barriers(GROUPS, 1)
     q_empty = barriers(GROUPS, 1)
     k_full = barriers(STAGES, 1)
@@ -235,10 +237,10 @@ def _attention_fwd_hopper_kernel(
     if GROUPS == 2:
         gl.warp_specialize(
             [
-                (_attend, (0, shared, own, H, SOFTCAP, HAS_LEFT, HAS_RIGHT, SEQUENCES, BLOCK_N, STAGES, 2, PING_PONG,
-                           ROOM)),
-                (_attend, (1, shared, own, H, SOFTCAP, HAS_LEFT, HAS_RIGHT, SEQUENCES, BLOCK_N, STAGES, 2, PING_PONG,
-                           ROOM)),
+                (_attend, (0, shared, own, H, DV, SOFTCAP, HAS_LEFT, HAS_RIGHT, SEQUENCES, BLOCK_N, STAGES, 2,
+                           PING_PONG, ROOM)),
+                (_attend, (1, shared, own, H, DV, SOFTCAP, HAS_LEFT, HAS_RIGHT, SEQUENCES, BLOCK_N, STAGES, 2,
+                           PING_PONG, ROOM)),
                 (_load, (shared, descs, H, HK, HAS_LEFT, HAS_RIGHT, SEQUENCES, BLOCK_N, STAGES, 2)),
             ],
             worker_num_warps=[4, 1],
@@ -247,12 +249,12 @@ def _attention_fwd_hopper_kernel(
     else:
         gl.warp_specialize(
             [
-                (_attend, (0, shared, own, H, SOFTCAP, HAS_LEFT, HAS_RIGHT, SEQUENCES, BLOCK_N, STAGES, 3, PING_PONG,
-                           ROOM)),
-                (_attend, (1, shared, own, H, SOFTCAP, HAS_LEFT, HAS_RIGHT, SEQUENCES, BLOCK_N, STAGES, 3, PING_PONG,
-                           ROOM)),
-                (_attend, (2, shared, own, H, SOFTCAP, HAS_LEFT, HAS_RIGHT, SEQUENCES, BLOCK_N, STAGES, 3, PING_PONG,
-                           ROOM)),
+                (_attend, (0, shared, own, H, DV, SOFTCAP, HAS_LEFT, HAS_RIGHT, SEQUENCES, BLOCK_N, STAGES, 3,
+                           PING_PONG, ROOM)),
+                (_attend, (1, shared, own, H, DV, SOFTCAP, HAS_LEFT, HAS_RIGHT, SEQUENCES, BLOCK_N, STAGES, 3,
+                           PING_PONG, ROOM)),
+                (_attend, (2, shared, own, H, DV, SOFTCAP, HAS_LEFT, HAS_RIGHT, SEQUENCES, BLOCK_N, STAGES, 3,
+                           PING_PONG, ROOM)),
                 (_load, (shared, descs, H, HK, HAS_LEFT, HAS_RIGHT, SEQUENCES, BLOCK_N, STAGES, 3)),
             ],
             worker_num_warps=[4, 4, 1],
@@ -264,8 +266,9 @@ def attention_fwd_hopper(
     q: Tensor, k: Tensor, v: Tensor, sinks: Tensor | None, masking: Masking, out: Tensor, lse: Tensor
 ) -> None:
     """Fill output and lse of a call that ``on_hopper`` takes."""
-    (B, S, H, D), (SK, HK) = q.shape, k.shape[1:3]
-    tile = hopper_forward(D, masking)
+    (B, S, H, D), (SK, HK, DV) = q.shape, v.shape[1:]
+    width = width_of(D)
+    tile = hopper_forward(width, masking)
     blocks = masking.num_blocks(S, 64 * tile.groups)
     tiles = blocks * B * H
     launch(
@@ -275,9 +278,10 @@ def attention_fwd_hopper(
         (B, S, SK, masking.sequences, blocks, section_of(k, v, masking.max_seqlen_k, H // HK), tiles, masking.left,
          masking.right),
         (masking.scale,),
-        (descriptor(q, 64), descriptor(k, tile.block_n), descriptor(v, tile.block_n), descriptor(out, 64)),
+        tuple(descriptor(x, n, width) for x, n in ((q, 64), (k, tile.block_n), (v, tile.block_n), (out, 64))),
         H=H,
         HK=HK,
+        DV=DV,
         **masking.constants(),
         **tile.constants(),
     )  # fmt: skip

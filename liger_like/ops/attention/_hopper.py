@@ -19,21 +19,27 @@ from liger_like.ops.attention._blocks import load_spans, schedule, zones
 from liger_like.ops.attention._setup import Masking
 
 DTYPES = torch.bfloat16, torch.float16
-WIDTHS = 64, 128, 256
+WIDTHS = 64, 128, 256  # that the kernels compute with; TMA fills heads that are narrower up with zeros
 ROWS = gl.constexpr(64)  # of a warp group
+
+
+def width_of(D: int) -> int:
+    """The width that heads of D features are computed with, of which they are five eighths at least; 0 if none is."""
+    return next((width for width in WIDTHS if width * 5 <= D * 8 <= width * 8), 0)
 
 
 def on_hopper(masking: Masking, q: Tensor, *others: Tensor) -> bool:
     """Whether the kernels for Hopper take a call with tensors [B, S, H, D] of these dtypes, widths, layouts and masks.
 
-    The others have the dtype and the device of q.
+    The others have the dtype and the device of q. Values may be narrower than q, but less than half is portable.
     """
+    width = width_of(q.shape[-1])
     return (
-        not INTERPRET
+        width > 0
+        and not INTERPRET
         and architecture(q.device) == 9
         and q.dtype in DTYPES
-        and q.shape[-1] in WIDTHS
-        and all(x.shape[-1] == q.shape[-1] for x in others)
+        and all(width <= 2 * x.shape[-1] <= 2 * width for x in others)
         and all(t is None for t in (masking.bias, masking.key_padding_mask, masking.offsets))
         and all(map(_moved_by_tma, (q, *others)))
     )
@@ -53,10 +59,10 @@ class _Descriptor(TensorDescriptor):
     def __post_init__(self) -> None: ...
 
 
-def descriptor(x: Tensor, rows: int, width: int | None = None) -> TensorDescriptor:
-    """``x`` [B, S, H, D] as [B, H, S, D], of which TMA moves ``rows`` rows of ``width`` features (None: all)."""
+def descriptor(x: Tensor, rows: int, width: int) -> TensorDescriptor:
+    """``x`` [B, S, H, D] as [B, H, S, D], of which TMA moves ``rows`` rows of ``width`` features."""
     (B, S, H, D), (stride_b, stride_s, stride_h, _) = x.shape, x.stride()
-    block = [1, 1, rows, width or D]
+    block = [1, 1, rows, width]
     return _Descriptor(x, [B, H, S, D], [stride_b, stride_h, stride_s, 1], block, _layout(x.element_size()))
 
 
@@ -204,11 +210,11 @@ def clear_rows(buf, first):
 
 
 @gluon.jit
-def store_rows(ptr, x, length, STRIDE: gl.constexpr):
-    """Store the first ``length`` rows of ``x``."""
+def store_rows(ptr, x, length, HEADS: gl.constexpr, D: gl.constexpr):
+    """Store the first ``length`` rows and D columns of ``x``, a head out of so many."""
     rows = gl.arange(0, x.shape[0], gl.SliceLayout(1, x.type.layout))[:, None]
     cols = gl.arange(0, x.shape[1], gl.SliceLayout(0, x.type.layout))[None, :]
-    gl.store(ptr + rows * STRIDE + cols, x.to(ptr.dtype.element_ty), mask=rows < length)
+    gl.store(ptr + rows * (HEADS * D) + cols, x.to(ptr.dtype.element_ty), mask=(rows < length) & (cols < D))
 
 
 @gluon.jit
