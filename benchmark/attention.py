@@ -15,6 +15,7 @@ import itertools
 from collections.abc import Callable, Mapping
 from functools import partial
 from typing import Any, NamedTuple
+from unittest import mock
 
 import torch
 import torch.nn.functional as F  # noqa: N812
@@ -26,8 +27,10 @@ from benchmark.attention_report import tables, write_report
 from benchmark.markdown import Row
 from benchmark.measure import Step, attempt, captured, environment, gpu_times, peak_mib, rounded, save, settle
 from liger_like import testing
+from liger_like.ops.attention import _hopper
 
 SPECS = {spec.name: spec for spec in testing.SPECS}
+PORTABLE = "liger_like, portable"
 REPLAYS, ROUNDS, QUICK_ROUNDS, QUICK_CASES = 4, 7, 3, 3
 BACKENDS = {"torch, flash": SDPBackend.FLASH_ATTENTION, "torch, cuDNN": SDPBackend.CUDNN_ATTENTION}
 
@@ -42,7 +45,7 @@ class Case(NamedTuple):
     def text(self) -> str:
         """For the report."""
         shape = self.shape
-        sizes = {key: shape[key] for key in ("B", "S", "H", "Hk", "D") if key in shape}
+        sizes = {key: shape[key] for key in ("B", "S", "H", "Hk", "D", "Dv") if key in shape}
         documents = [f"{len(shape['lengths'])} documents"] if "lengths" in shape else []
         masks = [key if value is True else f"{key} {value[0] + 1}" for key, value in self.options.items()]
         return ", ".join((" ".join(f"{key} {n}" for key, n in sizes.items()), *documents, *masks))
@@ -95,7 +98,8 @@ def contestants(case: Case, inputs: testing.Inputs) -> dict[str, Callable[..., T
         with sdpa_kernel(backend):
             return heads_first(partial(F.scaled_dot_product_attention, is_causal=bool(case.options)), *qkv)
 
-    fns = {"liger_like": partial(ours, False), "liger_like, deterministic": partial(ours, True)}
+    fns = dict.fromkeys(("liger_like", PORTABLE), partial(ours, False))
+    fns["liger_like, deterministic"] = partial(ours, True)
     if not packed and "window" not in case.options:
         fns |= {name: partial(with_backend, backend) for name, backend in BACKENDS.items()}
     return fns | {"flex_attention": partial(heads_first, partial(compiled, block_mask=mask))}
@@ -106,16 +110,17 @@ def kernel_us(graph: torch.cuda.CUDAGraph, step: Step) -> list[float]:
     return [ms * 1e3 for ms in gpu_times(graph.replay, REPLAYS)]
 
 
-def gpu_row(fn: Callable[..., Tensor], inputs: testing.Inputs) -> Row:
-    """Peak memory, and timers of the kernels."""
+def gpu_row(name: str, fn: Callable[..., Tensor], inputs: testing.Inputs) -> Row:
+    """Peak memory, and timers of the kernels; one contestant runs on the portable ones, whatever the GPU has."""
     qkv = [inputs[name].detach().clone().requires_grad_() for name in ("q", "k", "v")]
     upstream = torch.randn_like(fn(*qkv))
     steps: dict[str, Step] = {
         "forward_us": lambda: fn(*qkv),
         "us": lambda: torch.autograd.grad(fn(*qkv), qkv, upstream),
     }
-    mib = peak_mib(steps["us"])[0]
-    return {"mib": mib, **{key: partial(kernel_us, captured(step), step) for key, step in steps.items()}}
+    with mock.patch.object(_hopper, "WIDTHS", () if name == PORTABLE else _hopper.WIDTHS):
+        mib = peak_mib(steps["us"])[0]
+        return {"mib": mib, **{key: partial(kernel_us, captured(step), step) for key, step in steps.items()}}
 
 
 def measure(case: Case, rounds: int) -> Row:
@@ -123,7 +128,7 @@ def measure(case: Case, rounds: int) -> Row:
     torch.manual_seed(0)
     torch.compiler.reset()  # else flex_attention meets the limit of recompilations
     inputs = case.spec.inputs(torch.bfloat16, "cuda", **case.shape)
-    rows = [{"name": name, **attempt(partial(gpu_row, fn, inputs))} for name, fn in contestants(case, inputs).items()]
+    rows = [{"name": n, **attempt(partial(gpu_row, n, fn, inputs))} for n, fn in contestants(case, inputs).items()]
     settle(rows, rounds)
     *_, flops = case.spec.cost(2, **case.shape, **case.options)
     return {"shape": case.text(), "flops": flops, "rows": rows}

@@ -347,7 +347,7 @@ def test_more_than_2_31_elements(shape, options, hopper, monkeypatch):
 @pytest.mark.gpu
 @pytest.mark.parametrize(
     "more",
-    [{"S": 1}, {"bias": "hk"}, {"padded": True}, {"D": 96}, {"D": 128, "Dv": 64}, {"dtype": torch.float32}],
+    [{"S": 1}, {"bias": "hk"}, {"padded": True}, {"D": 72}, {"D": 128, "Dv": 56}, {"dtype": torch.float32}],
     ids=str,
 )
 def test_other_calls_stay_with_the_portable_kernel(more, hopper):
