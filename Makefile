@@ -13,7 +13,7 @@ py := $(VENV)/bin/python
 ready := $(VENV)/.ready
 endif
 
-.PHONY: demo test check compile-check mutants sanitize bench bench-losses bench-ops bench-attention coverage tune
+.PHONY: demo test check compile-check mutants sanitize bench bench-losses bench-ops bench-attention bench-training bench-curves coverage tune
 
 demo: $(ready)
 	$(py) examples/train.py
@@ -46,6 +46,12 @@ bench-ops: $(ready)
 
 bench-attention: $(ready)
 	$(py) -m benchmark.attention
+
+bench-training: $(ready)
+	$(py) -m benchmark.training
+
+bench-curves: $(ready)
+	$(py) -m benchmark.curves
 
 coverage: $(ready)
 	OMP_NUM_THREADS=1 $(py) -m benchmark.coverage

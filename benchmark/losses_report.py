@@ -1,11 +1,8 @@
 """The tables in NOTES.md and the picture of what ``benchmark.losses`` measured, from the files in results/."""
 
-import hashlib
-from collections.abc import Iterable
-from pathlib import Path
 from typing import Any
 
-from benchmark.markdown import FOLDER, NOTES, RESULTS, Row, between, heading, number, ratio, result_files, table
+from benchmark.markdown import FOLDER, NOTES, RESULTS, Row, between, digest, heading, number, ratio, table
 from benchmark.markdown import results as read_results
 
 PICTURE = RESULTS / "losses.png"
@@ -103,11 +100,6 @@ def draw(ax: Any, result: Row, zoom: bool) -> None:
     ax.set(xlabel="peak memory above the inputs, MiB", ylabel="forward + backward, ms")
 
 
-def digest(files: Iterable[Path]) -> str:
-    """Of the files that a picture was drawn from; the picture carries it as its comment."""
-    return hashlib.sha256(b"".join(path.read_bytes() for path in files)).hexdigest()
-
-
 def write_report() -> None:
     """Write the tables, and the picture with a row of two panels for each file of results."""
     results = read_results("losses")
@@ -120,4 +112,4 @@ def write_report() -> None:
     for result, axes in zip(results, figure.subplots(len(results), 2, squeeze=False), strict=True):
         for ax, zoom in zip(axes, (False, True), strict=True):
             draw(ax, result, zoom)
-    figure.savefig(PICTURE, dpi=120, metadata={"Comment": digest(result_files("losses"))})
+    figure.savefig(PICTURE, dpi=120, metadata={"Comment": digest("losses")})

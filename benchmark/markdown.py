@@ -1,5 +1,6 @@
 """Files of results, and their way into Markdown."""
 
+import hashlib
 import json
 from collections.abc import Iterable, Sequence
 from pathlib import Path
@@ -47,3 +48,8 @@ def result_files(prefix: str) -> list[Path]:
 
 def results(prefix: str) -> list[Row]:
     return [json.loads(path.read_text()) for path in result_files(prefix)]
+
+
+def digest(prefix: str) -> str:
+    """Of the files of results that a picture was drawn from; the picture carries it as its comment."""
+    return hashlib.sha256(b"".join(path.read_bytes() for path in result_files(prefix))).hexdigest()

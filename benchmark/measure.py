@@ -35,10 +35,11 @@ def present(contestants: Mapping[str, T]) -> dict[str, T]:
 
 def environment(*peers: str) -> Row:
     """What a file of results begins with."""
+    packages = ("torch", "triton", *(PACKAGES.get(peer, peer) for peer in peers))
     return {
         "gpu": torch.cuda.get_device_name() if torch.cuda.is_available() else "no GPU",
         "date": datetime.date.today().isoformat(),
-        "versions": {name: version(name) for name in ("torch", "triton", *(PACKAGES[peer] for peer in peers))},
+        "versions": {name: version(name) for name in packages},
     }
 
 

@@ -1,13 +1,34 @@
 """The benchmarks: a report is that of its results, and what they hold for exact, or for a peer, is."""
 
+from typing import Any
+
 import pytest
 import torch
 from torch.nn.attention.flex_attention import flex_attention
 
-from benchmark import attention, losses, losses_report, markdown, measure, memory_bound, memory_bound_report
+from benchmark import (
+    attention,
+    attention_report,
+    curves,
+    losses,
+    losses_report,
+    markdown,
+    measure,
+    memory_bound,
+    memory_bound_report,
+    training,
+    training_report,
+)
 from liger_like import testing
 from liger_like.ops.linear_cross_entropy import fused_linear_cross_entropy_ref
 
+REPORTS: dict[str, Any] = {
+    "losses": losses_report,
+    "memory-bound": memory_bound_report,
+    "attention": attention_report,
+    "training": training_report,
+    "curves": curves,
+}
 ERRORS = {"loss": 1e-7, "dx": 2e-3, "dw": 1e-3}
 RESULT = {
     "gpu": "GPU",
@@ -75,15 +96,13 @@ def test_tables() -> None:
     assert losses_report.tables(RESULT) == TABLES
 
 
-def test_report_is_current() -> None:
-    files, notes = markdown.result_files("losses"), markdown.NOTES.read_text()
-    assert losses_report.with_tables(notes, markdown.results("losses")) == notes, (
-        "run python -m benchmark.losses --report"
-    )
-    if files:
-        assert losses_report.digest(files).encode() in losses_report.PICTURE.read_bytes()
-    else:
-        assert not losses_report.PICTURE.exists()
+@pytest.mark.parametrize("name", REPORTS)
+def test_report_is_current(name: str) -> None:
+    report, notes = REPORTS[name], markdown.NOTES.read_text()
+    assert report.with_tables(notes, markdown.results(name)) == notes, f"run {report.__name__}'s --report"
+    if picture := getattr(report, "PICTURE", None):
+        assert picture.exists() == bool(markdown.results(name))
+        assert not picture.exists() or markdown.digest(name).encode() in picture.read_bytes()
 
 
 def test_exact() -> None:
@@ -150,10 +169,43 @@ def test_memory_bound_tables() -> None:
     assert memory_bound_report.tables(MEMORY_BOUND) == MEMORY_BOUND_TABLES
 
 
-def test_memory_bound_report_is_current() -> None:
-    notes = markdown.NOTES.read_text()
-    current = memory_bound_report.with_tables(notes, markdown.results("memory-bound"))
-    assert current == notes, "run python -m benchmark.memory_bound --report"
+TRAINING_TABLES = """### One GPU, 2026-01-01
+
+torch 2.0.
+
+| model |  | step ms | tokens/s | peak GiB |
+|---|---|---|---|---|
+| Llama-3.2-1B, B 4 S 1024 | ours | 2.5 | 1,600,000 | 3.0 |
+| Llama-3.2-1B, B 2 S 8192 | theirs | out of memory | - | - |
+
+What one model may fuse, in turns:
+
+| model |  | step ms |
+|---|---|---|
+| Llama-3.2-1B, B 4 S 1024 | all | 2.00 |
+"""
+
+
+def test_training_tables() -> None:
+    first, second = (setting.text() for setting in training.SETTINGS[:2])
+    ours, theirs = (
+        {"name": "ours", "ms": 2.5, "tokens": 1.6e6, "gib": 3.0},
+        {"name": "theirs", "reason": "out of memory"},
+    )
+    earlier = {"settings": {second: [theirs], first: []}, "forms": {first: [{"name": "all", "ms": 2.0}]}}
+    now = {key: RESULT[key] for key in ("gpu", "date")} | {"versions": {"torch": "2.0"}, "forms": {}}
+    result = training.merged(earlier, {**now, "settings": {first: [ours]}})
+    assert training_report.tables(result) == TRAINING_TABLES
+
+
+def test_curves() -> None:
+    up, down = [1.0] * curves.WINDOW + [2.0] * curves.WINDOW, [1.0] * curves.WINDOW + [1.5] * curves.WINDOW
+    result = {"curves": [{"unpatched": up, "patched": up}, {"unpatched": down, "patched": up}]}
+    assert curves.cells(result) == [
+        ["0", "2.0000", "2.0000", "0.0000", "0.0000"],
+        ["1", "1.5000", "2.0000", "0.2500", "0.5000"],
+        ["seeds apart", "", "", "0.2500", "0.5000"],
+    ]
 
 
 def test_settle() -> None:
