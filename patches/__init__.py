@@ -71,6 +71,7 @@ def bare(cls: type[nn.Module], **attributes: Any) -> nn.Module:
 def with_methods(module: nn.Module, methods: dict[str, Any]) -> nn.Module:
     """A copy of ``module`` with other methods; they share their parameters."""
     changed = copy.copy(module)
+    vars(changed).pop("forward", None)  # hooks around that of the original
     changed.__class__ = type(type(module).__name__, (type(module),), methods)
     return changed
 
@@ -83,6 +84,21 @@ def random_parameter(*shape: int) -> nn.Parameter:
 def random_like(parameter: Tensor, *shape: int) -> Tensor:
     """Normal random values, drawn on the CPU, in the dtype and on the device of ``parameter``."""
     return torch.randn(*shape, device="cpu", dtype=torch.float32).to(parameter)
+
+
+def original(cls: Any) -> Any:
+    """The class that a patched one was made from; others themselves."""
+    origin = getattr(cls, "_liger_like", None)
+    return cls if origin is None else origin.cls
+
+
+def foreign_forward(module: nn.Module) -> Callable[..., Any] | None:
+    """What was put in place of the forward of ``module`` alone. The hooks of accelerate (``device_map``) are not: they
+    run the class's own.
+    """
+    forward, hooked = vars(module).get("forward"), vars(module).get("_old_forward")
+    hooks = getattr(getattr(forward, "func", None), "__module__", None) == "accelerate.hooks"
+    return None if hooks and getattr(hooked, "__func__", None) is type(module).forward else forward
 
 
 def where(function: Callable[..., Any]) -> str:

@@ -264,34 +264,6 @@ def test_compile_without_graph_breaks(family, device):
         torch.testing.assert_close(patched.get_parameter(name).grad, gradient)
 
 
-def test_lora_on_projections_after_patching(device):
-    peft = pytest.importorskip("peft")
-    models = pair("Llama", device)
-    inputs = batch(device)
-    adapted = []
-    for model in models:
-        torch.manual_seed(1)
-        config = peft.LoraConfig(target_modules=["q_proj", "down_proj"], r=4, init_lora_weights=False)
-        adapted.append(peft.get_peft_model(model, config))
-    assert_exact(*adapted, inputs)
-    assert adapted[0](**inputs).logits is None
-
-
-def test_lora_on_the_head_is_not_fused_and_reported(device):
-    peft = pytest.importorskip("peft")
-    config = peft.LoraConfig(target_modules=["lm_head"], r=4, init_lora_weights=False)
-    patched, original = pair("Llama", device)
-    adapted = []
-    for model in (patched, original):
-        torch.manual_seed(1)
-        adapted.append(peft.get_peft_model(model, config))
-    assert_exact(*adapted, batch(device))
-    for model in adapted:
-        (row,) = (row for row in patch(model).skipped if row.pattern == "lm_head")
-        assert row.cls == "LlamaForCausalLM"
-        assert row.reason
-
-
 def lazy(device, bias=False):
     head = patch(tiny("Llama", device)).model.lm_head
     hidden = torch.randn(2, 3, head.in_features, device=device, requires_grad=True)
