@@ -22,6 +22,7 @@ from liger_like.patches import (
     Trial,
     UnrecognisedError,
     attention,
+    bound_forwards,
     foreign_forward,
     where,
 )
@@ -334,10 +335,9 @@ def _results(function: Any, trial: Trial) -> list[Tensor]:
 
 
 def _become(module: Any, cls: type[Any]) -> None:
-    """Make ``module`` a ``cls``, also for hooks of accelerate, which keep the forward that they run."""
-    hooked: Any = vars(module).get("_old_forward")
-    if getattr(hooked, "__func__", None) is type(module).forward:
-        module._old_forward = types.MethodType(cls.forward, module)
+    """Make ``module`` a ``cls``, also where it holds the forward of its class."""
+    for name in bound_forwards(module):
+        setattr(module, name, types.MethodType(cls.forward, module))
     module.__class__ = cls
 
 

@@ -92,13 +92,19 @@ def original(cls: Any) -> Any:
     return cls if origin is None else origin.cls
 
 
-def foreign_forward(module: nn.Module) -> Callable[..., Any] | None:
-    """What was put in place of the forward of ``module`` alone. The hooks of accelerate (``device_map``) are not: they
-    run the class's own.
+def bound_forwards(module: nn.Module) -> list[str]:
+    """The attributes of ``module`` alone that hold its class's forward; hooks of accelerate (``device_map``) keep what
+    they run in ``_old_forward``, and leave ``forward`` behind when they are removed.
     """
-    forward, hooked = vars(module).get("forward"), vars(module).get("_old_forward")
+    names = ("forward", "_old_forward")
+    return [name for name in names if getattr(vars(module).get(name), "__func__", None) is type(module).forward]
+
+
+def foreign_forward(module: nn.Module) -> Callable[..., Any] | None:
+    """What replaced the forward of ``module`` alone, if it does more than to run hooks of accelerate around it."""
+    forward, bound = vars(module).get("forward"), bound_forwards(module)
     hooks = getattr(getattr(forward, "func", None), "__module__", None) == "accelerate.hooks"
-    return None if hooks and getattr(hooked, "__func__", None) is type(module).forward else forward
+    return None if "forward" in bound or (hooks and bound) else forward
 
 
 def where(function: Callable[..., Any]) -> str:
