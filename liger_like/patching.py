@@ -240,8 +240,8 @@ def _examine(
             return [(fate(ALREADY, origin.variant), None)]
         variant = recogniser.variant(module, model)
         foreign = foreign_forward(module)
-        if foreign is not None:
-            raise UnrecognisedError(f"its forward was replaced by {where(foreign)}")
+        if foreign:
+            raise UnrecognisedError(f"its forward was replaced by {foreign}")
         error = _verify(recogniser, module, variant, live=verify == "numeric")
     except UnrecognisedError as reason:
         status = ABSENT if isinstance(reason, NothingToDoError) else SKIPPED

@@ -100,11 +100,18 @@ def bound_forwards(module: nn.Module) -> list[str]:
     return [name for name in names if getattr(vars(module).get(name), "__func__", None) is type(module).forward]
 
 
-def foreign_forward(module: nn.Module) -> Callable[..., Any] | None:
-    """What replaced the forward of ``module`` alone, if it does more than to run hooks of accelerate around it."""
+def foreign_forward(module: nn.Module) -> str:
+    """The name of what replaced the forward of ``module`` alone; empty if nothing, or hooks of accelerate around it."""
     forward, bound = vars(module).get("forward"), bound_forwards(module)
-    hooks = getattr(getattr(forward, "func", None), "__module__", None) == "accelerate.hooks"
-    return None if "forward" in bound or (hooks and bound) else forward
+    function: Any = getattr(forward, "func", forward)  # of a partial
+    hooks = getattr(function, "__module__", None) == "accelerate.hooks"
+    if forward is None or "forward" in bound or (hooks and bound):
+        return ""
+    code = getattr(function, "__code__", None)
+    if code is None:
+        return where(function)
+    # its own name, not one that functools.wraps gave it
+    return f"{function.__globals__['__name__']}.{getattr(code, 'co_qualname', code.co_name)}"
 
 
 def where(function: Callable[..., Any]) -> str:

@@ -31,8 +31,8 @@ def parts_of(head: Any) -> list[tuple[nn.Module, str]]:
 
 def _kind_of(head: Any) -> str:
     foreign = foreign_forward(head)
-    if foreign is not None:
-        raise UnrecognisedError(f"the head's forward was replaced by {where(foreign)}")
+    if foreign:
+        raise UnrecognisedError(f"the head's forward was replaced by {foreign}")
     forward, peft = original(type(head)).forward, sys.modules.get("peft")
     known: dict[str, Any] = {LINEAR: nn.Linear}
     if peft is not None:
