@@ -64,6 +64,21 @@ def test_logits_are_real_outside_of_training(family, device):
     torch.testing.assert_close(got.loss, expected.loss)
 
 
+def test_student_and_teacher(device):
+    """A loss of the logits of both, of which one is patched; calls without labels give them."""
+    student, original = pair("Llama", device, num_hidden_layers=1)
+    teacher = tiny("Llama", device, num_hidden_layers=1).eval()
+    ids = batch(device, length=6)["input_ids"]
+    with torch.no_grad():
+        wanted = teacher(ids).logits.softmax(-1)
+    results = []
+    for model in (student, original):
+        loss = torch.nn.functional.cross_entropy(model(ids).logits.flatten(0, 1), wanted.flatten(0, 1))
+        results.append([loss, *torch.autograd.grad(loss, [*model.parameters()])])
+    torch.testing.assert_close(*results)
+    assert teacher.train()(ids, labels=ids).logits is not None
+
+
 def test_partial_rotary_width_is_what_phi3_has(device):
     model = tiny("Phi3", device)
     cos, _ = model.model.rotary_emb(torch.zeros(1, device=device), torch.arange(3, device=device)[None])

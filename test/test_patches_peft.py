@@ -16,7 +16,7 @@ from liger_like.patching import patch, unpatch
 pytestmark = pytest.mark.filterwarnings("error:liger_like")
 ADAPTERS = {
     "head": {"target_modules": ["lm_head"]},
-    "everything": {"target_modules": "all-linear"},
+    "projections": {"target_modules": "all-linear"},
     "head and projections": {"target_modules": ["lm_head", "up_proj"], "lora_alpha": 3, "use_rslora": True},
     "head as a copy": {"target_modules": ["q_proj"], "modules_to_save": ["lm_head"]},
     "norms as copies": {"target_modules": ["lm_head"], "modules_to_save": ["norm"]},
@@ -47,7 +47,7 @@ def pair(adapters, device, order="after", what=HEAD):
     return model, original
 
 
-CASES = [*((name, "after") for name in ADAPTERS if name != "everything"), ("everything", "before")]
+CASES = [*((name, "after") for name in ADAPTERS if name != "projections"), ("projections", "before")]
 
 
 @pytest.mark.parametrize(("adapters", "order"), [*CASES, ("head", "before"), ("head as a copy", "before")])
@@ -72,7 +72,7 @@ def test_the_report_tells_of_the_adapters(device):
 
 
 def test_verified_numerically(device):
-    for adapters in ("everything", "head as a copy"):
+    for adapters in ("head and projections", "head as a copy"):
         model = adapted(tiny("Llama", device, num_hidden_layers=1), **ADAPTERS[adapters])
         report = patch(model, verify="numeric", strict=True)
         assert all(row.error is not None for row in report.patched)
@@ -98,7 +98,7 @@ def test_patched_first_and_not_again(device):
 
 
 def test_dropout(device):
-    model, original = pair({**ADAPTERS["everything"], "lora_dropout": 0.4}, device)
+    model, original = pair({**ADAPTERS["head and projections"], "lora_dropout": 0.4}, device)
     inputs, losses = batch(device), []
     for m in (original, model):
         torch.manual_seed(2)
@@ -181,7 +181,7 @@ def test_adapters_of_a_wider_dtype(half, device):
 
 
 def test_autocast(device):
-    model, original = pair(ADAPTERS["everything"], device)
+    model, original = pair(ADAPTERS["head and projections"], device)
     inputs = batch(device)
     with torch.autocast(device, torch.float16):
         got, expected = results(model, inputs), results(original, inputs)
