@@ -82,6 +82,16 @@ def test_verified_numerically(device, tmp_path):
     assert "needs whole floating-point weights" in norm.reason
 
 
+def test_what_is_verified_is_the_replacement(device, tmp_path, monkeypatch):
+    """Not the original, which the hooks hold."""
+    patch(tiny("Llama", device, num_hidden_layers=1), strict=True)  # miniatures pass before the kernel goes wrong
+    model = PLACED["device_map"](tiny("Llama", device, num_hidden_layers=1), device, tmp_path)
+    right = rms_norm.rms_norm
+    monkeypatch.setattr(rms_norm, "rms_norm", lambda *args, **kwargs: 1.001 * right(*args, **kwargs))
+    (norm,) = rows(patch(model, verify="numeric"), "rms_norm")
+    assert "differs by 1.0e-03" in norm.reason
+
+
 def test_copies_are_patched_and_independent(device, tmp_path):
     model, original = pair("device_map", device, tmp_path)
     inputs = batch(device, length=6)
