@@ -9,7 +9,7 @@ import transformers
 from accelerate.hooks import remove_hook_from_module
 from tiny_models import batch, results, rows, tiny
 
-from liger_like.patches import heads, rms_norm
+from liger_like.patches import heads, qk_norm_rope, rms_norm
 from liger_like.patching import patch, unpatch
 
 pytestmark = pytest.mark.filterwarnings("error:liger_like")
@@ -82,14 +82,20 @@ def test_verified_numerically(device, tmp_path):
     assert "needs whole floating-point weights" in norm.reason
 
 
-def test_what_is_verified_is_the_replacement(device, tmp_path, monkeypatch):
+@pytest.mark.parametrize("kernel", [rms_norm, qk_norm_rope], ids=lambda module: module.__name__.split(".")[-1])
+def test_what_is_verified_is_the_replacement(kernel, device, tmp_path, monkeypatch):
     """Not the original, which the hooks hold."""
-    patch(tiny("Llama", device, num_hidden_layers=1), strict=True)  # miniatures pass before the kernel goes wrong
-    model = PLACED["device_map"](tiny("Llama", device, num_hidden_layers=1), device, tmp_path)
-    right = rms_norm.rms_norm
-    monkeypatch.setattr(rms_norm, "rms_norm", lambda *args, **kwargs: 1.001 * right(*args, **kwargs))
-    (norm,) = rows(patch(model, verify="numeric"), "rms_norm")
-    assert "differs by 1.0e-03" in norm.reason
+    patch(tiny("Qwen3", device, num_hidden_layers=1), strict=True)  # miniatures pass before the kernel goes wrong
+    model = PLACED["device_map"](tiny("Qwen3", device, num_hidden_layers=1), device, tmp_path)
+    name = kernel.__name__.split(".")[-1]
+    right = getattr(kernel, name)
+
+    def wrong(*args, **kwargs):
+        got = right(*args, **kwargs)
+        return tuple(1.001 * x for x in got) if isinstance(got, tuple) else 1.001 * got
+
+    monkeypatch.setattr(kernel, name, wrong)
+    assert name not in {row.pattern for row in patch(model, verify="numeric").patched}
 
 
 def test_copies_are_patched_and_independent(device, tmp_path):
