@@ -2,13 +2,16 @@
 
 import contextlib
 import copy
+import pickle
 
 import peft
 import pytest
 import torch
+import torch.distributed as dist
 from tiny_models import assert_exact, results, rows, tiny
 from tiny_models import batch as long_batch
 from torch import nn
+from torch.distributed.fsdp import fully_shard
 
 from liger_like.patches import heads
 from liger_like.patching import patch, unpatch
@@ -62,6 +65,39 @@ def test_adapters(adapters, order, device):
     assert {name: type(m) for name, m in model.named_modules()} == {n: type(m) for n, m in original.named_modules()}
     assert not any("_lazy" in vars(m) for m in model.modules())
     assert_exact(model, original, inputs)
+
+
+@pytest.mark.parametrize("copied", [copy.deepcopy, lambda model: pickle.loads(pickle.dumps(model))])
+@pytest.mark.parametrize("adapters", ["head", "head as a copy"])
+def test_copies_are_patched_and_independent(adapters, copied, device):
+    model, original = pair(ADAPTERS[adapters], device)
+    twin = copied(model)
+    unpatch(model)
+    inputs = batch(device)
+    torch.testing.assert_close(results(twin, inputs), results(original, inputs))
+    assert twin(**inputs).logits is None
+    assert model(**inputs).logits is not None
+
+
+@pytest.mark.parametrize("order", ["before", "after"])
+@pytest.mark.parametrize("adapters", ["head", "head as a copy"])
+def test_fully_sharded(adapters, order):
+    original = adapted(tiny("Llama", num_hidden_layers=1), **ADAPTERS[adapters])
+    model = copy.deepcopy(original)
+    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+    try:
+        if order == "before":
+            patch(model, strict=True, **HEAD)
+        for module in (model.get_output_embeddings(), model):
+            fully_shard(module, mesh=dist.init_device_mesh("cpu", (1,)))
+        patch(model, strict=True, **HEAD)
+        inputs = batch("cpu")
+        got, expected = results(model, inputs), results(original, inputs)
+        assert model(**inputs).logits is None
+        for name, t in expected.items():
+            torch.testing.assert_close(got[name].full_tensor() if name != "loss" else got[name], t)
+    finally:
+        dist.destroy_process_group()
 
 
 def test_the_report_tells_of_the_adapters(device):
