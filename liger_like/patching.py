@@ -16,7 +16,16 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor, nn
 
-from liger_like.patches import NothingToDoError, Recogniser, Trial, UnrecognisedError, attention, where
+from liger_like.patches import (
+    NothingToDoError,
+    Recogniser,
+    Trial,
+    UnrecognisedError,
+    attention,
+    bound_forwards,
+    foreign_forward,
+    where,
+)
 from liger_like.patches.glu_mlp import GLUMLP, Experts
 from liger_like.patches.layer_norm import LayerNorm
 from liger_like.patches.lm_head import LMHead
@@ -155,7 +164,7 @@ def patch(
     if strict and any(row.status == SKIPPED for row in rows):
         raise ValueError(f"strict=True, but modules would be left alone:\n{report}")
     for module, cls in swaps.items():
-        module.__class__ = cls
+        _become(module, cls)
     if any(configs.values()):
         _give_views(model, configs)
     return report
@@ -175,7 +184,7 @@ def unpatch(model: nn.Module) -> None:
             raise RuntimeError(f"{where(type(module))} was put on top of a patched class; undo that first")
     for module in patched:
         origin = type(module)._liger_like  # type: ignore[attr-defined]
-        module.__class__ = origin.cls
+        _become(module, origin.cls)
         for name in RECOGNISERS[origin.pattern].state:
             vars(module).pop(name, None)
     for module in model.modules():
@@ -227,20 +236,21 @@ def _examine(
     if origin is not None and origin.pattern != recogniser.pattern:
         return []
     try:
-        if origin is not None:
-            if any(_origin(part) is None for part, _ in recogniser.swaps(module, origin.variant)):
-                raise UnrecognisedError("a part of it was replaced after it was patched")
+        if origin is not None and all(_origin(part) for part, _ in recogniser.swaps(module, origin.variant)):
             return [(fate(ALREADY, origin.variant), None)]
         variant = recogniser.variant(module, model)
-        if "forward" in vars(module):
-            raise UnrecognisedError(f"its forward was replaced by {where(module.forward)}")
+        foreign = foreign_forward(module)
+        if foreign:
+            raise UnrecognisedError(f"its forward was replaced by {foreign}")
         error = _verify(recogniser, module, variant, live=verify == "numeric")
     except UnrecognisedError as reason:
         status = ABSENT if isinstance(reason, NothingToDoError) else SKIPPED
         return [(fate(status, reason=str(reason)), None)] if recogniser.looks_like(module) else []
-    return [
+    already = [] if origin is None else [(fate(ALREADY, origin.variant), None)]  # but for a part that is new
+    return already + [
         (fate(PATCHED, variant, error=error, of=part), _swap(part, recogniser.pattern, variant))
         for part, variant in recogniser.swaps(module, variant)
+        if _origin(part) is None
     ]
 
 
@@ -322,6 +332,13 @@ def _results(function: Any, trial: Trial) -> list[Tensor]:
     upstream = [torch.randn(y.shape, generator=generator, device="cpu").to(y) for y in outputs]
     leaves = [x for x in (*inputs, *trial.parameters) if x.requires_grad]
     return [y.detach() for y in (*outputs, *torch.autograd.grad(outputs, leaves, upstream, materialize_grads=True))]
+
+
+def _become(module: Any, cls: type[Any]) -> None:
+    """Make ``module`` a ``cls``, also where it holds the forward of its class."""
+    for name in bound_forwards(module):
+        setattr(module, name, types.MethodType(cls.forward, module))
+    module.__class__ = cls
 
 
 def _swap(module: Any, pattern: str, variant: str) -> tuple[nn.Module, type[Any]]:

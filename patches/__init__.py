@@ -71,6 +71,7 @@ def bare(cls: type[nn.Module], **attributes: Any) -> nn.Module:
 def with_methods(module: nn.Module, methods: dict[str, Any]) -> nn.Module:
     """A copy of ``module`` with other methods; they share their parameters."""
     changed = copy.copy(module)
+    vars(changed).pop("forward", None)  # hooks around that of the original
     changed.__class__ = type(type(module).__name__, (type(module),), methods)
     return changed
 
@@ -83,6 +84,34 @@ def random_parameter(*shape: int) -> nn.Parameter:
 def random_like(parameter: Tensor, *shape: int) -> Tensor:
     """Normal random values, drawn on the CPU, in the dtype and on the device of ``parameter``."""
     return torch.randn(*shape, device="cpu", dtype=torch.float32).to(parameter)
+
+
+def original(cls: Any) -> Any:
+    """The class that a patched one was made from; others themselves."""
+    origin = getattr(cls, "_liger_like", None)
+    return cls if origin is None else origin.cls
+
+
+def bound_forwards(module: nn.Module) -> list[str]:
+    """The attributes of ``module`` alone that hold its class's forward; hooks of accelerate (``device_map``) keep what
+    they run in ``_old_forward``, and leave ``forward`` behind when they are removed.
+    """
+    names = ("forward", "_old_forward")
+    return [name for name in names if getattr(vars(module).get(name), "__func__", None) is type(module).forward]
+
+
+def foreign_forward(module: nn.Module) -> str:
+    """The name of what replaced the forward of ``module`` alone; empty if nothing, or hooks of accelerate around it."""
+    forward, bound = vars(module).get("forward"), bound_forwards(module)
+    function: Any = getattr(forward, "func", forward)  # of a partial
+    hooks = getattr(function, "__module__", None) == "accelerate.hooks"
+    if forward is None or "forward" in bound or (hooks and bound):
+        return ""
+    code = getattr(function, "__code__", None)
+    if code is None:
+        return where(function)
+    # its own name, not one that functools.wraps gave it
+    return f"{function.__globals__['__name__']}.{getattr(code, 'co_qualname', code.co_name)}"
 
 
 def where(function: Callable[..., Any]) -> str:

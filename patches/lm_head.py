@@ -6,6 +6,7 @@ of the head module that computes the loss from the hidden states, so that whatev
 offloading) acts around it. Any other use of lazy logits makes them real.
 """
 
+import copy
 import functools
 import inspect
 import warnings
@@ -16,20 +17,10 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F  # noqa: N812  # as torch has it
 
-from liger_like.ops.linear_cross_entropy import fused_linear_cross_entropy
-from liger_like.patches import (
-    NothingToDoError,
-    Recogniser,
-    Trial,
-    UnrecognisedError,
-    bare,
-    random_like,
-    random_parameter,
-    where,
-    with_methods,
-)
+from liger_like.patches import NothingToDoError, Recogniser, Trial, UnrecognisedError, original, random_like, where
+from liger_like.patches.heads import FORWARDS, LINEAR, obstacle, parts_of, small_head
 
-HEAD, MODEL = "lazy logits", "fused loss"
+MODEL = "fused loss"
 ScaleAndSoftcap = tuple[float, float | None]
 NUMBER = (int, float)
 
@@ -252,74 +243,66 @@ class LMHead(Recogniser):
         return module.get_output_embeddings() is not None  # type: ignore[operator]
 
     def variant(self, module: nn.Module, model: nn.Module) -> str:
-        """There is one."""
+        """Tells the kinds of heads apart."""
         if not self.looks_like(module):
             raise UnrecognisedError("has no output embedding")
         from transformers.loss.loss_utils import ForCausalLMLoss
 
-        cls, head = type(module), module.get_output_embeddings()  # type: ignore[operator]
-        if "forward" in vars(head):
-            raise UnrecognisedError(f"the head's forward was replaced by {where(head.forward)}")
-        if not isinstance(head, nn.Linear) or type(head).forward is not nn.Linear.forward:
-            raise UnrecognisedError(f"the head is a {where(type(head))}, not a torch.nn.Linear")
+        cls: Any = original(type(module))
+        (_, kind), *_ = parts_of(module.get_output_embeddings())  # type: ignore[operator]
         if "labels" not in inspect.signature(cls.forward).parameters:
             raise NothingToDoError("its forward takes no labels")
         called = inspect.unwrap(cls.forward).__code__.co_names
         if not {"loss_function", "CrossEntropyLoss", "cross_entropy"} & {*called}:
             raise UnrecognisedError("its forward does not call a loss function")
-        if "loss_function" in called and module.loss_function is not ForCausalLMLoss:
-            raise UnrecognisedError(f"its loss function is {where(module.loss_function)}")  # type: ignore[arg-type]
-        return MODEL
+        loss_function = cls.loss_function.fget(module)
+        if "loss_function" in called and loss_function is not ForCausalLMLoss:
+            raise UnrecognisedError(f"its loss function is {where(loss_function)}")
+        return MODEL + kind.removeprefix(LINEAR)
 
     def swaps(self, module: nn.Module, variant: str) -> list[tuple[nn.Module, str]]:
-        """The model and its head."""
-        if variant == HEAD:
-            return [(module, HEAD)]
-        return [(module, MODEL), (module.get_output_embeddings(), HEAD)]  # type: ignore[operator]
+        """The model and the parts of its head."""
+        if variant in FORWARDS:
+            return [(module, variant)]
+        return [(module, MODEL), *parts_of(module.get_output_embeddings())]  # type: ignore[operator]
 
     def methods(self, cls: type[Any], variant: str) -> dict[str, Any]:
         """Those of a model or of a head."""
-        return _head_methods(cls) if variant == HEAD else _model_methods(cls)
+        return _head_methods(cls, variant) if variant in FORWARDS else _model_methods(cls)
 
     def miniature(self, module: nn.Module, variant: str) -> nn.Module:
         """A head of 8 features and 11 words, with a bias if the live one has one."""
         head = module.get_output_embeddings()  # type: ignore[operator]
-        bias = None if head.bias is None else random_parameter(11)
-        return bare(nn.Linear, out_features=11, in_features=8, weight=random_parameter(11, 8), bias=bias)
+        (_, kind), *_ = parts_of(head)
+        return small_head(kind, head.bias is not None)  # type: ignore[no-any-return]
 
     def trial(self, module: nn.Module, variant: str, methods: dict[str, Any]) -> Trial:
         """Two sequences of 5, some labels ignored, with a scale as some models have it."""
         from transformers.loss.loss_utils import ForCausalLMLoss
 
-        head = module if isinstance(module, nn.Linear) else module.get_output_embeddings()  # type: ignore[operator]
-        fused = with_methods(head, _head_methods(type(head)))
+        head: Any = getattr(module, "get_output_embeddings", lambda: module)()
+        fused = copy.deepcopy(head, {id(p): p for p in head.parameters()})
+        for part, kind in parts_of(fused):
+            vars(part).pop("forward", None)  # hooks around that of the original
+            part.__class__ = type(type(part).__name__, (type(part),), _head_methods(type(part), kind))
         labels = torch.randint(head.out_features, (2, 5), device="cpu").to(head.weight.device)
         labels[0, 2:] = -100
 
-        def original(x: Tensor) -> Tensor:
+        def separate(x: Tensor) -> Tensor:
             return ForCausalLMLoss(head(x) / 2.0, labels, head.out_features)
 
         def replacement(x: Tensor) -> Tensor:
             return causal_lm_loss(ForCausalLMLoss, LazyLogits(fused, x) / 2.0, labels, head.out_features)
 
-        parameters = tuple(p for p in (head.weight, head.bias) if p is not None)
-        return Trial(original, replacement, (random_like(head.weight, 2, 5, head.in_features),), parameters)
+        inputs = (random_like(head.weight, 2, 5, head.in_features),)
+        return Trial(separate, replacement, inputs, tuple(head.parameters()))
 
 
-def _head_methods(cls: type[Any]) -> dict[str, Any]:
-    def call(self: Any, x: Tensor) -> Any:
-        return LazyLogits(self, x) if self._lazy else nn.Module.__call__(self, x)
+def _head_methods(cls: type[Any], kind: str) -> dict[str, Any]:
+    def call(self: Any, *args: Any, **kwargs: Any) -> Any:
+        return LazyLogits(self, *args) if self._lazy else nn.Module.__call__(self, *args, **kwargs)
 
-    def forward(self: Any, x: Tensor, loss: dict[str, Any] | None = None) -> Any:
-        """The logits, or the loss of ``fused_linear_cross_entropy`` with the arguments ``loss``."""
-        if loss is None:
-            return cls.forward(self, x)
-        weight, bias = self.weight, self.bias
-        if words := loss.pop("words", None):
-            weight, bias = weight[:words], None if bias is None else bias[:words]
-        return fused_linear_cross_entropy(x, weight, **{"bias": bias, **loss})
-
-    return {"_lazy": False, "__call__": call, "forward": forward}
+    return {"_lazy": False, "__call__": call, "forward": FORWARDS[kind](cls)}
 
 
 def _model_methods(cls: type[Any]) -> dict[str, Any]:
@@ -330,8 +313,12 @@ def _model_methods(cls: type[Any]) -> dict[str, Any]:
     def forward(self: Any, *args: Any, **kwargs: Any) -> Any:
         labels = args[index] if len(args) > index else kwargs.get("labels")
         head = self.get_output_embeddings()
-        # adapters put on the head after patching hide it: then nothing is lazy
-        lazy = labels is not None and self.training and hasattr(type(head), "_lazy")
+        lazy = labels is not None and self.training
+        if lazy and (not hasattr(type(head), "_lazy") or obstacle(head)):
+            warnings.warn(
+                "liger_like: the head changed after patching, patch again; this loss is not fused", stacklevel=2
+            )
+            lazy = False
         # torch.compile does not follow torch's own loss into what stands for a tensor
         if not lazy or (torch.compiler.is_compiling() and not traceable):
             return cls.forward(self, *args, **kwargs)

@@ -196,6 +196,26 @@ def test_autocast(device):
     torch.testing.assert_close(x.grad, half[0].grad.float(), rtol=0, atol=0)
 
 
+@pytest.mark.parametrize("autocast", [False, True])
+def test_a_low_rank_term_whose_first_product_is_made(autocast, device):
+    """As by a caller who has a dropout before it."""
+    x, w = torch.randn(2, 3, 16, device=device), torch.randn(40, 16, device=device)
+    y = torch.randint(0, 40, (2, 3), device=device)
+    lora = [torch.randn(shape, device=device) for shape in ((4, 16), (40, 4))]
+    results = []
+    for made in (False, True):
+        leaves = [t.clone().requires_grad_() for t in (x, *lora)]
+        with torch.autocast(device, torch.float16, enabled=autocast):
+            u = torch.nn.functional.linear(leaves[0], leaves[1]) * 0.5
+            term = (u.to(x.dtype), leaves[2]) if made else (leaves[1], leaves[2], 0.5)
+            loss = ops.fused_linear_cross_entropy(leaves[0], w, y, lora=term)
+        results.append((loss, *torch.autograd.grad(loss, leaves)))
+    for got, expected in zip(results[1], results[0], strict=True):
+        torch.testing.assert_close(got, expected, rtol=1e-3 if autocast else None, atol=1e-4 if autocast else None)
+    with pytest.raises(ValueError, match=r"lora\[0\] must"):
+        ops.fused_linear_cross_entropy(x, w, y, lora=(lora[0], lora[1]))
+
+
 def test_label_out_of_range_on_the_cpu():
     logits = torch.randn(4, 20, requires_grad=True)
     for label in (20, -1, 2**40):

@@ -64,6 +64,21 @@ def test_logits_are_real_outside_of_training(family, device):
     torch.testing.assert_close(got.loss, expected.loss)
 
 
+def test_student_and_teacher(device):
+    """A loss of the logits of both, of which one is patched; calls without labels give them."""
+    student, original = pair("Llama", device, num_hidden_layers=1)
+    teacher = tiny("Llama", device, num_hidden_layers=1).eval()
+    ids = batch(device, length=6)["input_ids"]
+    with torch.no_grad():
+        wanted = teacher(ids).logits.softmax(-1)
+    results = []
+    for model in (student, original):
+        loss = torch.nn.functional.cross_entropy(model(ids).logits.flatten(0, 1), wanted.flatten(0, 1))
+        results.append([loss, *torch.autograd.grad(loss, [*model.parameters()])])
+    torch.testing.assert_close(*results)
+    assert teacher.train()(ids, labels=ids).logits is not None
+
+
 def test_partial_rotary_width_is_what_phi3_has(device):
     model = tiny("Phi3", device)
     cos, _ = model.model.rotary_emb(torch.zeros(1, device=device), torch.arange(3, device=device)[None])
@@ -262,34 +277,6 @@ def test_compile_without_graph_breaks(family, device):
     torch.testing.assert_close(loss, expected.pop("loss"))
     for name, gradient in expected.items():
         torch.testing.assert_close(patched.get_parameter(name).grad, gradient)
-
-
-def test_lora_on_projections_after_patching(device):
-    peft = pytest.importorskip("peft")
-    models = pair("Llama", device)
-    inputs = batch(device)
-    adapted = []
-    for model in models:
-        torch.manual_seed(1)
-        config = peft.LoraConfig(target_modules=["q_proj", "down_proj"], r=4, init_lora_weights=False)
-        adapted.append(peft.get_peft_model(model, config))
-    assert_exact(*adapted, inputs)
-    assert adapted[0](**inputs).logits is None
-
-
-def test_lora_on_the_head_is_not_fused_and_reported(device):
-    peft = pytest.importorskip("peft")
-    config = peft.LoraConfig(target_modules=["lm_head"], r=4, init_lora_weights=False)
-    patched, original = pair("Llama", device)
-    adapted = []
-    for model in (patched, original):
-        torch.manual_seed(1)
-        adapted.append(peft.get_peft_model(model, config))
-    assert_exact(*adapted, batch(device))
-    for model in adapted:
-        (row,) = (row for row in patch(model).skipped if row.pattern == "lm_head")
-        assert row.cls == "LlamaForCausalLM"
-        assert row.reason
 
 
 def lazy(device, bias=False):

@@ -8,7 +8,7 @@ import transformers
 from tiny_models import CONFIG, batch, results, rows, tiny
 from torch.nn import functional as F  # noqa: N812
 
-from liger_like.patches import lm_head
+from liger_like.patches import heads, lm_head
 from liger_like.patching import patch
 
 pytestmark = pytest.mark.filterwarnings("error:liger_like")
@@ -130,7 +130,7 @@ def test_the_first_words_of_the_vocabulary(bias, device):
     """Some heads are padded."""
     original = torch.nn.Linear(8, 11, bias=bias, device=device)
     head = copy.copy(original)
-    head.__class__ = type("Fused", (torch.nn.Linear,), lm_head._head_methods(torch.nn.Linear))
+    head.__class__ = type("Fused", (torch.nn.Linear,), lm_head._head_methods(torch.nn.Linear, heads.LINEAR))
     hidden = torch.randn(2, 5, 8, device=device, requires_grad=True)
     labels = torch.randint(7, (2, 5), device=device)
     lazy = lm_head.LazyLogits(head, hidden).float()[..., :7] * 2.0

@@ -13,7 +13,7 @@ from torch import nn
 from transformers.models.llama import modeling_llama
 
 import liger_like.patching
-from liger_like.patches import lm_head, rms_norm, rope
+from liger_like.patches import heads, rms_norm, rope
 from liger_like.patching import AutoModelForCausalLM, patch, unpatch
 
 
@@ -80,7 +80,7 @@ def test_patterns_can_be_turned_off(off, device):
 
 def test_an_unpatched_model_in_the_same_process_runs_none_of_it(device, monkeypatch):
     calls = []
-    for module, name in ((rms_norm, "rms_norm"), (rope, "rope"), (lm_head, "fused_linear_cross_entropy")):
+    for module, name in ((rms_norm, "rms_norm"), (rope, "rope"), (heads, "fused_linear_cross_entropy")):
         original = getattr(module, name)
 
         def counted(*args, original=original, name=name, **kwargs):

@@ -81,9 +81,7 @@ def test_foreign_class_patches_are_respected_and_named(device, monkeypatch):
 
 HEADS = {
     "is a test_patching_recognition.Head": lambda model: setattr(model.lm_head, "__class__", Head),
-    "forward was replaced by": lambda model: setattr(
-        model.lm_head, "forward", nn.Linear.forward.__get__(model.lm_head)
-    ),
+    "forward was replaced by": lambda model: setattr(model.lm_head, "forward", Head.forward.__get__(model.lm_head)),
     "its loss function is test_patching_recognition.": lambda model: setattr(model, "loss_function", lambda **_: None),
 }
 

@@ -32,7 +32,7 @@ from liger_like.ops._loss import Options, RowLosses, check_options, check_target
 
 OUTPUTS = ("logprob", "lse", "entropy", "argmax", "correct")
 
-Lora = tuple[Tensor, Tensor, float]
+Lora = tuple[Tensor, Tensor, float] | tuple[Tensor, Tensor]
 
 
 class LossOutput(NamedTuple):
@@ -76,10 +76,18 @@ def fused_linear_cross_entropy_ref(
     x = x.reshape(-1, x.shape[-1])
     logits = linear(x, weight, bias)
     if lora is not None:
-        logits = torch.addmm(logits, linear(x, lora[0]) * lora[2], lora[1].t())
+        u, b = _low_rank(x, lora)
+        logits = torch.addmm(logits, u, b.t())
     options = Options(ignore_index, label_smoothing, z_loss, softcap, logit_scale)
     rows = row_losses_ref(logits, target.reshape(-1), class_weight, options)
     return _finish(rows, reduction, target, class_weight, ignore_index, num_items, outputs)
+
+
+def _low_rank(x: Tensor, lora: Lora) -> tuple[Tensor, Tensor]:
+    """The factors [T, r] and [V, r] of what ``lora`` adds to the logits of ``x`` [T, H]."""
+    if len(lora) == 2:
+        return lora[0].reshape(-1, lora[0].shape[-1]), lora[1]
+    return linear(x, lora[0]) * lora[2], lora[1]
 
 
 def _finish(
@@ -224,8 +232,9 @@ def _check(
     if bias is not None:
         operands.append(("bias", bias, x.dtype, (V,)))
     if lora is not None:
-        rank = lora[0].shape[0]
-        operands += [("lora[0]", lora[0], x.dtype, (rank, H)), ("lora[1]", lora[1], x.dtype, (V, rank))]
+        first = lora[0].shape
+        shape, rank = ((first[0], H), first[0]) if len(lora) == 3 else ((*x.shape[:-1], first[-1]), first[-1])
+        operands += [("lora[0]", lora[0], x.dtype, shape), ("lora[1]", lora[1], x.dtype, (V, rank))]
     for name, tensor, dtype, shape in operands:
         require(name, tensor, like=x, shape=shape)
         if tensor.dtype != dtype:
@@ -262,9 +271,9 @@ def fused_linear_cross_entropy(
     ``target`` [...].
 
     The loss options are those of ``cross_entropy`` (``class_weight`` [V] is its ``weight``); the loss is in fp32.
-    ``lora=(A, B, scaling)`` with A [r, H] and B [V, r] adds ``scaling * x A^T B^T`` to the logits. ``outputs``, a
-    tuple out of "logprob", "lse", "entropy", "argmax", "correct", asks for per-token results [...] and returns a
-    ``LossOutput``; "logprob" and "entropy" are differentiable.
+    ``lora=(A, B, scaling)`` with A [r, H] and B [V, r] adds ``scaling * x A^T B^T`` to the logits, ``lora=(u, B)`` with
+    u [..., r] adds ``u B^T``. ``outputs``, a tuple out of "logprob", "lse", "entropy", "argmax", "correct", asks for
+    per-token results [...] and returns a ``LossOutput``; "logprob" and "entropy" are differentiable.
 
     The gradients that some input needs are made in the forward, and the logits exist for ``chunk_rows`` tokens at a
     time (None: 2048, or more where the vocabulary is small or there are over 16 times that many tokens). Until the
@@ -288,7 +297,7 @@ def fused_linear_cross_entropy(
     if torch.is_autocast_enabled(x.device.type):  # the kernel path casts the weight itself: its gradient needs no cast
         dtype, weight_dtype = torch.get_autocast_dtype(x.device.type), weight.dtype
         x, bias = x.to(dtype), None if bias is None else bias.to(dtype)
-        lora = None if lora is None else (lora[0].to(dtype), lora[1].to(dtype), lora[2])
+        lora = None if lora is None else (lora[0].to(dtype), lora[1].to(dtype), *lora[2:])
     _check(x, weight, weight_dtype, bias, lora, chunk_rows, outputs)
     options = Options(ignore_index, label_smoothing, z_loss, softcap, logit_scale)
     check_target(target, x, x.shape[:-1])
@@ -298,7 +307,7 @@ def fused_linear_cross_entropy(
         others |= {"outputs": outputs, **options._asdict()}
         return fused_linear_cross_entropy_ref(x, weight.to(x.dtype), target, bias, **others)
     x = x.reshape(-1, x.shape[-1])
-    u, b = (None, None) if lora is None else (linear(x, lora[0]) * lora[2], lora[1])
+    u, b = (None, None) if lora is None else _low_rank(x, lora)
     per_token = reduction == "none" or "logprob" in outputs or "entropy" in outputs
     rows = _FusedLinearCrossEntropy.apply(
         x,

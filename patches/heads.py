@@ -1,0 +1,125 @@
+"""Heads that can compute the loss inside: linear ones, and those that PEFT has adapted.
+
+PEFT puts a module around the linear layer, which adds the term of LoRA or chooses among trained copies, and hands
+keyword arguments down. So every module of a head takes ``loss``, the arguments of ``fused_linear_cross_entropy``, on
+its way to the linear layer, and whatever is hooked to each acts around it.
+"""
+
+import sys
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from liger_like.ops.linear_cross_entropy import fused_linear_cross_entropy
+from liger_like.patches import UnrecognisedError, bare, foreign_forward, original, random_parameter, where
+
+LINEAR, LORA, COPIES = "lazy logits", "lazy logits, LoRA", "lazy logits, trained copy"
+
+
+def parts_of(head: Any) -> list[tuple[nn.Module, str]]:
+    """``head`` and the heads inside of it, each with its kind. Raises UnrecognisedError."""
+    kind = _kind_of(head)
+    inside: dict[str, Callable[[], list[Any]]] = {
+        LINEAR: lambda: [],
+        LORA: lambda: [head.base_layer],
+        COPIES: lambda: [head.original_module, *head.modules_to_save.values()],
+    }
+    return [(head, kind), *(part for inner in inside[kind]() for part in parts_of(inner))]
+
+
+def _kind_of(head: Any) -> str:
+    foreign = foreign_forward(head)
+    if foreign:
+        raise UnrecognisedError(f"the head's forward was replaced by {foreign}")
+    forward, peft = original(type(head)).forward, sys.modules.get("peft")
+    known: dict[str, Any] = {LINEAR: nn.Linear}
+    if peft is not None:
+        known |= {LORA: peft.tuners.lora.Linear, COPIES: peft.utils.ModulesToSaveWrapper}
+    kinds = [kind for kind, cls in known.items() if isinstance(head, cls) and forward is cls.forward]
+    if not kinds:
+        raise UnrecognisedError(f"the head is a {where(type(head))}, not a torch.nn.Linear")
+    reason = obstacle(head)
+    if not reason and kinds == [LINEAR] and not _is_plain(head.weight):
+        reason = f"its weight is a {where(type(head.weight))} of {head.weight.dtype}"
+    if reason:
+        raise UnrecognisedError(f"the head cannot be fused: {reason}")
+    return kinds[0]
+
+
+def _is_plain(weight: Tensor) -> bool:
+    """Whether kernels can read it: no quantised weight, of which some pretend to have a floating-point dtype."""
+    plain = type(weight) in (Tensor, nn.Parameter) or hasattr(weight, "device_mesh")
+    return plain and weight.is_floating_point()
+
+
+def obstacle(head: Any) -> str:
+    """What of the adapters that ``head`` has now the fused loss cannot compute; empty if there is nothing."""
+    for name in head._modules.get("lora_A") or ():
+        variants, b = getattr(head, "lora_variant", None), head.lora_B[name]
+        if variants is None:
+            return "this version of PEFT does not tell LoRA from its variants"
+        if name in variants:  # DoRA, say
+            return f"its adapter {name!r} is a {type(variants[name]).__name__}"
+        if type(b) is not nn.Linear or b.bias is not None or "forward" in vars(b):
+            return f"its adapter {name!r} is more than two matrices"
+    return ""
+
+
+def _linear_forward(cls: Any) -> Any:
+    def forward(self: Any, x: Tensor, loss: dict[str, Any] | None = None) -> Any:
+        """The logits, or the loss of ``fused_linear_cross_entropy`` with the arguments ``loss``."""
+        if loss is None:
+            return cls.forward(self, x)
+        weight, options = self.weight, {"bias": self.bias, **loss}
+        if words := options.pop("words", None):  # the first of the vocabulary
+            weight = weight[:words]
+            options["bias"] = None if options["bias"] is None else options["bias"][:words]
+            if "lora" in options:
+                options["lora"] = options["lora"][0], options["lora"][1][:words]
+        return fused_linear_cross_entropy(x, weight, **options)
+
+    return forward
+
+
+def _low_rank(head: Any, name: str, x: Tensor) -> Tensor:
+    a = head.lora_A[name]
+    return a(head.lora_dropout[name](head._cast_input_dtype(x, a.weight.dtype))) * head.scaling[name]  # type: ignore[no-any-return]
+
+
+def _lora_forward(cls: Any) -> Any:
+    def forward(self: Any, x: Tensor, *args: Any, loss: dict[str, Any] | None = None, **kwargs: Any) -> Any:
+        """The logits, or the loss, to which each active adapter adds its term."""
+        if loss is None:
+            return cls.forward(self, x, *args, **kwargs)
+        if self.disable_adapters and self.merged:
+            self.unmerge()  # as the original does
+        off = self.disable_adapters or self.merged
+        names = [] if off else [name for name in self.active_adapters if name in self.lora_A]
+        if names:
+            u = torch.cat([_low_rank(self, name, x) for name in names], -1)
+            b = torch.cat([self.lora_B[n].weight for n in names], -1)
+            loss = {**loss, "lora": (u.to(x.dtype), b.to(x.dtype))}
+        return self.base_layer(x, loss=loss)
+
+    return forward
+
+
+FORWARDS: dict[str, Callable[[Any], Any]] = {
+    LINEAR: _linear_forward,
+    LORA: _lora_forward,
+    COPIES: lambda cls: cls.forward,
+}
+
+
+def small_head(kind: str, bias: bool) -> Any:
+    """A head of 8 features and 11 words in fp32 on the CPU."""
+    weights = {"weight": random_parameter(11, 8), "bias": random_parameter(11) if bias else None}
+    linear = bare(nn.Linear, out_features=11, in_features=8, **weights)
+    peft: Any = sys.modules.get("peft")
+    with torch.device("cpu"):
+        if kind == LORA:
+            config = peft.LoraConfig(r=2, target_modules=["head"], init_lora_weights=False)
+            return peft.inject_adapter_in_model(config, nn.ModuleDict({"head": linear}))["head"]
+        return peft.utils.ModulesToSaveWrapper(linear, "default") if kind == COPIES else linear

@@ -1,0 +1,47 @@
+"""The examples for accelerate, as one process and as two."""
+
+import os
+import re
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+
+ROOT = Path(__file__).parents[1]
+FOLDER = ROOT / "examples/accelerate"
+
+
+def losses(config, *options):
+    """Of each step. Where there is no GPU the patched model runs plain torch, not the interpreter."""
+    environment = {name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"}
+    launch = [sys.executable, "-m", "accelerate.commands.accelerate_cli", "launch", "--config_file", FOLDER / config]
+    port = ["--main_process_port", "0"]
+    result = subprocess.run(
+        [*launch, *port, *options, FOLDER / "train.py"],
+        env=environment | {"OMP_NUM_THREADS": "1", "PYTHONPATH": os.pathsep.join([str(ROOT), *sys.path])},
+        capture_output=True,
+        text=True,
+    )
+    assert result.returncode == 0, result.stderr
+    found = re.findall(r"step \d+ loss (\S+)", result.stdout)
+    assert len(found) == 8
+    return torch.tensor([float(loss) for loss in found])
+
+
+def test_two_processes_train_as_one():
+    one = losses("single.yaml", "--cpu", "--mixed_precision", "no")
+    assert one[-1] < one[0] - 0.5
+    torch.testing.assert_close(losses("ddp_cpu.yaml"), one, rtol=1e-4, atol=1e-4)
+    in_bf16 = losses("single.yaml", "--cpu")
+    torch.testing.assert_close(in_bf16, one, rtol=0.02, atol=0.0)
+    assert not torch.equal(in_bf16, one)
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(torch.cuda.device_count() < 2, reason="needs two GPUs")
+def test_two_gpus_train_as_one():
+    one = losses("single.yaml")
+    for config in ("ddp.yaml", "fsdp2.yaml"):
+        torch.testing.assert_close(losses(config), one, rtol=0.02, atol=0.0)

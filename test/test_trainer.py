@@ -1,0 +1,219 @@
+"""transformers' Trainer and TRL's SFTTrainer, on models patched before them or by the callback."""
+
+import copy
+import re
+
+import datasets
+import peft
+import pytest
+import torch
+from tiny_models import rows, tiny
+from tokenizers import Tokenizer
+from tokenizers.models import WordLevel
+from transformers import PreTrainedTokenizerFast, Trainer, TrainingArguments
+from trl import SFTConfig, SFTTrainer
+
+from liger_like.patching import patch, unpatch
+from liger_like.trainer import PatchCallback
+
+pytestmark = pytest.mark.filterwarnings("error:liger_like")
+
+
+def examples(count=16):
+    """Token ids of uneven lengths, of which uneven parts have labels."""
+    made = []
+    for _ in range(count):
+        ids = torch.randint(3, 101, (int(torch.randint(4, 10, ())),))
+        labels = ids.clone()
+        labels[: int(torch.randint(len(ids) - 2, ()))] = -100
+        made.append({"input_ids": ids, "labels": labels})
+    return made
+
+
+def collate(chosen):
+    """Padded at the right."""
+
+    def padded(name, value):
+        return torch.nn.utils.rnn.pad_sequence([x[name] for x in chosen], batch_first=True, padding_value=value)
+
+    batch = {name: padded(name, value) for name, value in (("input_ids", 0), ("labels", -100)) if name in chosen[0]}
+    return batch | {"attention_mask": (batch["input_ids"] != 0).long()}
+
+
+@pytest.fixture
+def trainer(device, tmp_path):
+    """Makes a Trainer of two steps."""
+
+    def make(model, callbacks=(), compute_metrics=None, trained=None, evaluated=None, **arguments):
+        settings = {"per_device_train_batch_size": 4, "max_steps": 2, "learning_rate": 1e-2, "logging_steps": 1}
+        settings |= {"use_cpu": device == "cpu", "report_to": [], "save_strategy": "no", "disable_tqdm": True}
+        return Trainer(
+            model=model,
+            args=TrainingArguments(str(tmp_path), **settings | arguments),
+            data_collator=collate,
+            train_dataset=trained,
+            eval_dataset=evaluated,
+            callbacks=[*callbacks],
+            compute_metrics=compute_metrics,
+        )
+
+    return make
+
+
+# what the Trainer has to do with; the rest would take its time in the interpreter
+LOSS_AND_NORMS = {"rope": False, "mlp": False, "attention": False}
+
+
+def pair(device):
+    original = tiny("Llama", device, num_hidden_layers=1)
+    model = copy.deepcopy(original)
+    patch(model, strict=True, **LOSS_AND_NORMS)
+    return model, original
+
+
+def trained(trainer, model, examples, **arguments):
+    """What each step logs, and the weights at the end."""
+    this = trainer(copy.deepcopy(model), trained=examples, **arguments)
+    this.train()
+    logs = [{k: entry[k] for k in ("loss", "grad_norm")} for entry in this.state.log_history if "loss" in entry]
+    assert len(logs) == 2
+    return logs, dict(this.model.named_parameters())
+
+
+def assert_same(got, expected, **tolerance):
+    torch.testing.assert_close(got, expected, **{"rtol": 1e-4, "atol": 1e-5, **tolerance})
+
+
+def test_accumulated_gradients_of_uneven_labels(trainer, device):
+    """Each step is of eight examples, at once or one by one: every label counts the same."""
+    model, original = pair(device)
+    data, runs = examples(), []
+    for this, rows_, steps in ((original, 8, 1), (model, 8, 1), (model, 1, 8)):
+        sizes = {"per_device_train_batch_size": rows_, "gradient_accumulation_steps": steps}
+        runs.append(trained(trainer, this, data, **sizes))
+    for logs, weights in runs[1:]:
+        assert_same(logs, runs[0][0])
+        # AdamW divides by the size of a gradient: where that is a rounding error, so is its direction
+        close = [torch.isclose(weights[name], p, atol=1e-4) for name, p in runs[0][1].items()]
+        assert torch.cat([x.flatten() for x in close]).float().mean() > 0.99
+
+
+@pytest.mark.parametrize(
+    "arguments",
+    [
+        {"label_smoothing_factor": 0.1},
+        {"gradient_checkpointing": True},
+        {"average_tokens_across_devices": False},
+        pytest.param({"bf16": True}, marks=pytest.mark.gpu),
+        pytest.param({"bf16": True, "torch_compile": True}, marks=pytest.mark.gpu),
+    ],
+    ids=str,
+)
+def test_arguments(arguments, trainer, device):
+    model, original = pair(device)
+    data = examples()
+    (got, _), (expected, _) = (trained(trainer, m, data, **arguments) for m in (model, original))
+    assert_same(got, expected, **({"rtol": 2e-2} if "bf16" in arguments else {}))
+
+
+def test_the_fused_loss_is_what_trains(trainer, device, monkeypatch):
+    """Without a smoother, which computes its own loss from real logits."""
+    seen = []
+    compute_loss = Trainer.compute_loss
+
+    def spied(self, model, inputs, return_outputs=False, **kwargs):
+        loss, outputs = compute_loss(self, model, inputs, return_outputs=True, **kwargs)
+        seen.append(outputs.logits is None)
+        return (loss, outputs) if return_outputs else loss
+
+    monkeypatch.setattr(Trainer, "compute_loss", spied)
+    model, _ = pair(device)
+    trained(trainer, model, examples())
+    trained(trainer, model, examples(), label_smoothing_factor=0.1)
+    assert seen == [True] * 2 + [False] * 2
+
+
+def test_evaluation(trainer, device):
+    """With labels, and logits for metrics; and without."""
+    data, results = examples(6), []
+
+    def accuracy(prediction):
+        right = prediction.predictions[:, :-1].argmax(-1) == prediction.label_ids[:, 1:]
+        return {"accuracy": right[prediction.label_ids[:, 1:] != -100].mean()}
+
+    for model in pair(device):
+        settings = {"eval_strategy": "steps", "eval_steps": 1, "compute_metrics": accuracy}
+        this = trainer(model, trained=data, evaluated=data, **settings)
+        this.train()
+        evaluated = [entry for entry in this.state.log_history if "eval_loss" in entry]
+        assert len(evaluated) == 2
+        results.append([(entry["eval_loss"], entry["eval_accuracy"]) for entry in evaluated])
+        unlabelled = this.predict([{"input_ids": x["input_ids"]} for x in data])
+        assert unlabelled.predictions.shape[-1] == 101
+        results[-1] += [torch.from_numpy(unlabelled.predictions), this.evaluate(data)["eval_loss"]]
+    assert_same(results[0], results[1], atol=1e-3)
+
+
+def test_callback(trainer, device, capsys):
+    data = examples()
+    original = tiny("Llama", device, num_hidden_layers=1)
+    callback = PatchCallback(**LOSS_AND_NORMS)
+    this = trainer(copy.deepcopy(original), [callback], trained=data)
+    this.train()
+    assert str(callback.report) in capsys.readouterr().out
+    assert {row.pattern for row in callback.report.patched} == {"rms_norm", "lm_head"}
+    callback.report.unpatch()
+    assert {type(m) for m in this.model.modules()} == {type(m) for m in original.modules()}
+    logs = [entry["loss"] for entry in this.state.log_history if "loss" in entry]
+    assert_same(logs, [entry["loss"] for entry in trained(trainer, original, data)[0]])
+
+
+WORDS = {f"w{i}": i for i in range(101)}
+
+
+@pytest.mark.parametrize("how", ["before", "callback", "lora"])
+def test_sft_trainer(how, device, tmp_path):
+    """It has a fused head of its own, to which ours leaves the loss."""
+    tokenizer = PreTrainedTokenizerFast(
+        tokenizer_object=Tokenizer(WordLevel(WORDS, unk_token="w0")), pad_token="w0", eos_token="w2"
+    )
+    data = datasets.Dataset.from_list([{name: x.tolist() for name, x in row.items()} for row in examples()])
+    logs = []
+    for patched in (False, True):
+        torch.manual_seed(1)
+        model = tiny("Llama", device, num_hidden_layers=1)
+        adapter = peft.LoraConfig(r=4, target_modules=["q_proj"], init_lora_weights=False) if how == "lora" else None
+        callback = PatchCallback(**LOSS_AND_NORMS)
+        report = patch(model, strict=True, **LOSS_AND_NORMS) if patched and how == "before" else None
+        arguments = SFTConfig(
+            str(tmp_path),
+            max_steps=2,
+            gradient_accumulation_steps=2,
+            per_device_train_batch_size=2,
+            logging_steps=1,
+            use_cpu=device == "cpu",
+            bf16=False,
+            gradient_checkpointing=False,
+            report_to=[],
+            save_strategy="no",
+            disable_tqdm=True,
+        )
+        this = SFTTrainer(
+            model,
+            arguments,
+            train_dataset=data,
+            processing_class=tokenizer,
+            peft_config=adapter,
+            callbacks=[callback] if patched and how != "before" else [],
+        )
+        this.train()
+        logs.append([entry for entry in this.state.log_history if "loss" in entry])
+        if patched and how != "before":
+            (row,) = [row for row in rows(callback.report, "lm_head") if row.status == "skipped"]
+            assert re.search(r"replaced by trl\..*_fused_forward", row.reason)
+            assert [row.pattern for row in callback.report.patched] == ["rms_norm"]
+        if report:
+            unpatch(model)
+    keys = ("loss", "grad_norm", "entropy", "mean_token_accuracy")
+    got, expected = ([{key: entry[key] for key in keys} for entry in run] for run in logs)
+    assert_same(got, expected)
