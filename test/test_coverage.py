@@ -125,6 +125,7 @@ ROWS = [
         "left": [["rope", "BAttention", 2, "un|known"], ["attention", "BAttention", 2, "none"]],
     },
     {"name": "CForConditionalGeneration", "status": "skipped", "why": "OSError: no"},
+    {"name": "DForConditionalGeneration", "status": "exact", "why": "", "images": True, "patched": {}, "left": []},
 ]
 TABLES = r"""## Causal, transformers 5.0
 
@@ -138,13 +139,15 @@ TABLES = r"""## Causal, transformers 5.0
 | ForConditionalGeneration |  | loss | RoPE | norm | MLP | attention | left alone, and why |
 |---|---|---|---|---|---|---|---|
 | C | skipped | - | - | - | - | - | OSError: no |
+| D | exact, with images | - | - | - | - | - |  |
 """
 
 
 SENTENCE = """\
 Of 2 causal language models in transformers 5.0, 2 can be built tiny from their default config and run: 1 are exact with
-loss, norms, RoPE and MLP patched wherever they have them, 1 are exact with some of it left alone and reported. Of 1
-classes for conditional generation 0 run on text alone, 0 and 0 of them so. 0 are wrong.
+loss, norms, RoPE and MLP patched wherever they have them, 1 are exact with some of it left alone and reported. Of 2
+classes for conditional generation 1 run, 1 of them with images and most others on text alone: 1 and 0 are so. 0 are
+wrong.
 """
 
 
