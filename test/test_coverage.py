@@ -19,7 +19,8 @@ FAMILIES = """Afmoe Apertus Cohere Cohere2 DeepseekV3 DeepseekV4 Doge Ernie4_5 F
 GptOss Granite GraniteMoe Helium Llama Llama4 Mistral Mixtral Nemotron Olmo2 Phi3 Phi4Multimodal Qwen2 Qwen3 Qwen3Moe
 Qwen3Next Qwen3_5 SmolLM3 StableLm Starcoder2 Zamba2"""
 NAMES = [*(f"{family}ForCausalLM" for family in FAMILIES.split()), "T5Gemma2ForConditionalGeneration"]
-NAMES += ["Cohere2VisionForConditionalGeneration", "Qwen2_5_VLForConditionalGeneration"]
+SEEING = [f"{family}ForConditionalGeneration" for family in ("Cohere2Vision", "Idefics3", "LlavaNext", "Qwen2_5_VL")]
+NAMES += SEEING
 
 
 def test_families(tmp_path):
@@ -33,6 +34,7 @@ def test_families(tmp_path):
     rows = {row["name"]: row for row in json.loads(file.read_text())["rows"]}
     assert [*rows] == NAMES
     assert {row["status"] for row in rows.values()} == {"exact", "partly"}
+    assert [name for name, row in rows.items() if row["images"]] == SEEING
     assert rows["LlamaForCausalLM"]["status"] == "exact"
     assert rows["LlamaForCausalLM"]["patched"] == {
         "rms_norm": 5,
