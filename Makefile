@@ -13,13 +13,20 @@ py := $(VENV)/bin/python
 ready := $(VENV)/.ready
 endif
 
-.PHONY: demo test check compile-check mutants sanitize bench bench-losses bench-ops bench-attention bench-training bench-curves coverage tune
+OLDEST := $(addprefix test/test_,coverage.py patches_vision.py patching_recognition.py)
+
+.PHONY: demo test test-oldest check compile-check mutants sanitize coverage tune
+.PHONY: bench bench-losses bench-ops bench-attention bench-training bench-curves
 
 demo: $(ready)
 	$(py) examples/train.py
 
 test: $(ready)
 	$(py) -m pytest
+
+# the oldest transformers allowed, by the tests that see most of its classes
+test-oldest: $(ready) .cache/transformers-5.17.0
+	PYTHONPATH=$(CURDIR)/.cache/transformers-5.17.0:$(PYTHONPATH) $(py) -m pytest $(OLDEST)
 
 check: $(ready)
 	$(py) -m ruff check .
@@ -62,6 +69,10 @@ tune: $(ready)
 
 .cache/triton-%: | $(ready)
 	$(py) -m pip install --no-deps --target $@ triton==$*
+
+# with what newer ones have no use for
+.cache/transformers-%: | $(ready)
+	$(py) -m pip install --no-deps --target $@ transformers==$* huggingface_hub==1.33.0 httpx==0.28.1 httpcore==1.0.9 certifi
 
 $(VENV)/.ready: pyproject.toml constraints.txt
 	$(PYTHON) -m venv $(VENV)

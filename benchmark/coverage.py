@@ -4,7 +4,9 @@
     python -m benchmark.coverage --only LlamaForCausalLM --json FILE
 
 Each class is built tiny from its default config, never downloaded, and runs in fp32 on the CPU, unpatched and patched
-with verify="numeric"; there ops are their references, which have tests of their own: this is one of the patching.
+with verify="numeric"; there ops are their references, which have tests of their own: this is one of the patching. It
+is given images in the first layout that it takes of ``benchmark.images``, and else words alone, or what its forward
+asks for.
 Of each class the row says
 
 * exact: loss, logits and all gradients are equal, and all that the report lists of norms, RoPE, gated MLPs and the head
@@ -112,12 +114,22 @@ def silent(model: nn.Module, rows: tuple[Any, ...]) -> list[str]:
     return [f"{cls} is not in the report as {kind}" for kind, cls in missing]
 
 
+def first_that_run(model: nn.Module) -> tuple[dict[str, Tensor], dict[str, Tensor]]:
+    """Inputs that the unpatched model takes, and their results. Raises what the last of the inputs raise."""
+    *others, last = inputs_of(model)
+    for inputs in others:
+        try:
+            return inputs, results(model, inputs)
+        except Exception:  # images in another layout
+            continue
+    return last, results(model, last)
+
+
 def examine(name: str) -> Row:
     """The row of a class."""
     try:
         model = build(name)
-        inputs = inputs_of(model)
-        expected = results(model, inputs)
+        inputs, expected = first_that_run(model)
     except Exception as error:
         return {"name": name, "status": "skipped", "why": reason(error)}
     before = state(model)
@@ -137,7 +149,14 @@ def examine(name: str) -> Row:
         patched[row.pattern] = patched.get(row.pattern, 0) + row.count
     partly = any(pattern != "attention" for pattern, *_ in left)
     status = "wrong" if wrong else "partly" if partly else "exact"
-    return {"name": name, "status": status, "why": "; ".join(wrong), "patched": patched, "left": left}
+    return {
+        "name": name,
+        "status": status,
+        "why": "; ".join(wrong),
+        "images": "pixel_values" in inputs,
+        "patched": patched,
+        "left": left,
+    }
 
 
 def heads(report: liger_like.PatchReport) -> set[tuple[str, str]]:

@@ -34,7 +34,8 @@ def cells(row: Row, suffix: str) -> list[str]:
         patched[column_of(pattern)] += count
     left = [f"{cls} ({count}): {reason}" for _, cls, count, reason in row.get("left", [])]
     why = "; ".join(filter(None, [row["why"], *left])).replace("transformers.models.", "")
-    return [row["name"].removesuffix(suffix), row["status"], *(str(patched[c] or "-") for c in COLUMNS), why]
+    status = row["status"] + ", with images" * row.get("images", False)
+    return [row["name"].removesuffix(suffix), status, *(str(patched[c] or "-") for c in COLUMNS), why]
 
 
 def tables(result: Row) -> str:
@@ -50,12 +51,14 @@ def sentence(result: Row) -> str:
     """One sentence with the counts."""
     causal, others = (counts(result["rows"], suffix) for suffix in KINDS)
     run = [count.total() - count["skipped"] for count in (causal, others)]
+    seeing = sum(row.get("images", False) for row in result["rows"] if row["name"].endswith([*KINDS][1]))
     text = (
         f"Of {causal.total()} causal language models in transformers {result['transformers']}, {run[0]} can be built "
         f"tiny from their default config and run: {causal['exact']} are exact with loss, norms, RoPE and MLP patched "
         f"wherever they have them, {causal['partly']} are exact with some of it left alone and reported. Of "
-        f"{others.total()} classes for conditional generation {run[1]} run on text alone, {others['exact']} and "
-        f"{others['partly']} of them so. {causal['wrong'] + others['wrong']} are wrong."
+        f"{others.total()} classes for conditional generation {run[1]} run, {seeing} of them with images and most "
+        f"others on text alone: {others['exact']} and {others['partly']} are so. "
+        f"{causal['wrong'] + others['wrong']} are wrong."
     )
     return textwrap.fill(text, 120) + "\n"
 

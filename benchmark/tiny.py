@@ -2,11 +2,14 @@
 
 import inspect
 import re
+from collections.abc import Iterator
 from typing import Any
 
 import torch
 import transformers
 from torch import Tensor, nn
+
+from benchmark.images import images_for
 
 HIDDEN, HEADS, KV_HEADS, HEAD, INNER, VOCABULARY, LAYERS, EXPERTS = 128, 4, 2, 32, 96, 128, 2, 4
 WORDS = 90  # ids from 3 on are words, those of special tokens come from the end of the vocabulary
@@ -60,28 +63,62 @@ INDEXER = {
 }
 MROPE = {"text_config": {"rope_parameters": {"mrope_section": [6, 5, 5]}}}
 COMPASS = {"rope_parameters": {"full_attention": {"rope_type": "default", "rope_theta": 1e4}}}
+HALVES = {"image_grid_pinpoints": [[32, 64]]}
+SIDES = {"vision_config": {"image_size": [32, 32], "patch_size": [8, 8]}}
 OVERRIDES: dict[str, dict[str, Any]] = {
+    "AriaForConditionalGeneration": {"projector_patch_to_query_dict": {16: 4}},
     "CohereCompassForCausalLM": COMPASS,
     "CohereCompassForConditionalGeneration": {"text_config": COMPASS},
     "DbrxForCausalLM": {"attn_config": {"rope_theta": 1e4, "clip_qkv": 8.0}},
     "Dots3NoteForCausalLM": {"head_dim": 2 * HEAD},
     "FalconH1ForCausalLM": {"mamba_d_head": HEAD, "mlp_multipliers": [0.5, 2.0]},
+    "Florence2ForConditionalGeneration": {"vision_config": {"depths": [1, 1, 1, 1]}},  # deeper ones blow up roundings
+    "Gemma3ForConditionalGeneration": {"mm_tokens_per_image": 4},
+    "Gemma4ForConditionalGeneration": {
+        "vision_config": {
+            "model_type": "gemma4_vision",
+            "hidden_size": HIDDEN,
+            "intermediate_size": INNER,
+            "num_hidden_layers": LAYERS,
+            "num_attention_heads": HEADS,
+            "num_key_value_heads": HEADS,
+            "head_dim": HEAD,
+            "patch_size": 8,
+            "pooling_kernel_size": 2,
+            "position_embedding_size": 16,
+        }
+    },
     "Glm46VForConditionalGeneration": MROPE,
     "Glm4vForConditionalGeneration": MROPE,
     "Glm4vMoeForConditionalGeneration": {"text_config": {"rope_parameters": {"mrope_section": [4, 2, 2]}}},
     "GlmOcrForConditionalGeneration": MROPE,
+    "InternVLForConditionalGeneration": SIDES,
     "Inkling2ForCausalLM": {"unpadded_vocab_size": 120},
     "JambaForCausalLM": {"attn_layer_period": 2, "attn_layer_offset": 1},
     "Lfm2MoeForCausalLM": {"layer_types": ["conv", "full_attention"]},
+    "Lfm2VlForConditionalGeneration": {"vision_config": {"vision_use_head": False}},
+    "Llama4ForConditionalGeneration": {
+        "vision_config": {
+            "intermediate_size": 4 * HIDDEN,
+            "projector_input_dim": HIDDEN,
+            "projector_output_dim": HIDDEN,
+            "vision_output_dim": HIDDEN,
+        }
+    },
+    "LlavaNextForConditionalGeneration": HALVES,
+    "LlavaNextVideoForConditionalGeneration": HALVES,
+    "LlavaOnevisionForConditionalGeneration": HALVES,
     "Mamba2ForCausalLM": {"num_heads": 8},
     "Mistral4ForCausalLM": {"head_dim": 2 * HEAD},
     "PaddleOCRVLForConditionalGeneration": MROPE,
+    "QianfanOCRForConditionalGeneration": SIDES,
     "Qwen2VLForConditionalGeneration": MROPE,
     "Qwen2_5OmniThinkerForConditionalGeneration": {**MROPE, "vision_start_token_id": 100},
     "Qwen2_5_VLForConditionalGeneration": MROPE,
     "Qwen3OmniMoeThinkerForConditionalGeneration": {"vision_start_token_id": 100},
     "Qwen4ExpForCausalLM": INDEXER,
     "Qwen4ExpForConditionalGeneration": {"text_config": INDEXER},
+    "VipLlavaForConditionalGeneration": {"vision_feature_layers": [-1, -2]},
     "XmodForCausalLM": {"default_language": "en_XX"},
     "ZambaForCausalLM": {
         **WIDE,
@@ -182,8 +219,8 @@ def build(name: str) -> nn.Module:
     return model
 
 
-def inputs_of(model: nn.Module) -> dict[str, Tensor]:
-    """Two rows of words, and images or sounds where the forward asks for them.
+def inputs_of(model: nn.Module) -> Iterator[dict[str, Tensor]]:
+    """Two rows of words, with images or sounds where the forward asks for them; before, with images that it may take.
 
     The second row has its padding in the middle: at the begin some queries would see no key, at the end no word it.
     """
@@ -197,10 +234,25 @@ def inputs_of(model: nn.Module) -> dict[str, Tensor]:
     if model.config.is_encoder_decoder:
         inputs["decoder_input_ids"] = ids.roll(1, dims=1)
     taken = inspect.signature(model.forward).parameters
+    for images, words in images_for(model):
+        yield {**with_words(inputs, words, model.config, {*taken}), **images}
     if "pixel_values" in taken and taken["pixel_values"].default is inspect.Parameter.empty:
         inputs["pixel_values"] = torch.randn(2, 3, SIZES["image_size"], SIZES["image_size"])
     if model.config.model_type == "whisper" and "input_features" in taken:
         config = model.config
         inputs["input_features"] = torch.randn(2, config.num_mel_bins, 2 * config.max_source_positions)
         del inputs["input_ids"], inputs["attention_mask"]
-    return inputs
+    yield inputs
+
+
+def with_words(inputs: dict[str, Tensor], count: int, config: Any, taken: set[str]) -> dict[str, Tensor]:
+    """``inputs`` with ``count`` words that stand for an image in each row."""
+    fill = {"input_ids": config.image_token_id, "attention_mask": 1, "labels": -100, "is_image": 1}
+    decoded = {"labels", "decoder_input_ids"} if config.is_encoder_decoder else set()
+    parts = {**inputs, "is_image": torch.zeros_like(inputs["input_ids"])}
+    longer = {
+        name: t if name in decoded else torch.cat((t[:, :5], t.new_full((len(t), count), fill[name]), t[:, 5:]), dim=1)
+        for name, t in parts.items()
+    }
+    kinds = longer.pop("is_image")
+    return longer | {name: kinds for name in ("token_type_ids", "mm_token_type_ids") if name in taken}

@@ -297,9 +297,12 @@ class Attention(Recogniser):
         taken = {*_keywords(cls), *inspect.signature(eager).parameters} - EAGER
         if taken - KEYWORDS:
             raise UnrecognisedError(f"its family's attention has {', '.join(sorted(taken - KEYWORDS))}")
-        for owner in model.modules():
-            if getattr(owner, "config", None) is config and not getattr(owner, "_supports_attention_backend", True):
-                raise UnrecognisedError(f"{where(type(owner))} does not support it")
+        owners: dict[Any, None] = {type(m): None for m in model.modules() if getattr(m, "config", None) is config}
+        for owner in owners:
+            if not getattr(owner, "_supports_attention_backend", True):
+                raise UnrecognisedError(f"{where(owner)} does not support it")
+            if _looks_into_a_mask_it_makes(owner):
+                raise UnrecognisedError(f"{where(owner.forward)} does more with a mask than to pass it on")
         if _looks_into_its_mask(cls):
             raise UnrecognisedError(f"{where(cls.forward)} does more with its mask than to pass it on")
         if getattr(config, "output_attentions", False):
@@ -386,6 +389,19 @@ def _looks_into_its_mask(cls: Any) -> bool:
         elif isinstance(node, ast.BinOp):
             uses += [node.left, node.right]
     return any(isinstance(use, ast.Name) and use.id in masks for use in uses)
+
+
+@functools.cache
+def _looks_into_a_mask_it_makes(cls: Any) -> bool:
+    """Whether the forward of ``cls`` uses what one of transformers' functions makes for more than to pass it on."""
+    code = [*ast.walk(_tree(cls))]
+    made = {
+        ast.unparse(node.targets[0]): node.lineno
+        for node in code
+        if isinstance(node, ast.Assign) and re.match(r"create_\w*mask\(", ast.unparse(node.value))
+    }
+    uses = [node.value for node in code if isinstance(node, ast.Attribute | ast.Subscript)]
+    return any(isinstance(use, ast.Name) and use.lineno > made.get(use.id, use.lineno) for use in uses)
 
 
 @functools.cache

@@ -184,7 +184,8 @@ class GLUMLP(Recogniser):
         _, part = match(type(module).forward, type(module), PATTERNS)
         first = getattr(module, part.get("gate", part.get("gate_up", "")))
         parameters = tuple(module.parameters())
-        x = random_like(parameters[0], 2, 3, first.in_features)
+        size = next(p.shape[-1] for p in first.parameters() if p.ndim == 2)  # it may wrap a linear
+        x = random_like(parameters[0], 2, 3, size)
         original, replacement = type(module).forward.__get__(module), methods["forward"].__get__(module)
         return Trial(original, replacement, (x,), parameters)
 

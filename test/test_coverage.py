@@ -19,7 +19,8 @@ FAMILIES = """Afmoe Apertus Cohere Cohere2 DeepseekV3 DeepseekV4 Doge Ernie4_5 F
 GptOss Granite GraniteMoe Helium Llama Llama4 Mistral Mixtral Nemotron Olmo2 Phi3 Phi4Multimodal Qwen2 Qwen3 Qwen3Moe
 Qwen3Next Qwen3_5 SmolLM3 StableLm Starcoder2 Zamba2"""
 NAMES = [*(f"{family}ForCausalLM" for family in FAMILIES.split()), "T5Gemma2ForConditionalGeneration"]
-NAMES += ["Cohere2VisionForConditionalGeneration", "Qwen2_5_VLForConditionalGeneration"]
+SEEING = [f"{family}ForConditionalGeneration" for family in ("Cohere2Vision", "Idefics3", "LlavaNext", "Qwen2_5_VL")]
+NAMES += SEEING
 
 
 def test_families(tmp_path):
@@ -33,6 +34,7 @@ def test_families(tmp_path):
     rows = {row["name"]: row for row in json.loads(file.read_text())["rows"]}
     assert [*rows] == NAMES
     assert {row["status"] for row in rows.values()} == {"exact", "partly"}
+    assert [name for name, row in rows.items() if row["images"]] == SEEING
     assert rows["LlamaForCausalLM"]["status"] == "exact"
     assert rows["LlamaForCausalLM"]["patched"] == {
         "rms_norm": 5,
@@ -125,6 +127,7 @@ ROWS = [
         "left": [["rope", "BAttention", 2, "un|known"], ["attention", "BAttention", 2, "none"]],
     },
     {"name": "CForConditionalGeneration", "status": "skipped", "why": "OSError: no"},
+    {"name": "DForConditionalGeneration", "status": "exact", "why": "", "images": True, "patched": {}, "left": []},
 ]
 TABLES = r"""## Causal, transformers 5.0
 
@@ -138,13 +141,15 @@ TABLES = r"""## Causal, transformers 5.0
 | ForConditionalGeneration |  | loss | RoPE | norm | MLP | attention | left alone, and why |
 |---|---|---|---|---|---|---|---|
 | C | skipped | - | - | - | - | - | OSError: no |
+| D | exact, with images | - | - | - | - | - |  |
 """
 
 
 SENTENCE = """\
 Of 2 causal language models in transformers 5.0, 2 can be built tiny from their default config and run: 1 are exact with
-loss, norms, RoPE and MLP patched wherever they have them, 1 are exact with some of it left alone and reported. Of 1
-classes for conditional generation 0 run on text alone, 0 and 0 of them so. 0 are wrong.
+loss, norms, RoPE and MLP patched wherever they have them, 1 are exact with some of it left alone and reported. Of 2
+classes for conditional generation 1 run, 1 of them with images and most others on text alone: 1 and 0 are so. 0 are
+wrong.
 """
 
 

@@ -84,6 +84,12 @@ def test_one_output_unused(used, device):
         torch.testing.assert_close(a, b)
 
 
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64])  # by a kernel, and by the reference
+def test_layer_norm_is_contiguous(dtype, device):
+    """As torch's is: some models of images, whose patches were channels, call view on it."""
+    assert ops.layer_norm(torch.randn(2, 8, 6, device=device, dtype=dtype).mT).is_contiguous()
+
+
 def test_nan_stays_in_its_row(device):
     x = torch.randn(5, 32, device=device)
     x[2, 7] = float("nan")

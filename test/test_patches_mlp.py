@@ -104,6 +104,14 @@ def test_dropout_stays(device):
     assert not (model.eval()(torch.randn(4, 16, device=device)) == 0).any()
 
 
+def test_projections_may_wrap_a_linear(device):
+    mlp = LlamaMLP(CONFIG)
+    mlp.gate_proj = nn.Sequential(mlp.gate_proj, nn.Hardtanh())  # as Gemma 4's, which clip what they return
+    (row,) = rows(patch(nn.Sequential(mlp).to(device), verify="numeric"), "glu_mlp")
+    assert row.status == "patched"
+    assert row.error is not None
+
+
 def test_mlps_without_a_gate_are_nothing_to_patch(device):
     report = patch(nn.Sequential(Starcoder2MLP(CONFIG)).to(device), strict=True)
     (row,) = rows(report, "glu_mlp")

@@ -77,7 +77,13 @@ ATTENTION = {
 def tiny(family, device="cpu", dtype=torch.float32, **config):
     """A model in training mode with random weights, norms and biases included."""
     cls = getattr(transformers, f"{family}ForCausalLM")
-    model = cls(cls.config_class(**CONFIG | FAMILIES.get(family, ATTENTION.get(family, {})) | config))
+    return random(
+        cls(cls.config_class(**CONFIG | FAMILIES.get(family, ATTENTION.get(family, {})) | config)), device, dtype
+    )
+
+
+def random(model, device="cpu", dtype=torch.float32):
+    """``model`` in training mode, none of whose parameters is what it is by default."""
     with torch.no_grad():
         for parameter in model.parameters():
             parameter.add_(torch.randn_like(parameter) * 0.1)

@@ -37,7 +37,7 @@ def layer_norm_ref(x: Tensor, weight: Tensor | None = None, bias: Tensor | None 
     y = h * torch.rsqrt(h.square().mean(-1, keepdim=True) + eps)
     y = y if weight is None else y * weight.to(acc)
     y = y if bias is None else y + bias.to(acc)
-    return y.to(x.dtype)
+    return y.to(x.dtype).contiguous()  # as torch's, whatever the strides of x
 
 
 @triton.jit
