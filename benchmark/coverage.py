@@ -42,7 +42,8 @@ from transformers.models.auto import modeling_auto
 import liger_like
 from benchmark.coverage_report import KINDS, STATUSES, counts, write_report
 from benchmark.markdown import RESULTS, Row
-from benchmark.tiny import build, inputs_of
+from liger_like import _tiny
+from liger_like._tiny import inputs_of, results
 
 EQUAL, EQUAL_GRADIENT, FLOOR = 1e-5, 1e-4, 1e-7
 SECONDS, PROCESSES = 120, 2
@@ -60,16 +61,10 @@ def names() -> list[str]:
     return sorted(name for name in flat if name.endswith(tuple(KINDS)))
 
 
-def results(model: nn.Module, inputs: dict[str, Tensor]) -> dict[str, Tensor]:
-    """The loss, the logits of a call without labels, and every gradient."""
-    model.zero_grad()
-    torch.manual_seed(2)
-    loss = model(**inputs).loss
-    loss.backward()
-    torch.manual_seed(2)
-    logits = model(**{name: value for name, value in inputs.items() if name != "labels"}).logits
-    gradients = {name: p.grad for name, p in model.named_parameters() if p.grad is not None}
-    return {"loss": loss.detach(), "logits": logits.detach(), **gradients}
+def build(name: str) -> nn.Module:
+    """A tiny model of the default config."""
+    cls = getattr(transformers, name)
+    return _tiny.build(cls, cls.config_class())
 
 
 def differences(got: dict[str, Tensor], expected: dict[str, Tensor]) -> list[str]:
