@@ -206,6 +206,7 @@ def test_an_adapter_is_trained(run, monkeypatch):
 
     def seen(model, inputs):
         trained.append({name for name, p in model.named_parameters() if p.requires_grad})
+        assert not any(isinstance(m, torch.nn.Dropout) and m.p for m in model.modules())  # float64 would draw others
         return results(model, inputs)
 
     monkeypatch.setattr(_tiny, "results", seen)
