@@ -5,7 +5,7 @@
 
 Each class is built tiny from its default config, never downloaded, and runs in fp32 on the CPU, unpatched and patched
 with verify="numeric"; there ops are their references, which have tests of their own: this is one of the patching. It
-is given images in the first layout that it takes of ``benchmark.images``, and else words alone, or what its forward
+is given images in the first layout that it takes of ``liger_like._images``, and else words alone, or what its forward
 asks for.
 Of each class the row says
 
@@ -44,7 +44,8 @@ from transformers.models.auto import modeling_auto
 import liger_like
 from benchmark.coverage_report import KINDS, STATUSES, counts, write_report
 from benchmark.markdown import RESULTS, Row
-from benchmark.tiny import build, inputs_of
+from liger_like import _tiny
+from liger_like._tiny import first_that_run, results
 
 EQUAL, EQUAL_GRADIENT, FLOOR = 1e-5, 1e-4, 1e-7
 SECONDS, PROCESSES = 120, 2
@@ -62,16 +63,10 @@ def names() -> list[str]:
     return sorted(name for name in flat if name.endswith(tuple(KINDS)))
 
 
-def results(model: nn.Module, inputs: dict[str, Tensor]) -> dict[str, Tensor]:
-    """The loss, the logits of a call without labels, and every gradient."""
-    model.zero_grad()
-    torch.manual_seed(2)
-    loss = model(**inputs).loss
-    loss.backward()
-    torch.manual_seed(2)
-    logits = model(**{name: value for name, value in inputs.items() if name != "labels"}).logits
-    gradients = {name: p.grad for name, p in model.named_parameters() if p.grad is not None}
-    return {"loss": loss.detach(), "logits": logits.detach(), **gradients}
+def build(name: str) -> nn.Module:
+    """A tiny model of the default config."""
+    cls = getattr(transformers, name)
+    return _tiny.build(cls, cls.config_class())
 
 
 def differences(got: dict[str, Tensor], expected: dict[str, Tensor]) -> list[str]:
@@ -112,17 +107,6 @@ def silent(model: nn.Module, rows: tuple[Any, ...]) -> list[str]:
     listed = [(row.pattern, row.cls) for row in rows if (row.status, row.reason) != ("absent", "has no gate")]
     missing = [(kind, cls) for kind, cls in sorted(found) if not any(kind in p and cls == c for p, c in listed)]
     return [f"{cls} is not in the report as {kind}" for kind, cls in missing]
-
-
-def first_that_run(model: nn.Module) -> tuple[dict[str, Tensor], dict[str, Tensor]]:
-    """Inputs that the unpatched model takes, and their results. Raises what the last of the inputs raise."""
-    *others, last = inputs_of(model)
-    for inputs in others:
-        try:
-            return inputs, results(model, inputs)
-        except Exception:  # images in another layout
-            continue
-    return last, results(model, last)
 
 
 def examine(name: str) -> Row:

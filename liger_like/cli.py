@@ -1,8 +1,12 @@
-"""The command line ``liger-like``; it needs the ``cli`` extra (rich, typer)."""
+"""The command line ``liger-like``; it needs the ``cli`` extra (rich, typer), and ``doctor`` the ``hf`` extra, too."""
 
+import dataclasses
 import importlib.metadata
+import json
 import platform
 import sys
+from pathlib import Path
+from typing import Annotated
 
 import torch
 
@@ -36,6 +40,12 @@ def env_rows() -> list[tuple[str, str]]:
     return [*rows, ("kernels", kernels())]
 
 
+def missing(error: ModuleNotFoundError, extra: str) -> str:
+    """What to install."""
+    package = str(error.name).partition(".")[0]
+    return f"liger-like: {package} is not installed; run: pip install 'liger-like[{extra}]'"
+
+
 def main() -> None:
     """Run ``liger-like``; without the ``cli`` extra, say what to install and exit with 1."""
     try:
@@ -43,13 +53,9 @@ def main() -> None:
         from rich.console import Console
         from rich.table import Table
     except ModuleNotFoundError as error:
-        sys.exit(f"liger-like: {error.name} is not installed; run: pip install 'liger-like[cli]'")
+        sys.exit(missing(error, "cli"))
 
     app = typer.Typer(add_completion=False, help="Triton kernels for training LLMs.", no_args_is_help=True)
-
-    @app.callback()
-    def commands() -> None:
-        """Keep ``env`` a command: typer would make a lone one the program itself."""
 
     @app.command()
     def env() -> None:
@@ -58,5 +64,32 @@ def main() -> None:
         for row in env_rows():
             table.add_row(*row)
         Console().print(table)
+
+    @app.command()
+    def doctor(
+        path: Path, as_json: Annotated[bool, typer.Option("--json", help="Print JSON, nothing else.")] = False
+    ) -> None:
+        """Try patch on a tiny model of a config.json, or of the folder that it is in.
+
+        Exit code 1: something that could be patched was left alone or differs; 2: the config cannot be examined.
+        """
+        try:
+            from transformers.utils import logging
+
+            from liger_like.doctor import NotExaminedError, examine, table
+
+            logging.set_verbosity_error()  # type: ignore[no-untyped-call]  # it would warn of the tiny sizes
+            diagnosis = examine(path)
+        except ModuleNotFoundError as error:
+            sys.exit(missing(error, "hf"))
+        except NotExaminedError as error:
+            print(f"liger-like: {error}", file=sys.stderr)
+            raise typer.Exit(2) from error
+        if as_json:
+            print(json.dumps({**dataclasses.asdict(diagnosis), "kernels": kernels()}, indent=1))
+        else:
+            Console().print(table(diagnosis), *(f"warning: {text}" for text in diagnosis.warnings), sep="\n")
+            Console().print(f"kernels: {kernels()}")
+        raise typer.Exit(int(not diagnosis.sound))
 
     app(prog_name="liger-like")

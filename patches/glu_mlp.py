@@ -254,10 +254,10 @@ class Experts(Recogniser):
         cls: Any = type(module)
         if not _is_experts(module):
             raise UnrecognisedError("has no experts")
-        if not module.has_gate:
+        if not getattr(module, "has_gate", True):  # transformers' decorator sets it
             raise NothingToDoError("has no gate")
         _, part = match(cls._apply_gate, cls, self.patterns)
-        implementation = getattr(module.config, "_experts_implementation", None)
+        implementation = getattr(getattr(module, "config", None), "_experts_implementation", None)
         if implementation not in ("batched_mm", "grouped_mm"):
             raise UnrecognisedError(f"its experts are run by {implementation}, not by grouped_mm or batched_mm")
         return kernel_of(getattr(module, part["act"]))

@@ -11,7 +11,8 @@ import torch
 import transformers
 from transformers.models.llama import modeling_llama
 
-from benchmark import coverage, coverage_report, tiny
+from benchmark import coverage, coverage_report
+from liger_like import _tiny as tiny
 from liger_like.patches import attention, rms_norm
 
 # dense, with experts, hybrid, encoder and decoder; each has something that another has not

@@ -169,3 +169,13 @@ def test_experts_that_run_one_by_one_are_left_alone(device):
     assert "run by eager" in row.reason
     (row,) = rows(patch(tiny("GptOss", device, experts_implementation="grouped_mm")), "experts")
     assert "_apply_gate is of no known form" in row.reason
+
+
+def test_experts_that_transformers_does_not_run_are_left_alone(device):
+    """They have no more than the name of the method."""
+    experts = nn.Module()
+    experts.__class__ = type("Experts", (nn.Module,), {"_apply_gate": glu_mlp.apply_gate})
+    experts.act = ACT2FN["silu"]
+    (row,) = rows(patch(nn.Sequential(experts)), "experts")
+    assert row.status == "skipped"
+    assert "run by None" in row.reason

@@ -5,7 +5,7 @@ from collections.abc import Iterator
 from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
 GRID = 4  # patches along a side
 DEFAULTS = {"image": 32, "patch": 8}
@@ -33,10 +33,10 @@ def layouts(size: int, patch: int) -> Iterator[dict[str, Tensor]]:
 
 
 def along_a_side(size: Any) -> int:
-    return size if isinstance(size, int) else size[0]  # type: ignore[no-any-return]
+    return size if isinstance(size, int) else size[0]
 
 
-def images_for(model: nn.Module) -> Iterator[tuple[dict[str, Tensor], int]]:
+def images_for(model: Any) -> Iterator[tuple[dict[str, Tensor], int]]:
     """The layouts that ``model`` computes features of, and how many words of each row stand for them."""
     config: Any = model.config
     features = getattr(model, "get_image_features", None) or getattr(model.base_model, "get_image_features", None)
@@ -47,6 +47,7 @@ def images_for(model: nn.Module) -> Iterator[tuple[dict[str, Tensor], int]]:
     torch.manual_seed(3)
     for images in layouts(size, patch):
         if images.keys() <= taken:
+            images = {name: t.to(model.device) for name, t in images.items()}
             try:
                 with torch.no_grad():
                     outputs = features(**images)

@@ -1,4 +1,4 @@
-"""Tiny models of any class of transformers, from its default config and fields' names alone, and inputs for them."""
+"""Tiny models of any class of transformers, from a config and its fields' names alone, and inputs for them."""
 
 import inspect
 import re
@@ -6,10 +6,9 @@ from collections.abc import Iterator
 from typing import Any
 
 import torch
-import transformers
 from torch import Tensor, nn
 
-from benchmark.images import images_for
+from liger_like._images import images_for
 
 HIDDEN, HEADS, KV_HEADS, HEAD, INNER, VOCABULARY, LAYERS, EXPERTS = 128, 4, 2, 32, 96, 128, 2, 4
 WORDS = 90  # ids from 3 on are words, those of special tokens come from the end of the vocabulary
@@ -141,18 +140,30 @@ def shrunk(fields: dict[str, Any], tokens: dict[str, int], outer: dict[str, Any]
     """
     known = outer | {name: value for name, value in fields.items() if isinstance(value, int)}
     small = {name: shrunk_field(name, value, known, tokens) for name, value in fields.items()}
-    counts = [name for name in LAYER_COUNTS if isinstance(fields.get(name), int)]
-    if not counts:
-        return small
-    layers = fields[counts[0]]
-    kept = kept_layers(fields, layers)
-    small[counts[0]] = len(kept)
+    few = few_layers(fields)
+    special = {i: shrunk(part, tokens, known) for i, part in few.get("per_layer_config", {}).items()}
+    return small | few | ({"per_layer_config": special} if special else {})
+
+
+def few_layers(fields: dict[str, Any]) -> dict[str, Any]:
+    """Those of a config's fields that say which layers there are, for the first of each kind."""
+    layers = next((name for name in LAYER_COUNTS if isinstance(fields.get(name), int)), None)
+    if layers is None:
+        return {}
+    kept = kept_layers(fields, fields[layers])
+    few: dict[str, Any] = {layers: len(kept)}
     for name, value in fields.items():
-        if isinstance(value, list) and len(value) == layers:
-            small[name] = [value[i] for i in kept]
+        if isinstance(value, list) and len(value) == fields[layers]:
+            few[name] = [value[i] for i in kept]
         elif name == "per_layer_config" and value:
-            small[name] = {kept.index(int(i)): shrunk(value[i], tokens, known) for i in value if int(i) in kept}
-    return small
+            few[name] = {kept.index(int(i)): value[i] for i in value if int(i) in kept}
+    return few
+
+
+def with_few_layers(fields: dict[str, Any]) -> dict[str, Any]:
+    """All of a config's fields, of its parts, too, with the first layer of each kind and real sizes."""
+    parts = {name: with_few_layers(part) for name, part in fields.items() if isinstance(part, dict)}
+    return fields | parts | few_layers(fields)
 
 
 def kept_layers(fields: dict[str, Any], layers: int) -> list[int]:
@@ -172,8 +183,10 @@ def shrunk_field(name: str, value: Any, known: dict[str, Any], tokens: dict[str,
         return MISSING.get(name)
     if name == "eos_token_id":
         return 2
-    if name == "mrope_section":
+    if name in ("mrope_section", "short_factor", "long_factor"):  # lists of or about the features of a head
         head = known.get("head_dim") or known["hidden_size"] // known["num_attention_heads"]
+        if name != "mrope_section":
+            return value[: len(value) * HEAD // head]
         rotary = sum(value) * HEAD // head
         return [rotary - rotary // 3 * 2, rotary // 3, rotary // 3]
     if isinstance(value, bool) or not isinstance(value, int | float):
@@ -199,27 +212,31 @@ def merged(fields: dict[str, Any], others: dict[str, Any]) -> dict[str, Any]:
     return fields | others | parts
 
 
-def build(name: str) -> nn.Module:
-    """A model in training mode, without dropout, whose parameters are all random, those of norms and biases, too.
+def build(cls: Any, config: Any) -> nn.Module:
+    """A tiny model of class ``cls`` in training mode, without dropout, all of whose parameters are random.
 
     Its attention is the eager one: that is what a patched model's is, and SDPA leaves out what it does not know.
     """
-    cls = getattr(transformers, name)
     torch.manual_seed(0)
-    fields = merged(shrunk(cls.config_class().to_dict(), {}, {}), OVERRIDES.get(name, {}))
-    config = cls.config_class.from_dict(fields)
-    config.use_cache = False
-    model = cls._from_config(config, attn_implementation="eager").float().train()
+    fields = merged(shrunk(config.to_dict(), {}, {}), OVERRIDES.get(cls.__name__, {}))
+    small = cls.config_class.from_dict(fields)
+    small.use_cache = False
+    model: nn.Module = cls._from_config(small, attn_implementation="eager").float().train()
     with torch.no_grad():
         for parameter in model.parameters():
             parameter.add_(torch.randn_like(parameter) * 0.1)
+    return without_dropout(model)
+
+
+def without_dropout(model: nn.Module) -> nn.Module:
+    """``model``, whose dropout drops nothing from now on."""
     for module in model.modules():
         if isinstance(module, nn.Dropout):
             module.p = 0.0
     return model
 
 
-def inputs_of(model: nn.Module) -> Iterator[dict[str, Tensor]]:
+def inputs_of(model: Any) -> Iterator[dict[str, Tensor]]:
     """Two rows of words, with images or sounds where the forward asks for them; before, with images that it may take.
 
     The second row has its padding in the middle: at the begin some queries would see no key, at the end no word it.
@@ -256,3 +273,26 @@ def with_words(inputs: dict[str, Tensor], count: int, config: Any, taken: set[st
     }
     kinds = longer.pop("is_image")
     return longer | {name: kinds for name in ("token_type_ids", "mm_token_type_ids") if name in taken}
+
+
+def results(model: Any, inputs: dict[str, Tensor]) -> dict[str, Tensor]:
+    """The loss, the logits of a call without labels, and every gradient."""
+    model.zero_grad()
+    torch.manual_seed(2)
+    loss = model(**inputs).loss
+    loss.backward()
+    torch.manual_seed(2)
+    logits = model(**{name: value for name, value in inputs.items() if name != "labels"}).logits
+    gradients = {name: p.grad for name, p in model.named_parameters() if p.grad is not None}
+    return {"loss": loss.detach(), "logits": logits.detach(), **gradients}
+
+
+def first_that_run(model: Any) -> tuple[dict[str, Tensor], dict[str, Tensor]]:
+    """Inputs that ``model`` takes, and their results. Raises what the last of the inputs raise."""
+    *others, last = ({name: t.to(model.device) for name, t in inputs.items()} for inputs in inputs_of(model))
+    for inputs in others:
+        try:
+            return inputs, results(model, inputs)
+        except Exception:  # images in another layout
+            continue
+    return last, results(model, last)
