@@ -5,8 +5,10 @@ arXiv:1909.08053).
 from typing import Any
 
 import torch.distributed as dist
-from torch import Tensor, autograd
-from torch.distributed.tensor import DTensor, Shard
+from torch import Tensor, autograd, nn
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_module, distribute_tensor
+from torch.distributed.tensor.parallel import ParallelStyle
 
 from liger_like.ops import _shards
 from liger_like.ops._common import once_differentiable, require
@@ -31,7 +33,7 @@ def vocab_parallel_cross_entropy(
     x: Tensor,
     weight_shard: Tensor,
     target: Tensor,
-    group: dist.ProcessGroup,
+    group: dist.ProcessGroup | None = None,
     *,
     vocab_start: int | None = None,
     vocab_size: int | None = None,
@@ -43,7 +45,8 @@ def vocab_parallel_cross_entropy(
     ``x`` [..., H] is the same in all R processes; with ``sequence_sharded`` it is [..., S / R, H], the process's part
     of the tokens, as sequence parallelism leaves it. ``target`` [...] or [..., S] is always whole. ``weight_shard``
     [V', H] has the words from ``vocab_start`` on, of ``vocab_size`` in all; without the two, all processes have as
-    many, in the order of their ranks. A DTensor that is sharded by its words knows both, however uneven.
+    many, in the order of their ranks. A DTensor that is sharded by its words knows them, however uneven, and its
+    group. Other DTensors are taken for what they are here: ``x`` sharded by its tokens, or replicated.
 
     ``loss_options`` are those of ``fused_linear_cross_entropy``, ``bias`` [V'] among them; ``class_weight`` [V] is
     whole, and of ``lora`` the second matrix [V', r] is a shard. Loss and per-token outputs are the same in all
@@ -55,8 +58,17 @@ def vocab_parallel_cross_entropy(
     DTensor that is sharded in another way, and tokens that do not come to as many for each process.
     """
     if isinstance(weight_shard, DTensor):
-        weight_shard, vocab_start, vocab_size = _local(weight_shard)
+        group, vocab_start, vocab_size = _words_of(weight_shard)
+        weight_shard = weight_shard.to_local()
+    if isinstance(x, DTensor):
+        if x.placements not in ((Replicate(),), (Shard(x.dim() - 2),)):
+            raise ValueError(f"x must be replicated, or sharded by its tokens, got {x.placements}")
+        sequence_sharded, x = x.placements != (Replicate(),), x.to_local()
+    if isinstance(bias := loss_options.get("bias"), DTensor):
+        loss_options["bias"] = bias.to_local()
     require("weight_shard", weight_shard)
+    if group is None:
+        raise TypeError("group must be given for a weight_shard that is no DTensor")
     processes, own = dist.get_world_size(group), weight_shard.shape[0]
     start = dist.get_rank(group) * own if vocab_start is None else vocab_start
     words = processes * own if vocab_size is None else vocab_size
@@ -79,16 +91,44 @@ def vocab_parallel_cross_entropy(
     return _in_order(result)
 
 
-def _local(weight: DTensor) -> tuple[Tensor, int, int]:
-    """The words that this process has, the number of the first, and how many there are in all."""
-    sharded = [dim for dim, placement in enumerate(weight.placements) if not placement.is_replicate()]
-    if len(sharded) != 1 or weight.placements[sharded[0]] != Shard(0):
+def _words_of(weight: DTensor) -> tuple[dist.ProcessGroup, int, int]:
+    """The group that shares the words, the number of the first one here, and how many there are in all."""
+    dims = [dim for dim, placement in enumerate(weight.placements) if not placement.is_replicate()]
+    if len(dims) != 1 or weight.placements[dims[0]] != Shard(0):
         raise ValueError(f"weight_shard must be sharded by its words, in one dimension, got {weight.placements}")
     mesh, V = weight.device_mesh, weight.shape[0]
-    start = mesh.get_local_rank(sharded[0]) * -(-V // mesh.size(sharded[0]))
-    return weight.to_local(), start, V
+    return mesh.get_group(dims[0]), mesh.get_local_rank(dims[0]) * -(-V // mesh.size(dims[0])), V
 
 
 def _in_order(result: Tensor) -> Tensor:
     """A per-token result as the tokens were; the loss of all of them has no order."""
     return result if result.dim() == 0 else result.movedim(0, -2).flatten(-2)
+
+
+class VocabParallelHead(ParallelStyle):
+    """Spreads the words of a linear head over a mesh: a plan of ``parallelize_module`` has it for "lm_head".
+
+    The head of a patched model then computes its loss by ``vocab_parallel_cross_entropy``, from hidden states that are
+    tensors, the same in all processes, or DTensors, sharded by their tokens or not. Where logits are wanted, all
+    processes get those of all words.
+    """
+
+    def _apply(self, module: nn.Module, device_mesh: DeviceMesh) -> nn.Module:
+        to_dtensor: Any = self._as_dtensor  # typed as if it returned nothing
+        return distribute_module(module, device_mesh, self._shard, to_dtensor, self._whole)
+
+    def _shard(self, _: str, module: nn.Module, mesh: DeviceMesh) -> None:
+        for name, parameter in [*module.named_parameters(recurse=False)]:
+            sharded = distribute_tensor(parameter, mesh, [Shard(0)], src_data_rank=self.src_data_rank)
+            module.register_parameter(name, nn.Parameter(sharded, parameter.requires_grad))
+
+    @staticmethod
+    def _as_dtensor(_: nn.Module, inputs: tuple[Any, ...], mesh: DeviceMesh) -> tuple[Any, ...]:
+        x, *others = inputs
+        if not isinstance(x, DTensor):
+            x = DTensor.from_local(x, mesh, [Replicate()], run_check=False)
+        return x, *others
+
+    @staticmethod
+    def _whole(_: nn.Module, output: Any, mesh: DeviceMesh) -> Any:
+        return output.full_tensor() if isinstance(output, DTensor) else output
