@@ -112,7 +112,7 @@ def launch_fwd_of_shard(
     wanted = (loss, logprob, lse, None if rows[3] is None else entropy, None if rows[4] is None else best)
     # smoothed altogether, a row's loss is the mean of w (lse - score) over its words
     launch_fwd(z, own, weights, wanted, Options(IGNORED, float(options.label_smoothing > 0), 0.0, *options[3:]))
-    stats = [lse, logprob.where(is_own, 0), is_own.float(), _sum(weights, V) * lse - V * loss]
+    stats = [lse, logprob, is_own.float(), _sum(weights, V) * lse - V * loss]
     if rows[3] is not None:
         stats.append(entropy)
     if rows[4] is not None:
