@@ -1,6 +1,5 @@
-"""Context parallel: what attention and models compute whose sequences are spread over processes."""
+"""Context parallel: batches, and what attention computes whose sequences are spread over processes."""
 
-import copy
 import itertools
 from unittest import mock
 
@@ -8,8 +7,6 @@ import pytest
 import torch
 import torch.distributed as dist
 from distributed import run
-from test_patches_attention import first_row, masked, packed, with_lengths
-from tiny_models import ATTENTION, batch, results, tiny
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor.debug import CommDebugMode
 
@@ -17,8 +14,6 @@ from liger_like.ops.attention import flash_attention_ref
 from liger_like.parallel import context_parallel
 from liger_like.parallel._spread_attention import METHODS, Shards, _pieces
 from liger_like.parallel.context_parallel import LAYOUTS, ContextParallel
-from liger_like.patches import attention
-from liger_like.patching import patch
 
 CU_SEQLENS = torch.tensor([0, 5, 6, 19, 24, 40, 48])  # of two rows of 24
 CASES = {
@@ -142,49 +137,6 @@ def test_attention_over_nccl():
     run(gpu_worker, 2, backend="nccl")
 
 
-BATCHES = {
-    "uneven length": lambda inputs: {name: t[:, :11] for name, t in inputs.items()},
-    "left padding": lambda inputs: masked(inputs, slice(3)),
-    "packed": lambda inputs: packed(first_row(inputs), 8, 4),
-    "cu_seq_lens": lambda inputs: with_lengths(packed(first_row(inputs), 3, 8, 1), 3, 8, 1),
-}
-MODELS = [  # family, changes of its config, batch, method
-    ("Llama", {}, "uneven length", "ring"),
-    ("Mistral", {"sliding_window": 5}, "left padding", "allgather"),
-    ("Qwen3", ATTENTION["Qwen3"], "packed", "ulysses"),
-    ("Mistral", {"sliding_window": 5}, "cu_seq_lens", "ring"),
-    ("GptOss", ATTENTION["GptOss"], "uneven length", "allgather"),
-]
-
-
-def check_model(mesh, family, config, given, method):
-    torch.manual_seed(0)
-    original = tiny(family, **config, attn_implementation="eager")
-    patched, inputs = copy.deepcopy(original), BATCHES[given](batch()) | {"use_cache": False}
-    patch(patched, mlp=False)
-    if given == "packed":
-        patched.gradient_checkpointing_enable({"use_reentrant": False})
-    expected = results(original, inputs)
-    with context_parallel(mesh, method=method) as cp:
-        loss = patched(**cp.shard(inputs)).loss
-    loss.backward()  # behind the context
-    got = {"loss": loss.detach(), **{name: p.grad for name, p in patched.named_parameters()}}
-    assert got.keys() == expected.keys()
-    for name, t in got.items():
-        dist.all_reduce(t)
-        close(t, expected[name], f"{family}, {given}, {method}, {name}")
-
-
-def model_worker(rank):
-    mesh = init_device_mesh("cpu", (2,))
-    for model in MODELS:
-        check_model(mesh, *model)
-
-
-def test_models_compute_what_one_process_does():
-    run(model_worker, 2)
-
-
 IDS = torch.arange(1, 25).view(2, 12)
 
 
@@ -282,14 +234,6 @@ def test_zigzag_is_balanced(size):
     assert {work(rank) for rank in range(size)} == {5 * (2 * size + 1)}
 
 
-@pytest.fixture(scope="module")
-def mesh():
-    """Of this process alone."""
-    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
-    yield init_device_mesh("cpu", (1,))
-    dist.destroy_process_group()
-
-
 @pytest.mark.parametrize("method", METHODS)
 def test_one_process(method, mesh):
     for case in CASES:
@@ -314,42 +258,7 @@ def test_key_heads_that_processes_do_not_divide():
         cp.attend(q, k[:, :3], k[:, :3])
 
 
-def model(family="Llama", **config):
-    patched = tiny(family, **config)
-    patch(patched, norm=False, rope=False, mlp=False)
-    return patched
-
-
-def test_an_unpatched_model_is_no_silent_mistake(mesh):
-    with pytest.raises(RuntimeError, match=r"patch the model with liger_like\.patch"), context_parallel(mesh) as cp:
-        tiny("Llama")(**cp.shard(batch()))
-    with pytest.raises(KeyError), context_parallel(mesh) as cp:  # an error comes out as it is
-        cp.shard({})
-
-
-def test_models_see_the_context_within_it_only(mesh):
-    patched, inputs = model(), batch() | {"use_cache": False}
-    with context_parallel(mesh) as outer:
-        with context_parallel(mesh, method="ring") as inner:
-            assert attention.context is inner
-        assert attention.context is outer
-        across = patched(**outer.shard(inputs)).loss
-    assert attention.context is None
-    torch.testing.assert_close(across, patched(**inputs).loss)
-
-
-def test_what_attention_across_processes_cannot_do(mesh):
-    padded = torch.ones(2, 12).tril()
-    with context_parallel(mesh):
-        for unknown, message in (
-            ({"attention_mask": padded}, "give it what .shard returns"),
-            ({"attention_mask": torch.zeros(2, 1, 12, 12)}, "this model has another mask"),
-            ({"output_attentions": True}, "neither dropout of attention nor attention weights"),
-        ):
-            with pytest.raises(ValueError, match=message):
-                model()(input_ids=IDS, **unknown)
-        with pytest.raises(ValueError, match="this model has another mask"):
-            model("Llama4", **ATTENTION["Llama4"])(input_ids=IDS)
+def test_documents_that_do_not_arrive(mesh):
     cp = context_parallel(mesh)
     cp.shard({"input_ids": IDS, "position_ids": RESTARTED})
     q = torch.randn(1, 4, 1, 8)
