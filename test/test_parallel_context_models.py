@@ -82,6 +82,16 @@ def test_models_see_the_context_within_it_only(mesh):
     torch.testing.assert_close(across, patched(**inputs).loss)
 
 
+def test_compiled_layers(mesh):
+    patched, inputs = model(num_hidden_layers=1), batch() | {"use_cache": False}
+    expected = results(patched, inputs)
+    for layer in patched.model.layers:
+        layer.compile(backend="aot_eager")
+    with context_parallel(mesh) as cp:
+        for name, t in results(patched, cp.shard(inputs)).items():
+            close(t, expected[name], name)
+
+
 def test_what_attention_across_processes_cannot_do(mesh):
     padded = torch.ones(2, 12).tril()
     with context_parallel(mesh):

@@ -163,9 +163,9 @@ def _merge(out: Tensor, lse: Tensor, more: Tensor, more_lse: Tensor) -> tuple[Te
     return a.add_(b), whole
 
 
-def _of_rows(dout: Tensor, out: Tensor, lse: Tensor, sinks: Tensor | None) -> Any:
+def _of_rows(on_kernels: bool, sinks: Tensor | None, dout: Tensor, out: Tensor, lse: Tensor) -> Any:
     """What the backward needs to know of rows over all their keys: lse and delta; and the gradient of the sinks."""
-    if _use_kernel(out, out):
+    if on_kernels:
         return attention_delta(dout, out.contiguous(), lse.contiguous(), None, sinks)
     delta = (dout.to(lse.dtype) * out.to(lse.dtype)).sum(-1).transpose(1, 2)
     dsinks = None if sinks is None else -(torch.exp(sinks[:, None] - lse) * delta).sum((0, 2)).to(sinks.dtype)
@@ -233,7 +233,7 @@ class _Spread(torch.autograd.Function):
         shards, travel, left, *scores = ctx.options  # scale, softcap, deterministic
         mine = shards.chunks()
         queries, douts, outs = (t.chunk(len(mine), 1) for t in (q, dout, out))
-        rows = [_of_rows(*t, sinks) for t in zip(douts, outs, lse.chunk(len(mine), 2), strict=True)]
+        rows = [_of_rows(_use_kernel(q, v), sinks, *t) for t in zip(douts, outs, lse.chunk(len(mine), 2), strict=True)]
         dq = torch.zeros_like(q, dtype=lse.dtype)
         widths = [k.shape[-1], v.shape[-1]]
 

@@ -29,6 +29,8 @@ def context_parallel(mesh: DeviceMesh, *, method: str = "allgather", layout: str
     ``layout``: the tokens of a process. "zigzag": a chunk from the front of the sequence and one from the back, so that
     causal attention is as much work for all. "contiguous": one piece.
 
+    torch.compile may have the layers of a model, not the whole: masks are made outside of graphs.
+
     Attention is causal, with or without windows, documents and sinks; a model that asks for other masks gets an error.
     All processes of the mesh are to get the same batch. The loss and all gradients of parameters are parts, which add
     up to those of one process: sum the gradients over the mesh, or, where DDP or FSDP take their mean over it,
@@ -51,7 +53,7 @@ class ContextParallel:
     def __init__(self, shards: Shards, method: str) -> None:
         self.shards, self.method = shards, method
         self._outer: list[Any] = []
-        self._has_documents = self._awaits_attention = False
+        self._awaits_attention = self._awaits_documents = False
 
     def __enter__(self) -> "ContextParallel":
         self._outer.append(attention.context)
@@ -93,7 +95,7 @@ class ContextParallel:
             if isinstance(value, Tensor) and value.shape[:2] == (B, S):
                 sides = (0, 0) * (value.dim() - 2) + (0, more)
                 batch[name] = self.shards.own(pad(value, sides, value=-100 if "labels" in name else 0))
-        self._awaits_attention, self._has_documents = True, starts is not None
+        self._awaits_attention, self._awaits_documents = True, starts is not None
         if starts is not None:
             starts = pad(starts, (0, more))
             starts[:, 0] = True
@@ -101,6 +103,7 @@ class ContextParallel:
             batch |= {"cu_seq_lens_q": cu_seqlens, "cu_seq_lens_k": cu_seqlens}
         return batch
 
+    @torch.compiler.disable  # type: ignore[untyped-decorator]  # transfers between processes stay out of graphs
     def attend(
         self, q: Tensor, k: Tensor, v: Tensor, *, left: int = -1, cu_seqlens: Tensor | None = None,
         scale: float | None = None, softcap: float | None = None, sinks: Tensor | None = None,
@@ -116,14 +119,15 @@ class ContextParallel:
             raise ValueError(
                 f"context_parallel needs as many queries as keys, got {q.shape[1]} and {k.shape[1]} tokens: use .shard"
             )
-        self._awaits_attention, starts = False, None
+        if self._awaits_documents and cu_seqlens is None:
+            raise RuntimeError("the batch has documents, but the model hands no cu_seq_lens_q to its attention")
+        self._awaits_attention = self._awaits_documents = False
+        starts = None
         if cu_seqlens is not None:
             B, S = q.shape[0], q.shape[1] * self.shards.size
             rows = torch.arange(B * S, device=q.device)
             document = torch.bucketize(rows, cu_seqlens, right=True) - 1
             starts = (cu_seqlens[document] - (rows - rows % S)).clamp(min=0).view(B, S)
-        elif self._has_documents:
-            raise RuntimeError("the batch has documents, but the model hands no cu_seq_lens_q to its attention")
         return METHODS[self.method](self.shards, q, k, v, sinks, starts, left, scale, softcap, deterministic)
 
 
