@@ -34,7 +34,8 @@ def check_model(mesh, family, config, given, method):
     torch.manual_seed(0)
     original = tiny(family, **config, attn_implementation="eager")
     patched, inputs = copy.deepcopy(original), BATCHES[given](batch()) | {"use_cache": False}
-    patch(patched, mlp=False)
+    rest = family in ("Llama", "Qwen3")  # what is no attention takes long to interpret, and looks at no other token
+    patch(patched, norm=rest, rope=rest, mlp=False)
     if given == "packed":
         patched.gradient_checkpointing_enable({"use_reentrant": False})
     expected = results(original, inputs)
