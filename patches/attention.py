@@ -31,6 +31,8 @@ KEYWORDS = SCORES | {
 }  # fmt: skip
 EAGER = {"module", "query", "key", "value", "kwargs"}
 VARIANTS = {"s_aux": "sinks", "softcap": "softcap"}
+UNKNOWN_MASK = "context_parallel knows causal masks, windows and documents; this model has another mask"
+context: Any = None  # the context_parallel in which models are called
 
 
 class Mask(NamedTuple):
@@ -39,6 +41,7 @@ class Mask(NamedTuple):
 
     ``left`` and ``right``: keys beside the query's, -1: all. ``padding`` [B, Sk]: False for keys that nobody sees.
     ``spans`` [2, B, S]: a query's first key and the one behind the last, in int32. ``in_spans``: no span has padding.
+    ``context``: the context_parallel whose processes have the other keys; kept here for what is recomputed behind it.
     """
 
     left: int = -1
@@ -46,6 +49,7 @@ class Mask(NamedTuple):
     padding: Tensor | None = None
     spans: Tensor | None = None
     in_spans: bool = False
+    context: Any = None
 
     @property
     def ndim(self) -> int:
@@ -94,6 +98,8 @@ def make_mask(
     if isinstance(attention_mask, Mask):
         return attention_mask
     mask = _recognised(mask_function)
+    if context is not None:
+        return _across_processes(mask, attention_mask)
     # a static cache has room behind the last query, and its offset may be on the device: then positions are not known
     ends_together = isinstance(q_offset, int) and q_offset + q_length == kv_offset + kv_length
     if mask is None and ends_together and q_length == kv_length and kv_offset == 0 and not options.get("use_vmap"):
@@ -115,6 +121,15 @@ def make_mask(
     if is_tracing(padding):
         return mask._replace(padding=padding)
     return _without(mask, padding, q_length)
+
+
+def _across_processes(mask: Mask | None, padding: Tensor | None) -> Mask:
+    """``mask`` without documents, which positions of a part of the tokens do not tell. Raises ValueError."""
+    if mask is None or mask.right != 0:
+        raise ValueError(UNKNOWN_MASK)
+    if padding is not None:
+        raise ValueError("in context_parallel a model takes no attention_mask: give it what .shard returns")
+    return Mask(mask.left, 0, context=context)
 
 
 def _without(mask: Mask, padding: Tensor, rows: int) -> Mask:
@@ -230,12 +245,18 @@ def attend(
         raise TypeError(f"liger_like's attention takes no {foreign.pop()}: unpatch, or patch with attention=False")
     S, mask = query.shape[2], attention_mask
     if mask is None and S > 1 and options.get("is_causal", getattr(module, "is_causal", True)):
-        mask, key, value = Mask(right=0), key[:, :, :S], value[:, :, :S]  # counted from the first key
+        mask, key, value = Mask(right=0, context=context), key[:, :, :S], value[:, :, :S]  # counted from the first key
     elif mask is None:
-        mask = Mask()
+        mask = Mask(context=context)
     elif isinstance(mask, Tensor) and mask.dtype == torch.bool:
         mask = _bias(mask, query.dtype)
-    if isinstance(mask, Mask) and mask.padding is None and "cu_seq_lens_q" in options:
+    across = mask.context if isinstance(mask, Mask) else context
+    if across is not None:
+        if not isinstance(mask, Mask) or mask.right != 0:
+            raise ValueError(UNKNOWN_MASK)
+        if options.get("dropout") or options.get("output_attentions"):
+            raise ValueError("context_parallel computes neither dropout of attention nor attention weights")
+    elif isinstance(mask, Mask) and mask.padding is None and "cu_seq_lens_q" in options:
         cu_q = options["cu_seq_lens_q"]
         mask = mask._replace(spans=_within_documents(mask.spans, query, key, cu_q, options.get("cu_seq_lens_k", cu_q)))
     if options.get("dropout") or options.get("output_attentions"):
@@ -246,6 +267,8 @@ def attend(
     q, k, v = (t.transpose(1, 2) for t in (query, key, value))
     scores: dict[str, Any] = {"scale": options.get("scaling"), "softcap": options.get("softcap")}
     scores |= {"sinks": options.get("s_aux"), "deterministic": options.get("deterministic")}
+    if across is not None:
+        return across.attend(q, k, v, left=mask.left, cu_seqlens=options.get("cu_seq_lens_q"), **scores), None
     if isinstance(mask, Tensor):
         scores |= {"bias": mask}
     else:

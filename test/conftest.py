@@ -2,7 +2,9 @@ import os
 
 import pytest
 import torch
+import torch.distributed as dist
 from hypothesis import settings
+from torch.distributed.device_mesh import init_device_mesh
 
 if not torch.cuda.is_available():
     os.environ["TRITON_INTERPRET"] = (
@@ -27,6 +29,14 @@ def pytest_collection_modifyitems(items):
 @pytest.fixture
 def device():
     return DEVICE
+
+
+@pytest.fixture(scope="module")
+def mesh():
+    """Of this process alone."""
+    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+    yield init_device_mesh("cpu", (1,))
+    dist.destroy_process_group()
 
 
 @pytest.fixture(autouse=True)

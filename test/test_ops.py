@@ -6,6 +6,7 @@ import pytest
 import torch
 from torch._dynamo.testing import CompileCounterWithBackend
 from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils.checkpoint import checkpoint
 
 from liger_like import ops
 from liger_like.testing import SPECS, assert_accurate, run
@@ -132,6 +133,19 @@ def test_no_grad_gives_the_same_and_keeps_no_graph(spec, device):
         assert not any(t.requires_grad for t in got)
         for i, t in enumerate(got):
             torch.testing.assert_close(t, expected[f"out{i}"], rtol=0, atol=0)
+
+
+@each_op
+def test_recomputed_by_a_checkpoint(spec, device):
+    """Which hands out what was saved once."""
+
+    def recomputed(**kwargs):
+        return checkpoint(spec.fn, use_reentrant=False, **kwargs)
+
+    inputs = spec.inputs(torch.float32, device, **small(spec))
+    expected = run(spec.fn, inputs, spec.options[-1])
+    for name, t in run(recomputed, inputs, spec.options[-1]).items():
+        assert torch.equal(t, expected[name]), name
 
 
 @each_op

@@ -240,10 +240,11 @@ class _QKNormRoPE(torch.autograd.Function):
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, dq: Tensor, dk: Tensor) -> Any:
-        _, _, q_weight, k_weight, _, _ = ctx.saved_tensors
+        saved = ctx.saved_tensors  # read once: a checkpoint hands them out once
+        _, _, q_weight, k_weight, _, _ = saved
         needs_q, needs_k, needs_qw, needs_kw = ctx.needs_input_grad[:4]
         needs = [needs_q or needs_k, needs_qw or needs_kw]
-        dq, dk, dw = _qk_norm_rope_bwd(dq, dk, *ctx.saved_tensors, *ctx.options, needs)
+        dq, dk, dw = _qk_norm_rope_bwd(dq, dk, *saved, *ctx.options, needs)
         return (
             dq if needs_q else None,
             dk if needs_k else None,

@@ -1,5 +1,16 @@
 """The kernels under torch.distributed: models and tensors that are spread over processes."""
 
+from liger_like.parallel.checkpoint import checkpoint_policy
+from liger_like.parallel.context_parallel import context_parallel
+from liger_like.parallel.gradients import finalize_partial_grads
+from liger_like.parallel.pipeline import pipeline_loss
 from liger_like.parallel.vocab_parallel import VocabParallelHead, vocab_parallel_cross_entropy
 
-__all__ = ["VocabParallelHead", "vocab_parallel_cross_entropy"]
+__all__ = [
+    "VocabParallelHead",
+    "checkpoint_policy",
+    "context_parallel",
+    "finalize_partial_grads",
+    "pipeline_loss",
+    "vocab_parallel_cross_entropy",
+]

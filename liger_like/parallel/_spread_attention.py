@@ -1,0 +1,313 @@
+"""Causal attention of sequences that are spread over processes, each of which holds chunks of every sequence.
+
+Queries stay where they are and keys come to them, all at once (gathered; Llama 3, arXiv:2407.21783) or from process to
+process (a ring; Liu et al., arXiv:2310.01889), or tokens are exchanged for heads (Ulysses; arXiv:2309.14509). With two
+chunks each, one from the front and one from the back, all processes have as much to do.
+
+Of the keys that are there, a chunk of queries sees nothing, all, those of a causal mask that ends with the last, or,
+with windows and documents, those from one to another. Each of these is a call of the kernels; results of several are
+merged by their lse, and the backward of each takes the lse and the delta of all.
+"""
+
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from functools import partial
+from typing import Any, NamedTuple
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from liger_like.ops._common import once_differentiable
+from liger_like.ops.attention import _deterministic, _use_kernel, _window, flash_attention, flash_attention_ref
+from liger_like.ops.attention._backward import attention_bwd, attention_delta
+
+# the names since torch 2.13, or those before
+_all_gather: Any = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
+_reduce_scatter: Any = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
+Use = Callable[[list[int], Tensor], Tensor | None]
+
+
+@dataclass(frozen=True)
+class Shards:
+    """Which process of a group holds which chunks of a sequence."""
+
+    group: Any
+    rank: int
+    size: int
+    zigzag: bool
+
+    def chunks(self, rank: int | None = None) -> list[int]:
+        """Those of a process, this one if ``rank`` is None, in the order of the sequence."""
+        rank = self.rank if rank is None else rank
+        return [rank, 2 * self.size - 1 - rank] if self.zigzag else [rank]
+
+    @property
+    def order(self) -> list[int]:
+        """The chunks of all processes one behind the other."""
+        return [chunk for rank in range(self.size) for chunk in self.chunks(rank)]
+
+    def own(self, x: Tensor) -> Tensor:
+        """This process's part of ``x`` [B, S, ...]."""
+        parts = x.chunk(len(self.order), 1)
+        return torch.cat([parts[chunk] for chunk in self.chunks()], 1)
+
+    def join(self, x: Tensor) -> Tensor:
+        """[B, S, ...] of the parts ``x`` [processes, B, s, ...] of all processes."""
+        parts = x.transpose(0, 1).flatten(1, 2).chunk(len(self.order), 1)
+        return torch.cat([parts[self.order.index(chunk)] for chunk in range(len(parts))], 1)
+
+    def part(self, x: Tensor) -> Tensor:
+        """The parts [processes, B, s, ...] of ``x`` [B, S, ...], contiguous."""
+        parts = x.chunk(len(self.order), 1)
+        return torch.stack([torch.cat([parts[i] for i in self.chunks(rank)], 1) for rank in range(self.size)])
+
+    def pass_on(self, x: Tensor) -> Callable[[], Tensor]:
+        """Send ``x`` to the next process; what is returned waits for that of the one before."""
+        if self.size == 1:
+            return lambda: x
+        arriving, peers = torch.empty_like(x), [(self.rank + step) % self.size for step in (1, -1)]
+        to, source = (dist.get_global_rank(self.group, peer) for peer in peers)
+        transfers = [dist.P2POp(dist.isend, x, to, self.group), dist.P2POp(dist.irecv, arriving, source, self.group)]
+        works = dist.batch_isend_irecv(transfers)
+
+        def wait() -> Tensor:
+            for work in works:
+                work.wait()
+            transfers.clear()
+            return arriving
+
+        return wait
+
+
+class _Piece(NamedTuple):
+    """What one call computes: the chunk of queries at ``at`` with some of the keys that are there.
+
+    ``own``: the query's own key is among them.
+    """
+
+    at: int
+    keys: slice
+    left: int
+    right: int
+    spans: Tensor | None
+    own: bool
+
+
+def _pieces(mine: list[int], held: list[int], q: Tensor, left: int, starts: Tensor | None) -> Iterator[_Piece]:
+    """The calls for the queries ``q``, the chunks ``mine``, where the chunks ``held`` of keys are.
+
+    A query sees ``left`` keys before its own, -1 for all, but none before ``starts`` [B, s].
+    """
+    length = q.shape[1] // len(mine)
+    for at, chunk in enumerate(mine):
+        oldest = 0 if left < 0 else max(0, chunk * length - left) // length
+        seen = [i for i, other in enumerate(held) if oldest <= other <= chunk]
+        if not seen:
+            continue
+        others = held[seen[0] : seen[-1] + 1]
+        keys, own = slice(seen[0] * length, (seen[-1] + 1) * length), others[-1] == chunk
+        together = others[-1] - others[0] == len(others) - 1
+        if starts is None and own and (together or left < 0):
+            yield _Piece(at, keys, left, 0, None, own)
+        elif starts is None and left < 0:
+            yield _Piece(at, keys, -1, -1, None, own)
+        else:
+            first = torch.zeros(q.shape[:2], dtype=torch.int64, device=q.device) if starts is None else starts
+            spans = _spans(first.chunk(len(mine), 1)[at], chunk, others, left)
+            yield _Piece(at, keys, -1, -1, spans, own)
+
+
+def _spans(starts: Tensor, chunk: int, held: list[int], left: int) -> Tensor:
+    """The spans [2, B, length] of a chunk of queries, of documents from ``starts`` [B, length], in the rows of the
+    chunks ``held`` of keys.
+    """
+    length = starts.shape[1]
+    place = torch.arange(chunk * length, (chunk + 1) * length, device=starts.device)[None]
+    first = starts if left < 0 else torch.maximum(starts, place - left)
+    ends = torch.stack((first, (place + 1).expand_as(first)))
+    return torch.stack([(ends - other * length).clamp(0, length) for other in held]).sum(0).int()
+
+
+def _gathered(shards: Shards, kv: Tensor, use: Use) -> Tensor | None:
+    """Use the keys and values of all processes at once; their gradients come back added up."""
+    everything = kv.new_empty(shards.size, *kv.shape)
+    _all_gather(everything.flatten(0, 1), kv, group=shards.group)
+    dkv = use(list(range(len(shards.order))), shards.join(everything))
+    if dkv is None:
+        return None
+    home = dkv.new_empty(kv.shape)
+    _reduce_scatter(home, shards.part(dkv).flatten(0, 1), group=shards.group)
+    return home
+
+
+def _around_ring(shards: Shards, kv: Tensor, use: Use) -> Tensor | None:
+    """Use the keys and values of one process after the other, while the next ones and the gradients of those that are
+    there arrive; after one round these are home.
+    """
+    wait = None
+    for step in range(shards.size):
+        arriving = shards.pass_on(kv) if step + 1 < shards.size else None
+        dkv = use(shards.chunks((shards.rank - step) % shards.size), kv)
+        if dkv is not None:
+            wait = shards.pass_on(dkv if wait is None else dkv.add_(wait()))
+        kv = kv if arriving is None else arriving()
+    return None if wait is None else wait()
+
+
+def _merge(out: Tensor, lse: Tensor, more: Tensor, more_lse: Tensor) -> tuple[Tensor, Tensor]:
+    """Output [B, S, H, Dv] in fp32 and lse [B, H, S] over two sets of keys, from those over each."""
+    whole = torch.logaddexp(lse, more_lse)  # finite: a query's own key is among the first
+    shares = (torch.exp(part - whole).transpose(1, 2).unsqueeze(-1) for part in (lse, more_lse))
+    a, b = (part * share for part, share in zip((out, more), shares, strict=True))
+    return a.add_(b), whole
+
+
+def _of_rows(on_kernels: bool, sinks: Tensor | None, dout: Tensor, out: Tensor, lse: Tensor) -> Any:
+    """What the backward needs to know of rows over all their keys: lse and delta; and the gradient of the sinks."""
+    if on_kernels:
+        return attention_delta(dout, out.contiguous(), lse.contiguous(), None, sinks)
+    delta = (dout.to(lse.dtype) * out.to(lse.dtype)).sum(-1).transpose(1, 2)
+    dsinks = None if sinks is None else -(torch.exp(sinks[:, None] - lse) * delta).sum((0, 2)).to(sinks.dtype)
+    return torch.stack((lse, delta)), dsinks
+
+
+def _piece_grads(
+    dout: Tensor, q: Tensor, k: Tensor, v: Tensor, rows: Tensor, piece: _Piece, scale: float, softcap: float | None,
+    deterministic: bool,
+) -> Any:  # fmt: skip
+    """What a piece gives to the gradients of q, k and v."""
+    if _use_kernel(q, v):
+        masking = None, None, None, None, None, piece.spans, q.shape[1], k.shape[1], scale, softcap
+        needs = [True, True, True, False]
+        return attention_bwd(dout, q, k, v, rows, *masking, piece.left, piece.right, deterministic, needs)[:3]
+    window = piece.left, piece.right
+    leaves = [t.detach().requires_grad_() for t in (q, k, v)]
+    with torch.enable_grad():
+        out, lse = flash_attention_ref(
+            *leaves, scale=scale, softcap=softcap, window=window, spans=piece.spans, return_lse=True
+        )
+    share = torch.exp(lse.detach() - rows[0])  # of these keys in the softmax over all
+    dout = dout * share.transpose(1, 2).unsqueeze(-1)
+    dlse = (dout * out.detach()).sum(-1).transpose(1, 2) - share * rows[1]
+    return torch.autograd.grad((out, lse), leaves, (dout.to(out.dtype), dlse))
+
+
+class _Spread(torch.autograd.Function):
+    @staticmethod
+    def forward(
+        ctx: Any, q: Tensor, k: Tensor, v: Tensor, sinks: Tensor | None, starts: Tensor | None, shards: Shards,
+        travel: Callable[..., Any], left: int, scale: float, softcap: float | None, deterministic: bool,
+    ) -> Tensor:  # fmt: skip
+        mine = shards.chunks()
+        found: dict[int, tuple[Tensor, Tensor]] = {}
+
+        def use(held: list[int], kv: Tensor) -> None:
+            for piece in _pieces(mine, held, q, left, starts):
+                k, v = kv[:, piece.keys].split_with_sizes(widths, -1)
+                new: Any = flash_attention(
+                    q.chunk(len(mine), 1)[piece.at],
+                    k,
+                    v,
+                    window=(piece.left, piece.right),
+                    scale=scale,
+                    softcap=softcap,
+                    sinks=sinks if piece.own else None,
+                    spans=piece.spans,
+                    return_lse=True,
+                )
+                found[piece.at] = _merge(*found[piece.at], *new) if piece.at in found else new
+
+        widths = [k.shape[-1], v.shape[-1]]
+        travel(shards, torch.cat((k, v), -1), use)
+        out = torch.cat([found[at][0].to(q.dtype) for at in range(len(mine))], 1)
+        lse = torch.cat([found[at][1] for at in range(len(mine))], 2)
+        ctx.save_for_backward(q, k, v, sinks, starts, out, lse)
+        ctx.options = shards, travel, left, scale, softcap, deterministic
+        return out
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, dout: Tensor) -> Any:
+        q, k, v, sinks, starts, out, lse = ctx.saved_tensors
+        shards, travel, left, *scores = ctx.options  # scale, softcap, deterministic
+        mine = shards.chunks()
+        queries, douts, outs = (t.chunk(len(mine), 1) for t in (q, dout, out))
+        rows = [_of_rows(_use_kernel(q, v), sinks, *t) for t in zip(douts, outs, lse.chunk(len(mine), 2), strict=True)]
+        dq = torch.zeros_like(q, dtype=lse.dtype)
+        widths = [k.shape[-1], v.shape[-1]]
+
+        def use(held: list[int], kv: Tensor) -> Tensor:
+            dkv = torch.zeros_like(kv, dtype=lse.dtype)
+            for piece in _pieces(mine, held, q, left, starts):
+                at = piece.at
+                k, v = kv[:, piece.keys].split_with_sizes(widths, -1)
+                grads = _piece_grads(douts[at], queries[at], k, v, rows[at][0], piece, *scores)
+                sums = dq.chunk(len(mine), 1)[at], *dkv[:, piece.keys].split_with_sizes(widths, -1)
+                for into, grad in zip(sums, grads, strict=True):
+                    into.add_(grad)
+            return dkv
+
+        dk, dv = travel(shards, torch.cat((k, v), -1), use).to(k.dtype).split_with_sizes(widths, -1)
+        dsinks = None if sinks is None else torch.stack([of_rows[1] for of_rows in rows]).sum(0)
+        return dq.to(q.dtype), dk, dv, dsinks, *(None,) * 7
+
+
+def _with_travelling_keys(
+    travel: Callable[..., Any], shards: Shards, q: Tensor, k: Tensor, v: Tensor, sinks: Tensor | None,
+    starts: Tensor | None, left: int, scale: float | None, softcap: float | None, deterministic: bool | None,
+) -> Tensor:  # fmt: skip
+    spread: Callable[..., Tensor] = _Spread.apply
+    starts = starts if starts is None else shards.own(starts)
+    left, scale = _window(True, (left, 0))[0], q.shape[-1] ** -0.5 if scale is None else scale
+    return spread(q, k, v, sinks, starts, shards, travel, left, scale, softcap, _deterministic(deterministic))
+
+
+class _Exchange(torch.autograd.Function):
+    """``x`` [processes, ...], a part for each, becomes what each had for this one; gradients go back the same way."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, group: Any) -> Tensor:
+        ctx.group = group
+        out = torch.empty(x.shape, dtype=x.dtype, device=x.device)
+        dist.all_to_all_single(out, x.contiguous(), group=group)
+        return out
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> Any:
+        exchange: Callable[..., Tensor] = _Exchange.apply
+        return exchange(grad, ctx.group), None
+
+
+def _with_exchanged_heads(
+    shards: Shards, q: Tensor, k: Tensor, v: Tensor, sinks: Tensor | None, starts: Tensor | None, left: int,
+    scale: float | None, softcap: float | None, deterministic: bool | None,
+) -> Tensor:  # fmt: skip
+    n, (B, s, H, D), (Hk, Dv) = shards.size, q.shape, v.shape[2:]
+    exchange: Callable[..., Tensor] = _Exchange.apply
+    if Hk % n:
+        raise ValueError(f"method 'ulysses' needs as many processes as divide the key heads: {n} do not divide {Hk}")
+    heads = torch.cat([t.reshape(B, s, n, -1) for t in (q, k, v)], -1)
+    whole = shards.join(exchange(heads.movedim(2, 0), shards.group))
+    parts = whole.split_with_sizes([H // n * D, Hk // n * D, Hk // n * Dv], -1)
+    q, k, v = (t.view(B, n * s, -1, width) for t, width in zip(parts, (D, D, Dv), strict=True))
+    out: Any = flash_attention(
+        q,
+        k,
+        v,
+        causal=True,
+        window=(left, -1),
+        scale=scale,
+        softcap=softcap,
+        sinks=None if sinks is None else sinks.chunk(n)[shards.rank],
+        spans=None if starts is None else torch.stack((starts, torch.full_like(starts, n * s))).int(),
+        deterministic=deterministic,
+    )
+    return exchange(shards.part(out), shards.group).movedim(0, 2).flatten(2, 3)
+
+
+METHODS: dict[str, Callable[..., Tensor]] = {
+    "allgather": partial(_with_travelling_keys, _gathered),
+    "ring": partial(_with_travelling_keys, _around_ring),
+    "ulysses": _with_exchanged_heads,
+}

@@ -1,0 +1,107 @@
+"""Context parallel: what patched models compute whose sequences are spread over processes."""
+
+import copy
+
+import pytest
+import torch
+import torch.distributed as dist
+from distributed import run
+from test_parallel_context import IDS, close
+from test_patches_attention import first_row, masked, packed, with_lengths
+from tiny_models import ATTENTION, batch, results, tiny
+from torch.distributed.device_mesh import init_device_mesh
+
+from liger_like.parallel import context_parallel
+from liger_like.patches import attention
+from liger_like.patching import patch
+
+BATCHES = {
+    "uneven length": lambda inputs: {name: t[:, :11] for name, t in inputs.items()},
+    "left padding": lambda inputs: masked(inputs, slice(3)),
+    "packed": lambda inputs: packed(first_row(inputs), 8, 4),
+    "cu_seq_lens": lambda inputs: with_lengths(packed(first_row(inputs), 3, 8, 1), 3, 8, 1),
+}
+MODELS = [  # family, changes of its config, batch, method
+    ("Llama", {}, "uneven length", "ring"),
+    ("Mistral", {"sliding_window": 5}, "left padding", "allgather"),
+    ("Qwen3", ATTENTION["Qwen3"], "packed", "ulysses"),
+    ("Mistral", {"sliding_window": 5}, "cu_seq_lens", "ring"),
+    ("GptOss", ATTENTION["GptOss"], "uneven length", "allgather"),
+]
+
+
+def check_model(mesh, family, config, given, method):
+    torch.manual_seed(0)
+    original = tiny(family, **config, attn_implementation="eager")
+    patched, inputs = copy.deepcopy(original), BATCHES[given](batch()) | {"use_cache": False}
+    rest = family in ("Llama", "Qwen3")  # what is no attention takes long to interpret, and looks at no other token
+    patch(patched, norm=rest, rope=rest, mlp=False)
+    if given == "packed":
+        patched.gradient_checkpointing_enable({"use_reentrant": False})
+    expected = results(original, inputs)
+    with context_parallel(mesh, method=method) as cp:
+        loss = patched(**cp.shard(inputs)).loss
+    loss.backward()  # behind the context
+    got = {"loss": loss.detach(), **{name: p.grad for name, p in patched.named_parameters()}}
+    assert got.keys() == expected.keys()
+    for name, t in got.items():
+        dist.all_reduce(t)
+        close(t, expected[name], f"{family}, {given}, {method}, {name}")
+
+
+def model_worker(rank):
+    mesh = init_device_mesh("cpu", (2,))
+    for model in MODELS:
+        check_model(mesh, *model)
+
+
+def test_models_compute_what_one_process_does():
+    run(model_worker, 2)
+
+
+def model(family="Llama", **config):
+    patched = tiny(family, **config)
+    patch(patched, norm=False, rope=False, mlp=False)
+    return patched
+
+
+def test_an_unpatched_model_is_no_silent_mistake(mesh):
+    with pytest.raises(RuntimeError, match=r"patch the model with liger_like\.patch"), context_parallel(mesh) as cp:
+        tiny("Llama")(**cp.shard(batch()))
+    with pytest.raises(KeyError), context_parallel(mesh) as cp:  # an error comes out as it is
+        cp.shard({})
+
+
+def test_models_see_the_context_within_it_only(mesh):
+    patched, inputs = model(), batch() | {"use_cache": False}
+    with context_parallel(mesh) as outer:
+        with context_parallel(mesh, method="ring") as inner:
+            assert attention.context is inner
+        assert attention.context is outer
+        across = patched(**outer.shard(inputs)).loss
+    assert attention.context is None
+    torch.testing.assert_close(across, patched(**inputs).loss)
+
+
+def test_compiled_layers(mesh):
+    patched, inputs = model(num_hidden_layers=1), batch() | {"use_cache": False}
+    expected = results(patched, inputs)
+    for layer in patched.model.layers:
+        layer.compile(backend="aot_eager")
+    with context_parallel(mesh) as cp:
+        for name, t in results(patched, cp.shard(inputs)).items():
+            close(t, expected[name], name)
+
+
+def test_what_attention_across_processes_cannot_do(mesh):
+    padded = torch.ones(2, 12).tril()
+    with context_parallel(mesh):
+        for unknown, message in (
+            ({"attention_mask": padded}, "give it what .shard returns"),
+            ({"attention_mask": torch.zeros(2, 1, 12, 12)}, "this model has another mask"),
+            ({"output_attentions": True}, "neither dropout of attention nor attention weights"),
+        ):
+            with pytest.raises(ValueError, match=message):
+                model()(input_ids=IDS, **unknown)
+        with pytest.raises(ValueError, match="this model has another mask"):
+            model("Llama4", **ATTENTION["Llama4"])(input_ids=IDS)
