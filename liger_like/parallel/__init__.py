@@ -1,0 +1,1 @@
+"""The kernels under torch.distributed: ..."""
