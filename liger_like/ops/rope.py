@@ -335,7 +335,7 @@ def check(q: Tensor, k: Tensor, cos: Tensor, sin: Tensor, layout: str, cos_layou
 
 
 def heads_and_tokens(cos: Tensor, unsqueeze_dim: int = 1, **kwargs: Any) -> dict[str, dict[int, int]]:
-    """Batch, heads and tokens may be sharded; cos and sin go with the tokens, and with a batch of which each has one."""
+    """Batch, heads and tokens may be sharded; cos and sin go with the tokens, and with the batch if it has several."""
     heads = {dim: dim for dim in range(3)}
     tokens = {3 - unsqueeze_dim: cos.dim() - 2}
     if cos.dim() == 3 and cos.shape[0] > 1:

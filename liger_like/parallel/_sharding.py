@@ -8,6 +8,7 @@ rank, and its gradient is a sum over the ranks, Partial.
 from collections.abc import Callable
 from typing import Any
 
+import torch
 from torch import Tensor
 from torch.distributed.tensor import DTensor, Partial, Placement, Replicate, Shard
 
@@ -25,7 +26,7 @@ def run_on_shards(op: Callable[..., Any], rule: Callable[..., Dims] | str, args:
         raise TypeError(f"{op.__name__} takes no DTensors: use {rule}, or give local tensors (to_local())")
     code = op.__code__
     arguments = dict(zip(code.co_varnames[: code.co_argcount], args, strict=False)) | kwargs
-    tensors = {name: value for name, value in arguments.items() if isinstance(value, Tensor)}
+    tensors: dict[str, Any] = {name: value for name, value in arguments.items() if isinstance(value, Tensor)}
     _check_kinds(op.__name__, tensors)
     dims = rule(**arguments)
     lead = next(iter(dims))
@@ -82,7 +83,7 @@ def _local(op: str, name: str, tensor: DTensor, wanted: list[Placement], grads: 
 def _distributed(local: Tensor, whole: DTensor, placements: tuple[Placement, ...]) -> DTensor:
     """``local`` as the rank's part of a DTensor which along its sharded dimensions has the size of ``whole``."""
     sharded = {placement.dim for placement in placements if isinstance(placement, Shard)}
-    shape = tuple(whole.shape[dim] if dim in sharded else size for dim, size in enumerate(local.shape))
+    shape = torch.Size(whole.shape[dim] if dim in sharded else size for dim, size in enumerate(local.shape))
     stride, step = [0] * len(shape), 1
     for dim in sorted(range(len(shape)), key=lambda dim: (local.stride(dim), -dim)):  # dense: from the innermost on
         stride[dim] = step
