@@ -1,6 +1,7 @@
 """The ops on DTensors, and models under tensor and sequence parallelism, against one process."""
 
 import copy
+import functools
 
 import pytest
 import torch
@@ -20,9 +21,9 @@ from torch.distributed.tensor.parallel import (
 import liger_like
 import liger_like.parallel
 
-# the op, the shapes of its tensors in order, and how many of them are data; the others are parameters
+# the op, the shapes of its tensors, and along which dimensions the first ones may be sharded; 3 and 5 do so unevenly
 ROWS, HEADS, KEYS, ANGLES = (3, 5, 16), (2, 4, 5, 16), (2, 2, 5, 16), (2, 5, 8)
-transposed = {"unsqueeze_dim": 2}
+transposed = functools.partial(liger_like.rope, unsqueeze_dim=2)
 CASES = {
     "rms_norm": (liger_like.rms_norm, [ROWS, (16,)], (0, 1)),
     "weightless": (liger_like.rms_norm, [ROWS], (0, 1)),
@@ -32,6 +33,7 @@ CASES = {
     "packed": (liger_like.geglu, [ROWS], (0, 1)),
     "rope": (liger_like.rope, [HEADS, KEYS, ANGLES, ANGLES], (0, 1, 2)),
     "rope of one cos": (liger_like.rope, [HEADS, KEYS, (5, 8), (5, 8)], (0, 1, 2)),
+    "rope of [B, S, H, D]": (transposed, [(2, 5, 4, 16), (2, 5, 2, 16), ANGLES, ANGLES], (0, 1, 2)),
     "qk_norm_rope": (liger_like.qk_norm_rope, [HEADS, KEYS, (16,), (16,), ANGLES, ANGLES], (0, 1, 2)),
 }
 
@@ -50,16 +52,13 @@ def outputs_and_gradients(op, tensors):
 
 def check_op(mesh, name):
     op, shapes, dims = CASES[name]
+    tensors = inputs(shapes)
+    expected = outputs_and_gradients(op, tensors)
     for placement in (Replicate(), *map(Shard, dims)):
-        tensors = inputs(shapes)
-        expected = outputs_and_gradients(op, tensors)
-        lead = shapes[0]
         sharded = []
-        for t in tensors:
-            along = t.dim() == len(lead) or not t.requires_grad
-            dim = placement.dim if isinstance(placement, Shard) and t.dim() == len(lead) else None
-            mine = Shard(dim) if along and dim is not None else Replicate()
-            sharded.append(distribute_tensor(t.detach(), mesh, [mine]).requires_grad_(t.requires_grad))
+        for t in tensors:  # parameters and angles are whole on every rank
+            own = placement if t.dim() == len(shapes[0]) else Replicate()
+            sharded.append(distribute_tensor(t.detach(), mesh, [own]).requires_grad_(t.requires_grad))
         with CommDebugMode() as comms:
             results = outputs_and_gradients(op, sharded)
         assert comms.get_total_counts() == 0, (name, placement)
@@ -164,7 +163,7 @@ def step(model, inputs):
 
 def check_model(mesh):
     """A patched model is that of one process, and sends no more than the unpatched one."""
-    model, inputs = tiny("Llama"), batch()
+    model, inputs = tiny("Llama", num_hidden_layers=1), batch(rows=1, length=8)
     expected, _, _ = step(copy.deepcopy(model), inputs)
     _, unpatched, reductions = step(parallel(copy.deepcopy(model), mesh), inputs)
     patched = parallel(copy.deepcopy(model), mesh)
@@ -176,21 +175,14 @@ def check_model(mesh):
     torch.testing.assert_close(got, expected, rtol=1e-5, atol=1e-5)
 
 
-def ops(rank):
+def check(rank):
     mesh = init_device_mesh("cpu", (2,))
     for name in CASES:
         check_op(mesh, name)
     check_refusals(mesh)
     check_compiled(mesh)
+    check_model(mesh)
 
 
-def model(rank):
-    check_model(init_device_mesh("cpu", (2,)))
-
-
-def test_ops():
-    run(ops, 2)
-
-
-def test_model():
-    run(model, 2)
+def test_two_processes():
+    run(check, 2)

@@ -34,6 +34,12 @@ OPS: dict[str, tuple[OpOverload, ...]] = {
 }
 
 
+def _contexts(save: tuple[str | OpOverload, ...]) -> tuple[Any, Any]:
+    ops = [op for name in save for op in ((name,) if isinstance(name, OpOverload) else OPS[name])]
+    contexts: tuple[Any, Any] = create_selective_checkpoint_contexts(ops)  # type: ignore[no-untyped-call]
+    return contexts
+
+
 def checkpoint_policy(
     save: tuple[str | OpOverload, ...] = ("matmul", "attention", "loss"),
 ) -> Callable[[], tuple[Any, Any]]:
@@ -42,11 +48,11 @@ def checkpoint_policy(
 
     ``save`` is a tuple of groups out of "matmul", "attention", "loss", "norm", "glu", "rope", torch's and this
     package's ops alike, and of single ops such as ``torch.ops.aten.mm.default``. What is saved is computed once; norms,
-    activations and RoPE cost little to make again and much to keep. ``()`` makes all again, as without a policy; but
-    torch.compile before torch 2.12 then keeps the results of custom ops, unless there is a policy.
+    activations and RoPE cost little to make again and much to keep. ``()`` makes all again, as without a policy;
+    without one torch.compile keeps, in torch 2.11, the results of this package's ops.
 
     For Hugging Face models: ``model.gradient_checkpointing_enable({"use_reentrant": False, "context_fn":
-    checkpoint_policy()})``.
+    checkpoint_policy()})``, rather than TrainingArguments, which some reports write as JSON.
 
     Raises ValueError for a group that there is not. See Chen et al., arXiv:1604.06174, and Korthikanti et al.,
     arXiv:2205.05198, for selective recomputation.
@@ -54,5 +60,4 @@ def checkpoint_policy(
     unknown = [name for name in save if not isinstance(name, OpOverload) and name not in OPS]
     if unknown:
         raise ValueError(f"save must be out of {', '.join(OPS)}, or ops, got {unknown}")
-    ops = [op for name in save for op in ((name,) if isinstance(name, OpOverload) else OPS[name])]
-    return functools.partial(create_selective_checkpoint_contexts, ops)
+    return functools.partial(_contexts, save)  # of names it can be pickled, and be a constant of a graph
