@@ -165,7 +165,7 @@ def check_model(mesh):
     """A patched model is that of one process, and sends no more than the unpatched one."""
     model, inputs = tiny("Llama", num_hidden_layers=1), batch(rows=1, length=8)
     expected, _, _ = step(copy.deepcopy(model), inputs)
-    _, unpatched, reductions = step(parallel(copy.deepcopy(model), mesh), inputs)
+    _, unpatched, _ = step(parallel(copy.deepcopy(model), mesh), inputs)
     patched = parallel(copy.deepcopy(model), mesh)
     report = liger_like.patch(patched, loss=False)
     assert {row.pattern for row in report.patched} >= {"rms_norm", "glu_mlp"}, report
