@@ -103,7 +103,8 @@ def test_a_group_that_there_is_not():
 def checkpointed(model, save):
     """Its layers, as Hugging Face users do it."""
     kwargs = {"use_reentrant": False, "context_fn": checkpoint_policy(save)}
-    with warnings.catch_warnings(action="ignore", category=FutureWarning):  # of its name, which is to change
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", FutureWarning)  # of its name, which is to change
         model.gradient_checkpointing_enable(kwargs)
     return model
 
