@@ -4,7 +4,7 @@ refused.
 
 import functools
 from collections.abc import Callable
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 import triton
@@ -18,6 +18,7 @@ _RUNTIME = triton.knobs.runtime
 _COMPILED: dict[tuple[Any, ...], tuple[Any, ...]] = {}
 _PLAIN = {Tensor, torch.nn.Parameter, int, float, str, bool, list, type(None)}
 KERNEL_DTYPES = (torch.float32, torch.float16, torch.bfloat16)
+F = TypeVar("F", bound=Callable[..., Any])
 
 
 def use_kernel(x: Tensor) -> bool:
@@ -61,6 +62,26 @@ def _heard(args: tuple[Any, ...]) -> bool:
     """
     listens = torch._C._len_torch_dispatch_stack() or torch._C._autograd._profiler_enabled() or args[0].is_meta
     return listens or not _PLAIN.issuperset(map(type, args))
+
+
+def on_shards(rule: Callable[..., Any] | str) -> Callable[[F], F]:
+    """Let the decorated op take DTensors by a ``rule`` of ``liger_like.parallel``, a function of the op's arguments; or
+    refuse them, and say what to use instead.
+    """
+
+    def decorate(function: F) -> F:
+        @functools.wraps(function)
+        def run(*args: Any, **kwargs: Any) -> Any:
+            kinds = {*map(type, args), *map(type, kwargs.values())}
+            if kinds <= _PLAIN or not any(hasattr(kind, "device_mesh") for kind in kinds):
+                return function(*args, **kwargs)
+            from liger_like.parallel._sharding import run_on_shards
+
+            return run_on_shards(function, rule, args, kwargs)
+
+        return run
+
+    return decorate
 
 
 def once_differentiable(backward: Callable[..., Any]) -> Callable[..., Any]:

@@ -21,6 +21,7 @@ from torch import Tensor
 from liger_like.ops._common import (
     as_rows,
     is_last_backward,
+    on_shards,
     once_differentiable,
     op,
     packed,
@@ -392,6 +393,7 @@ class _CrossEntropy(torch.autograd.Function):
         return dlogits, None, None, None, *(None for _ in ctx.scalars)
 
 
+@on_shards("liger_like.parallel.vocab_parallel_cross_entropy")
 def cross_entropy(
     logits: Tensor,
     target: Tensor,

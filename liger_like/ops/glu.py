@@ -15,6 +15,7 @@ from torch import Tensor
 from liger_like.ops._common import (
     launch,
     load_tile,
+    on_shards,
     once_differentiable,
     op,
     require,
@@ -182,6 +183,12 @@ class _GLU(torch.autograd.Function):
         return dgate if needs[0] else None, dup if needs[1] else None, None
 
 
+def _elements(gate: Tensor, up: Tensor | None = None, **kwargs: Any) -> dict[str, dict[int, int]]:
+    """All dimensions may be sharded, but not the last where it holds two halves."""
+    dims = {dim: dim for dim in range(gate.dim() - (up is None))}
+    return {"gate": dims, "up": dims}
+
+
 def _check(gate: Tensor, up: Tensor | None) -> None:
     require("gate", gate)
     if up is None:
@@ -195,6 +202,7 @@ def _check(gate: Tensor, up: Tensor | None) -> None:
             raise TypeError(f"up must have the dtype of gate, {gate.dtype}, got {up.dtype}")
 
 
+@on_shards(_elements)
 def swiglu(gate: Tensor, up: Tensor | None = None) -> Tensor:
     """``silu(gate) * up`` for ``gate`` and ``up`` [..., I], or for packed ``gate`` [..., 2I] = [gate | up]; returns
     [..., I].
@@ -209,6 +217,7 @@ def swiglu(gate: Tensor, up: Tensor | None = None) -> Tensor:
     return _GLU.apply(gate, up, "silu") if use_kernel(gate) else swiglu_ref(gate, up)
 
 
+@on_shards(_elements)
 def geglu(gate: Tensor, up: Tensor | None = None, *, approximate: str = "tanh") -> Tensor:
     """``gelu(gate) * up`` for ``gate`` and ``up`` [..., I], or for packed ``gate`` [..., 2I] = [gate | up]; returns
     [..., I].

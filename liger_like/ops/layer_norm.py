@@ -17,6 +17,7 @@ from liger_like.ops._common import (
     launch,
     load_tile,
     load_vector,
+    on_shards,
     once_differentiable,
     op,
     packed,
@@ -27,6 +28,7 @@ from liger_like.ops._common import (
     with_stride,
 )
 from liger_like.ops._tiles import Tile, partial_sums, row_constants, sum_partials, tiled
+from liger_like.ops.rms_norm import rows_alike
 
 
 def layer_norm_ref(x: Tensor, weight: Tensor | None = None, bias: Tensor | None = None, eps: float = 1e-5) -> Tensor:
@@ -252,6 +254,7 @@ class _LayerNorm(torch.autograd.Function):
         )
 
 
+@on_shards(rows_alike)
 def layer_norm(x: Tensor, weight: Tensor | None = None, bias: Tensor | None = None, eps: float = 1e-5) -> Tensor:
     """Normalise the last dimension of ``x`` [..., N] to zero mean and unit variance, then scale and shift it by
     ``weight`` and ``bias`` [N]; returns [..., N] in x.dtype.

@@ -27,7 +27,7 @@ from liger_like.ops._chunked_loss import (
     linear_cross_entropy_last,
     unit,
 )
-from liger_like.ops._common import is_last_backward, once_differentiable, require, use_kernel
+from liger_like.ops._common import is_last_backward, on_shards, once_differentiable, require, use_kernel
 from liger_like.ops._loss import Options, RowLosses, check_options, check_target, reduce_loss, row_losses_ref
 from liger_like.ops._shards import WHOLE, Shard, all_words, summed_gradient
 
@@ -257,6 +257,7 @@ def _check(
         raise ValueError(f"outputs must be out of {OUTPUTS}, got {unknown}")
 
 
+@on_shards("liger_like.parallel.vocab_parallel_cross_entropy")
 def fused_linear_cross_entropy(
     x: Tensor,
     weight: Tensor,

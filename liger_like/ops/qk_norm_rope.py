@@ -17,6 +17,7 @@ from torch import Tensor
 from liger_like.ops._common import (
     launch,
     load_vector,
+    on_shards,
     once_differentiable,
     op,
     packed,
@@ -33,6 +34,7 @@ from liger_like.ops.rope import (
     check,
     dense,
     head_blocks,
+    heads_and_tokens,
     launch_fwd,
     load_angle,
     load_heads,
@@ -254,6 +256,7 @@ class _QKNormRoPE(torch.autograd.Function):
         )
 
 
+@on_shards(heads_and_tokens)
 def qk_norm_rope(
     q: Tensor,
     k: Tensor,

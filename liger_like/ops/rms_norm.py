@@ -18,6 +18,7 @@ from liger_like.ops._common import (
     launch,
     load_tile,
     load_vector,
+    on_shards,
     once_differentiable,
     op,
     packed,
@@ -331,6 +332,12 @@ class _RMSNorm(torch.autograd.Function):
         )
 
 
+def rows_alike(x: Tensor, **kwargs: Any) -> dict[str, dict[int, int]]:
+    """Rows may be sharded along any of their dimensions."""
+    rows = {dim: dim for dim in range(x.dim() - 1)}
+    return {"x": rows, "residual": rows}
+
+
 def _check(x: Tensor, weight: Tensor | None, eps: float, casting_mode: str) -> None:
     require("x", x)
     if weight is not None:
@@ -339,6 +346,7 @@ def _check(x: Tensor, weight: Tensor | None, eps: float, casting_mode: str) -> N
     require_choice("casting_mode", casting_mode, CASTING_MODES)
 
 
+@on_shards(rows_alike)
 def rms_norm(
     x: Tensor, weight: Tensor | None = None, eps: float = 1e-6, *, offset: float = 0.0, casting_mode: str = "llama"
 ) -> Tensor:
@@ -359,6 +367,7 @@ def rms_norm(
     return _RMSNorm.apply(x, None, weight, eps, offset, casting_mode)
 
 
+@on_shards(rows_alike)
 def add_rms_norm(
     x: Tensor,
     residual: Tensor,

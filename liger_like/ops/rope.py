@@ -19,6 +19,7 @@ from triton import next_power_of_2
 from liger_like.ops._common import (
     dense,
     launch,
+    on_shards,
     once_differentiable,
     op,
     packed,
@@ -333,6 +334,16 @@ def check(q: Tensor, k: Tensor, cos: Tensor, sin: Tensor, layout: str, cos_layou
         raise ValueError(f"cos gives a rotary width of {rotary}; it must be even and at most D = {q.shape[-1]}")
 
 
+def heads_and_tokens(cos: Tensor, unsqueeze_dim: int = 1, **kwargs: Any) -> dict[str, dict[int, int]]:
+    """Batch, heads and tokens may be sharded; cos and sin go with the tokens, and with the batch if it has several."""
+    heads = {dim: dim for dim in range(3)}
+    tokens = {3 - unsqueeze_dim: cos.dim() - 2}
+    if cos.dim() == 3 and cos.shape[0] > 1:
+        tokens[0] = 0
+    return {"q": heads, "k": heads, "cos": tokens, "sin": tokens}
+
+
+@on_shards(heads_and_tokens)
 def rope(
     q: Tensor,
     k: Tensor,

@@ -11,7 +11,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from liger_like.ops._common import once_differentiable, packed, require, use_kernel
+from liger_like.ops._common import on_shards, once_differentiable, packed, require, use_kernel
 from liger_like.ops.attention._backward import attention_bwd, attention_delta
 from liger_like.ops.attention._forward import attention_fwd
 
@@ -161,6 +161,7 @@ def _deterministic(asked: bool | None) -> bool:
     return torch.are_deterministic_algorithms_enabled() if asked is None else asked
 
 
+@on_shards("liger_like.parallel.context_parallel")
 def flash_attention(
     q: Tensor, k: Tensor, v: Tensor, *, causal: bool = False, scale: float | None = None,
     window: tuple[int, int] = (-1, -1), softcap: float | None = None, sinks: Tensor | None = None,
@@ -227,6 +228,7 @@ def flash_attention(
     return (out, lse) if return_lse else out
 
 
+@on_shards("liger_like.parallel.context_parallel")
 def flash_attention_varlen(
     q: Tensor, k: Tensor, v: Tensor, cu_seqlens_q: Tensor, cu_seqlens_k: Tensor, max_seqlen_q: int, max_seqlen_k: int,
     *, causal: bool = False, scale: float | None = None, window: tuple[int, int] = (-1, -1),

@@ -1,0 +1,91 @@
+"""The ops on DTensors: each rank runs the op on its own shards, and no rule of an op communicates.
+
+A rule tells along which dimensions the first tensor may be sharded, and which dimension of every other tensor goes
+along with each: ``{"q": {0: 0, 1: 1, 2: 2}, "cos": {2: 1}}``. Where another tensor has none it must be whole on every
+rank, and its gradient is a sum over the ranks, Partial.
+"""
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.distributed.tensor import DTensor, Partial, Placement, Replicate, Shard
+
+Dims = dict[str, dict[int, int]]
+
+
+def run_on_shards(op: Callable[..., Any], rule: Callable[..., Dims] | str, args: tuple[Any, ...], kwargs: Any) -> Any:
+    """``op(*args, **kwargs)`` of DTensors; the results are sharded as the first tensor of the ``rule`` is, and have the
+    sizes of the first ones.
+
+    Raises TypeError for an op that has no rule, which is then the name of what to use, and if some tensors are not
+    DTensors, or not of the same mesh; ValueError for shardings that the rule does not have.
+    """
+    if isinstance(rule, str):
+        raise TypeError(f"{op.__name__} takes no DTensors: use {rule}, or give local tensors (to_local())")
+    code = op.__code__
+    arguments = dict(zip(code.co_varnames[: code.co_argcount], args, strict=False)) | kwargs
+    tensors: dict[str, Any] = {name: value for name, value in arguments.items() if isinstance(value, Tensor)}
+    _check_kinds(op.__name__, tensors)
+    dims = rule(**arguments)
+    lead = next(iter(dims))
+    placements = tensors[lead].placements
+    for placement in placements:
+        if not placement.is_replicate() and getattr(placement, "dim", None) not in dims[lead]:
+            allowed = " or ".join(["Replicate()", *(f"Shard({dim})" for dim in dims[lead])])
+            raise ValueError(
+                f"{op.__name__} takes {lead} as {allowed}, got {placement}: redistribute it, or give local tensors"
+                " (to_local())"
+            )
+    for name, tensor in tensors.items():
+        arguments[name] = _local(op.__name__, name, tensor, *_placements(placements, dims.get(name, {})))
+    results = op(**arguments)
+    if isinstance(results, Tensor):
+        return _distributed(results, tensors[lead], placements)
+    return tuple(_distributed(local, tensors[name], placements) for local, name in zip(results, dims, strict=False))
+
+
+def _check_kinds(op: str, tensors: dict[str, Any]) -> None:
+    for name, tensor in tensors.items():
+        if not isinstance(tensor, DTensor):
+            raise TypeError(
+                f"{op} got DTensors, and {name} as a plain tensor: distribute it, too (SequenceParallel does so with"
+                " a module's parameters), or give local tensors (to_local())"
+            )
+    if len({tensor.device_mesh for tensor in tensors.values()}) > 1:
+        raise TypeError(f"{op} got DTensors of several meshes: { ({n: t.device_mesh for n, t in tensors.items()}) }")
+
+
+def _placements(lead: tuple[Placement, ...], dims: dict[int, int]) -> tuple[list[Placement], list[Placement]]:
+    """Of a tensor, and of its gradient, which goes along ``dims`` with the one that is placed as ``lead``."""
+    pairs: list[tuple[Placement, Placement]] = []
+    for placement in lead:
+        if not isinstance(placement, Shard):
+            pairs.append((Replicate(), Replicate()))
+        elif placement.dim in dims:
+            pairs.append((Shard(dims[placement.dim]),) * 2)
+        else:
+            pairs.append((Replicate(), Partial()))
+    wanted, grads = zip(*pairs, strict=True)
+    return list(wanted), list(grads)
+
+
+def _local(op: str, name: str, tensor: DTensor, wanted: list[Placement], grads: list[Placement]) -> Tensor:
+    have = list(tensor.placements)
+    if not all(mine == want or mine.is_replicate() for mine, want in zip(have, wanted, strict=True)):
+        raise ValueError(f"{op} takes {name} as {wanted} beside the first tensor, got {have}: redistribute it")
+    if have != wanted:
+        tensor = tensor.redistribute(placements=wanted)  # of a whole one each rank keeps its part: nothing is sent
+    return tensor.to_local(grad_placements=grads)
+
+
+def _distributed(local: Tensor, whole: DTensor, placements: tuple[Placement, ...]) -> DTensor:
+    """``local`` as the rank's part of a DTensor which along its sharded dimensions has the size of ``whole``."""
+    sharded = {placement.dim for placement in placements if isinstance(placement, Shard)}
+    shape = torch.Size(whole.shape[dim] if dim in sharded else size for dim, size in enumerate(local.shape))
+    stride, step = [0] * len(shape), 1
+    for dim in sorted(range(len(shape)), key=lambda dim: (local.stride(dim), -dim)):  # dense: from the innermost on
+        stride[dim] = step
+        step *= max(1, shape[dim])
+    return DTensor.from_local(local, whole.device_mesh, placements, shape=shape, stride=tuple(stride))

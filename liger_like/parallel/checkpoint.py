@@ -1,0 +1,63 @@
+"""Selective activation checkpointing: which results of a checkpointed region are kept, and which are made again."""
+
+import functools
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch._ops import OpOverload
+from torch.utils.checkpoint import create_selective_checkpoint_contexts
+
+import liger_like.ops  # noqa: F401  # registers the ops
+
+_aten, _ours = torch.ops.aten, torch.ops.liger_like
+OPS: dict[str, tuple[OpOverload, ...]] = {
+    "matmul": (
+        _aten.mm.default,
+        _aten.addmm.default,
+        _aten.bmm.default,
+        _aten.baddbmm.default,
+        _aten._grouped_mm.default,
+        _aten._scaled_mm.default,
+    ),
+    "attention": (
+        _ours.attention_fwd.default,
+        _aten._scaled_dot_product_flash_attention.default,
+        _aten._scaled_dot_product_efficient_attention.default,
+        _aten._scaled_dot_product_cudnn_attention.default,
+        _aten._scaled_dot_product_flash_attention_for_cpu.default,
+    ),
+    "loss": (_ours.linear_cross_entropy.default, _ours.cross_entropy_fwd.default),
+    "norm": (_ours.rms_norm_fwd.default, _ours.add_rms_norm_fwd.default, _ours.layer_norm_fwd.default),
+    "glu": (_ours.glu_fwd.default,),
+    "rope": (_ours.rope.default, _ours.qk_norm_rope_fwd.default),
+}
+
+
+def _contexts(save: tuple[str | OpOverload, ...]) -> tuple[Any, Any]:
+    ops = [op for name in save for op in ((name,) if isinstance(name, OpOverload) else OPS[name])]
+    contexts: tuple[Any, Any] = create_selective_checkpoint_contexts(ops)  # type: ignore[no-untyped-call]
+    return contexts
+
+
+def checkpoint_policy(
+    save: tuple[str | OpOverload, ...] = ("matmul", "attention", "loss"),
+) -> Callable[[], tuple[Any, Any]]:
+    """A ``context_fn`` for ``torch.utils.checkpoint.checkpoint(..., use_reentrant=False)`` by which the backward makes
+    all again but what ``save`` names.
+
+    ``save`` is a tuple of groups out of "matmul", "attention", "loss", "norm", "glu", "rope", torch's and this
+    package's ops alike, and of single ops such as ``torch.ops.aten.mm.default``. What is saved is computed once; norms,
+    activations and RoPE cost little to make again and much to keep. ``()`` makes all again, as without a policy;
+    without one torch.compile keeps, in torch 2.11, the results of this package's ops.
+
+    For Hugging Face models: ``model.gradient_checkpointing_enable({"use_reentrant": False, "context_fn":
+    checkpoint_policy()})``, rather than TrainingArguments, which some reports write as JSON.
+
+    Raises ValueError for a group that there is not. See Chen et al., arXiv:1604.06174, and Korthikanti et al.,
+    arXiv:2205.05198, for selective recomputation.
+    """
+    unknown = [name for name in save if not isinstance(name, OpOverload) and name not in OPS]
+    if unknown:
+        raise ValueError(f"save must be out of {', '.join(OPS)}, or ops, got {unknown}")
+    return functools.partial(_contexts, save)  # of names it can be pickled, and be a constant of a graph

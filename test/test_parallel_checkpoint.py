@@ -1,0 +1,178 @@
+"""What a checkpointed region computes again in the backward, and what it does not."""
+
+import copy
+import functools
+import pickle
+import warnings
+from collections import Counter
+
+import pytest
+import torch
+from distributed import run
+from functorch.compile import min_cut_rematerialization_partition
+from tiny_models import batch, results, tiny
+from torch._dynamo.backends.common import aot_autograd
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import fully_shard
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils.checkpoint import checkpoint
+
+import liger_like
+from liger_like.parallel import checkpoint_policy
+
+MATMULS = ("mm", "addmm", "bmm")
+
+
+class Count(TorchDispatchMode):
+    """How often each op runs, by its name; matrix products are one."""
+
+    def __init__(self):
+        super().__init__()
+        self.counts = Counter()
+
+    def __torch_dispatch__(self, op, types, args=(), kwargs=None):
+        name = op.__name__.partition(".")[0]
+        self.counts["matmul" if name in MATMULS else name] += 1
+        return op(*args, **(kwargs or {}))
+
+
+class Block(torch.nn.Module):
+    """All that a layer has, and a loss."""
+
+    def __init__(self, device):
+        super().__init__()
+        self.norm = liger_like.nn.RMSNorm(16)
+        self.qkv, self.up, self.head = (torch.nn.Linear(16, n, bias=False) for n in (48, 32, 24))
+        self.to(device)
+
+    def forward(self, x, target):
+        h = self.norm(x)
+        q, k, v = self.qkv(h).unflatten(-1, (3, 1, 16)).unbind(-3)
+        angle = torch.linspace(0, 1, x.shape[1], device=x.device)[:, None].expand(-1, 16)
+        q, k = liger_like.rope(q, k, angle.cos(), angle.sin(), unsqueeze_dim=2)
+        h = x + liger_like.flash_attention(q, k, v, causal=True).flatten(-2)
+        h = h + liger_like.swiglu(self.up(h))
+        return liger_like.fused_linear_cross_entropy(h, self.head.weight, target)
+
+
+# each is computed once, and again unless it is saved
+ONCE = {
+    "rms_norm_fwd": "norm",
+    "rope": "rope",
+    "attention_fwd": "attention",
+    "glu_fwd": "glu",
+    "linear_cross_entropy": "loss",
+}
+
+
+def gradients(block, call):
+    block.zero_grad()
+    torch.manual_seed(0)
+    x = torch.randn(2, 8, 16, device=block.up.weight.device, requires_grad=True)
+    target = torch.randint(24, (2, 8), device=x.device)
+    call(x, target).backward()
+    return [x.grad, *(p.grad for p in block.parameters())]
+
+
+@pytest.mark.parametrize("save", [(), ("attention", "loss"), ("matmul", "attention", "loss"), ("norm", "glu", "rope")])
+def test_what_is_saved_runs_once(save, device):
+    block = Block(device)
+    call = functools.partial(checkpoint, block, use_reentrant=False, context_fn=checkpoint_policy(save))
+    with Count() as plain:
+        expected = gradients(block, block)
+    with Count() as count:
+        got = gradients(block, call)
+    torch.testing.assert_close(got, expected, rtol=0, atol=0)
+    again = {name: count.counts[name] - plain.counts[name] for name in (*ONCE, "matmul")}
+    matmuls = {"matmul": 0 if "matmul" in save else 2}
+    assert again == {name: int(group not in save) for name, group in ONCE.items()} | matmuls
+
+
+def test_it_can_be_pickled():
+    """As Trainer does with its arguments."""
+    policy = checkpoint_policy(("norm",))
+    again = pickle.loads(pickle.dumps(policy))
+    assert (again.func, again.args) == (policy.func, policy.args)
+
+
+def test_a_group_that_there_is_not():
+    with pytest.raises(ValueError, match=r"save must be out of matmul, attention,.* got .'attn'"):
+        checkpoint_policy(("matmul", "attn"))
+
+
+def checkpointed(model, save):
+    """Its layers, as Hugging Face users do it."""
+    kwargs = {"use_reentrant": False, "context_fn": checkpoint_policy(save)}
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", FutureWarning)  # of its name, which is to change
+        model.gradient_checkpointing_enable(kwargs)
+    return model
+
+
+def patched():
+    model = tiny("Llama", num_hidden_layers=1)
+    liger_like.patch(model)
+    return model
+
+
+@pytest.mark.parametrize("save", [(), ("matmul", "attention")])
+def test_hugging_face(save):
+    model, inputs = patched(), batch(rows=1, length=8)
+    with Count() as plain:
+        expected = results(model, inputs)
+    with Count() as count:
+        got = results(checkpointed(model, save), inputs)
+    torch.testing.assert_close(got, expected, rtol=0, atol=0)
+    again = {name: count.counts[name] - plain.counts[name] for name in (*ONCE, "matmul")}
+    kept = {"attention_fwd": 0, "matmul": 0} if save else {"attention_fwd": 1, "matmul": 6}
+    # the last product is not made again: nothing needs it
+    assert again == {"rms_norm_fwd": 2, "rope": 1, "glu_fwd": 1, "linear_cross_entropy": 0} | kept
+
+
+def test_compiled(device):
+    """In one graph, too, the backward has the ops whose results are not saved, and no others of the forward."""
+    graphs = []
+
+    def keep(graph, inputs):
+        calls = [node.target for node in graph.graph.nodes if node.op == "call_function"]
+        graphs.append(Counter(op.__name__.partition(".")[0] for op in calls))
+        return graph
+
+    backend = aot_autograd(fw_compiler=keep, bw_compiler=keep, partition_fn=min_cut_rematerialization_partition)
+    block = Block(device)
+    call = functools.partial(checkpoint, block, use_reentrant=False, context_fn=checkpoint_policy())
+    expected = gradients(block, block)
+    got = gradients(block, torch.compile(lambda x, target: call(x, target), backend=backend, fullgraph=True))
+    torch.testing.assert_close(got, expected, rtol=1e-6, atol=1e-6)
+    forward, backward = graphs
+    assert [forward[name] for name in ONCE] == [1] * len(ONCE)
+    # the rotation back is the same op; the GLU's result is needed by nothing but the loss, which is saved
+    assert {name: backward[name] for name in ONCE} == {
+        "rms_norm_fwd": 1,
+        "rope": 2,
+        "attention_fwd": 0,
+        "glu_fwd": 0,
+        "linear_cross_entropy": 0,
+    }
+
+
+def sharded(rank):
+    """A patched model under FSDP2: the gradients of one process, and what is saved is computed once."""
+    model = patched()
+    batches = [batch(rows=1, length=8), batch(rows=1, length=8)]
+    whole = copy.deepcopy(model)
+    expected = [results(whole, inputs) for inputs in batches]
+    checkpointed(model, ("matmul", "attention"))
+    mesh = init_device_mesh("cpu", (2,))
+    for module in (*model.model.layers, model):
+        fully_shard(module, mesh=mesh)
+    with Count() as count:
+        results(model, batches[rank])
+    for name, parameter in model.named_parameters():
+        mean = sum(result[name] for result in expected) / 2
+        torch.testing.assert_close(parameter.grad.full_tensor(), mean, rtol=1e-5, atol=1e-5)
+    assert [count.counts[name] for name in ONCE] == [5, 3, 1, 2, 1]
+
+
+def test_fsdp2():
+    run(sharded, 2)
