@@ -65,7 +65,7 @@ def bare(cls: type[nn.Module], **attributes: Any) -> nn.Module:
 
     Where FSDP2 made the class of a sharded module, it is one of the class below, whose parameters are whole.
     """
-    module = object.__new__(next(c for c in cls.__mro__ if not issubclass(c, FSDPModule)))
+    module: nn.Module = object.__new__(next(c for c in cls.__mro__ if not issubclass(c, FSDPModule)))  # type: ignore[assignment]
     nn.Module.__init__(module)
     for name, value in attributes.items():
         setattr(module, name, value)
