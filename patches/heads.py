@@ -16,6 +16,7 @@ from liger_like.ops.linear_cross_entropy import fused_linear_cross_entropy
 from liger_like.patches import UnrecognisedError, bare, foreign_forward, original, random_parameter, where
 
 LINEAR, LORA, COPIES = "lazy logits", "lazy logits, LoRA", "lazy logits, trained copy"
+TENSOR_PARALLEL = "lazy logits, tensor parallel"
 
 
 def parts_of(head: Any) -> list[tuple[nn.Module, str]]:
@@ -23,6 +24,7 @@ def parts_of(head: Any) -> list[tuple[nn.Module, str]]:
     kind = _kind_of(head)
     inside: dict[str, Callable[[], list[Any]]] = {
         LINEAR: lambda: [],
+        TENSOR_PARALLEL: lambda: [],
         LORA: lambda: [head.base_layer],
         COPIES: lambda: [head.original_module, *head.modules_to_save.values()],
     }
@@ -31,6 +33,8 @@ def parts_of(head: Any) -> list[tuple[nn.Module, str]]:
 
 def _kind_of(head: Any) -> str:
     foreign = foreign_forward(head)
+    if isinstance(head, nn.Linear) and foreign.startswith("transformers.") and foreign.endswith("tp_forward"):
+        return TENSOR_PARALLEL
     if foreign:
         raise UnrecognisedError(f"the head's forward was replaced by {foreign}")
     forward, peft = original(type(head)).forward, sys.modules.get("peft")
@@ -78,6 +82,10 @@ def _linear_forward(cls: Any) -> Any:
             options["bias"] = None if options["bias"] is None else options["bias"][:words]
             if "lora" in options:
                 options["lora"] = options["lora"][0], options["lora"][1][:words]
+        if hasattr(weight, "device_mesh"):  # of a tensor-parallel head; what FSDP shards is whole by now
+            from liger_like.parallel import vocab_parallel_cross_entropy
+
+            return vocab_parallel_cross_entropy(x, weight, **options)
         return fused_linear_cross_entropy(x, weight, **options)
 
     return forward
@@ -106,8 +114,21 @@ def _lora_forward(cls: Any) -> Any:
     return forward
 
 
+def loss_of(head: Any, hidden: Tensor, loss: dict[str, Any]) -> Tensor:
+    """The loss from ``head``, and whatever is hooked to it; transformers' tensor parallelism is not: that would make
+    the logits of all words of what comes out, and shadows the forward.
+    """
+    shadow = vars(head).pop("forward") if type(head)._kind == TENSOR_PARALLEL else None
+    try:
+        return nn.Module.__call__(head, hidden, loss=loss)  # type: ignore[no-any-return]
+    finally:
+        if shadow is not None:
+            head.forward = shadow
+
+
 FORWARDS: dict[str, Callable[[Any], Any]] = {
     LINEAR: _linear_forward,
+    TENSOR_PARALLEL: _linear_forward,
     LORA: _lora_forward,
     COPIES: lambda cls: cls.forward,
 }

@@ -18,7 +18,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F  # noqa: N812  # as torch has it
 
 from liger_like.patches import NothingToDoError, Recogniser, Trial, UnrecognisedError, original, random_like, where
-from liger_like.patches.heads import FORWARDS, LINEAR, obstacle, parts_of, small_head
+from liger_like.patches.heads import FORWARDS, LINEAR, loss_of, obstacle, parts_of, small_head
 
 MODEL = "fused loss"
 ScaleAndSoftcap = tuple[float, float | None]
@@ -155,7 +155,7 @@ class LazyLogits:
             options["bias"] = self.steps[0][1][0].flatten()[: self.words]
         if self.words < self.head.out_features:
             options["words"] = self.words
-        return nn.Module.__call__(self.head, self.hidden, loss=options)  # type: ignore[no-any-return]
+        return loss_of(self.head, self.hidden, options)
 
     def __getattr__(self, name: str) -> Any:
         if name.startswith("__"):
@@ -302,7 +302,7 @@ def _head_methods(cls: type[Any], kind: str) -> dict[str, Any]:
     def call(self: Any, *args: Any, **kwargs: Any) -> Any:
         return LazyLogits(self, *args) if self._lazy else nn.Module.__call__(self, *args, **kwargs)
 
-    return {"_lazy": False, "__call__": call, "forward": FORWARDS[kind](cls)}
+    return {"_lazy": False, "_kind": kind, "__call__": call, "forward": FORWARDS[kind](cls)}
 
 
 def _model_methods(cls: type[Any]) -> dict[str, Any]:

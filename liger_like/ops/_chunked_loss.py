@@ -6,11 +6,13 @@ from collections.abc import Callable, Iterator
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from torch import Tensor
 
 from liger_like.ops._accumulate import MAX_ROUNDS, add_products, exponents_like, has_products, scale_rows
 from liger_like.ops._common import op, packed
 from liger_like.ops._loss import OPTIONS_SCHEMA, Options
+from liger_like.ops._shards import SHARD_SCHEMA, Shard, launch_fwd_of_shard
 from liger_like.ops.cross_entropy import launch_bwd, launch_fwd, raise_bad_label
 
 CHUNK_ROWS = 2048  # tokens a chunk: enough for the products to run at full speed, half of it without gradients
@@ -43,7 +45,8 @@ def _logits(out: Tensor, x: Tensor, weight: Tensor, bias: Tensor | None, u: Tens
 def _outputs(
     x: Tensor, weight: Tensor, target: Tensor, bias: Tensor | None, u: Tensor | None, b: Tensor | None,
     class_weight: Tensor | None, needs: list[bool], entropy: bool, argmax: bool, chunk_rows: int | None,
-    accum_dtype: torch.dtype | None, dw_dtype: torch.dtype, *scalars: Any,
+    accum_dtype: torch.dtype | None, dw_dtype: torch.dtype, group: str, first_word: int, words: int, reduce_dx: bool,
+    *scalars: Any,
 ) -> tuple[Tensor, ...]:  # fmt: skip
     (T, H), V = x.shape, weight.shape[0]
 
@@ -59,7 +62,7 @@ def _outputs(
     dw = unless_empty(needs_dw, (V, H), torch.float16 if compact else accum_dtype or torch.float32)
     exponents = exponents_like(dw) if compact else x.new_empty((0, 0), dtype=torch.uint8)
     last_logits = unless_empty(compact, (step, -(-V // 16) * 16), x.dtype)
-    last_x = unless_empty(compact and not needs_dx, (step, H), x.dtype)
+    last_x = unless_empty(compact and not (needs_dx and not reduce_dx), (step, H), x.dtype)
     rank = 0 if u is None else u.shape[1]
     dbias, du, db = (
         unless_empty(needs_dbias, (V,)),
@@ -73,7 +76,7 @@ def _outputs(
 @op(
     "linear_cross_entropy(Tensor x, Tensor weight, Tensor target, Tensor? bias, Tensor? u, Tensor? b,"
     " Tensor? class_weight, bool[5] needs, bool entropy, bool argmax, SymInt? chunk_rows, ScalarType? accum_dtype,"
-    " ScalarType dw_dtype,"
+    f" ScalarType dw_dtype, {SHARD_SCHEMA},"
     f" {OPTIONS_SCHEMA}) -> (Tensor loss, Tensor logprob, Tensor lse, Tensor entropy, Tensor argmax, Tensor order,"
     " Tensor kept, Tensor dx, Tensor dw, Tensor exponents, Tensor last_logits, Tensor last_x, Tensor dbias, Tensor du,"
     " Tensor db)",
@@ -82,20 +85,25 @@ def _outputs(
 def linear_cross_entropy_fwd(
     x: Tensor, weight: Tensor, target: Tensor, bias: Tensor | None, u: Tensor | None, b: Tensor | None,
     class_weight: Tensor | None, needs: list[bool], entropy: bool, argmax: bool, chunk_rows: int | None,
-    accum_dtype: torch.dtype | None, dw_dtype: torch.dtype, *scalars: Any,
+    accum_dtype: torch.dtype | None, dw_dtype: torch.dtype, group: str, first_word: int, words: int, reduce_dx: bool,
+    *scalars: Any,
 ) -> tuple[Tensor, ...]:  # fmt: skip
     """Per-token results of logits = x weight^T + bias + u b^T, and the gradients that ``needs`` names.
 
     The gradients are for an upstream gradient of ``unit``. ``kept``, on the host, holds the number of tokens that went
     through the products, which come first in ``order``, the rows' order in dx and du, and start and end of the last
     chunk. With ``exponents`` its products for dx and dw are left to ``linear_cross_entropy_last``: its logits' gradient
-    waits in ``last_logits``, its x in the memory of dx or in ``last_x``.
+    waits in ``last_logits``, its x in ``last_x``, or in the memory of dx, whose product then is left, too. With a
+    ``group``, weight, bias and b are a shard of the words, and while a chunk's dx is summed over the processes the next
+    one is computed.
     """
     raise_bad_label(x.device)
     (T, H), V = x.shape, weight.shape[0]
+    shard = Shard(group, first_word, words, reduce_dx)
     outs = _outputs(
-        x, weight, target, bias, u, b, class_weight, needs, entropy, argmax, chunk_rows, accum_dtype, dw_dtype, *scalars
-    )
+        x, weight, target, bias, u, b, class_weight, needs, entropy, argmax, chunk_rows, accum_dtype, dw_dtype, *shard,
+        *scalars,
+    )  # fmt: skip
     rows, order, kept = outs[:5], outs[5], outs[6]
     dx, dw, exponents, last_logits, last_x, dbias, du, db = outs[7:]
     needs_dx, needs_dw, needs_dbias, needs_du, needs_db = needs
@@ -110,20 +118,26 @@ def linear_cross_entropy_fwd(
     count = _kept_first(target, options.ignore_index, order, many=step < T)
     logits = last_logits if last_logits.numel() else x.new_empty((step, -(-V // 16) * 16))
     start, end, n = 0, step, T
+    sums: list[Any] = []
     while start < end:
         chunk, again = slice(start, end), start > 0
         index, z = order[chunk], logits[: end - start, :V]
-        if needs_dx:
-            x_c = dx[chunk].view(x.dtype)[:, :H]
+        if last_x.numel():
+            x_c = last_x[: end - start]
         else:
-            x_c = last_x[: end - start] if last_x.numel() else x.new_empty((end - start, H))
+            x_c = dx[chunk].view(x.dtype)[:, :H] if needs_dx and not reduce_dx else x.new_empty((end - start, H))
         torch.index_select(x, 0, index, out=x_c)
         u_c = None if u is None else u[index]
         _logits(z, x_c, weight, bias, u_c, b)
-        launch_fwd(z, target, class_weight, rows_out, options, index)
+        if shard:
+            launch_fwd_of_shard(z, target, class_weight, rows_out, options, index, shard)
+        else:
+            launch_fwd(z, target, class_weight, rows_out, options, index)
         if any(needs):
-            upstream = None, None, None
-            launch_bwd(z, z, target, class_weight, rows[2], None, upstream, options, unit=unit(options), order=index)
+            launch_bwd(
+                z, z, target, class_weight, rows[2], None, (None, None, None), options,
+                unit=unit(options), order=index, v_start=first_word, vocabulary=words or V,
+            )  # fmt: skip
         if start == 0:
             n = count()
             step = _even(n - end, step)
@@ -134,15 +148,21 @@ def linear_cross_entropy_fwd(
         if needs_db:
             _addmm(db, z.t(), u_c, again)
         kept.copy_(torch.tensor([n, start, end]))
-        if exponents.numel() and end >= n:
-            break
-        if needs_dw and exponents.numel():
-            add_products(dw, exponents, z, x_c, again=again)
-        elif needs_dw:
-            _addmm(dw, z.t(), x_c, again)
-        if needs_dx:  # after the last use of x_c
+        is_left = exponents.numel() > 0 and end >= n
+        if needs_dw and not is_left:
+            if exponents.numel():
+                add_products(dw, exponents, z, x_c, again=again)
+            else:
+                _addmm(dw, z.t(), x_c, again)
+        if needs_dx and (reduce_dx or not is_left):  # after the last use of x_c
             _addmm(dx[chunk, :H], z, weight, False)
+        if needs_dx and reduce_dx:
+            sums.append(dist.all_reduce(dx[chunk], group=shard.processes(), async_op=True))
+        if is_left:
+            break
         start, end = end, max(end, min(end + step, n))
+    for work in sums:
+        work.wait()
     for grad in (dx, du):
         grad[end:].zero_()
     return outs
@@ -173,9 +193,9 @@ def linear_cross_entropy_last(
         out.zero_()
         return
     z = last_logits[: end - start, :V]
-    x = dx[start:end].view(weight.dtype)[:, :H] if dx.numel() else last_x[: end - start]
+    x = last_x[: end - start] if last_x.numel() else dx[start:end].view(weight.dtype)[:, :H]
     add_products(dw, exponents, z, x, again=start > 0, out=out, factor=factor)
-    if dx.numel():
+    if not last_x.numel():
         _addmm(dx[start:end, :H], z, weight, False)
 
 
@@ -183,7 +203,7 @@ def _bwd_outputs(
     x: Tensor, weight: Tensor, target: Tensor, bias: Tensor | None, u: Tensor | None, b: Tensor | None,
     class_weight: Tensor | None, order: Tensor, kept: Tensor, lse: Tensor, entropy: Tensor, dloss: Tensor,
     dlogprob: Tensor | None, dentropy: Tensor | None, dw_sum: Tensor | None, needs: list[bool], dw_dtype: torch.dtype,
-    *scalars: Any,
+    *shard_and_scalars: Any,
 ) -> tuple[Tensor, ...]:  # fmt: skip
     (T, H), V, rank = x.shape, weight.shape[0], 0 if u is None else u.shape[1]
     needs_dx, needs_dw, needs_dbias, needs_du, needs_db = needs
@@ -198,7 +218,7 @@ def _bwd_outputs(
 @op(
     "linear_cross_entropy_bwd(Tensor x, Tensor weight, Tensor target, Tensor? bias, Tensor? u, Tensor? b,"
     " Tensor? class_weight, Tensor order, Tensor kept, Tensor lse, Tensor entropy, Tensor dloss, Tensor? dlogprob,"
-    f" Tensor? dentropy, Tensor(a!)? dw_sum, bool[5] needs, ScalarType dw_dtype, {OPTIONS_SCHEMA})"
+    f" Tensor? dentropy, Tensor(a!)? dw_sum, bool[5] needs, ScalarType dw_dtype, {SHARD_SCHEMA}, {OPTIONS_SCHEMA})"
     " -> (Tensor dx, Tensor dw, Tensor dbias, Tensor du, Tensor db)",
     _bwd_outputs,
 )
@@ -206,7 +226,7 @@ def linear_cross_entropy_bwd(
     x: Tensor, weight: Tensor, target: Tensor, bias: Tensor | None, u: Tensor | None, b: Tensor | None,
     class_weight: Tensor | None, order: Tensor, kept: Tensor, lse: Tensor, entropy: Tensor, dloss: Tensor,
     dlogprob: Tensor | None, dentropy: Tensor | None, dw_sum: Tensor | None, needs: list[bool], dw_dtype: torch.dtype,
-    *scalars: Any,
+    group: str, first_word: int, words: int, reduce_dx: bool, *scalars: Any,
 ) -> tuple[Tensor, ...]:  # fmt: skip
     """The gradients for given upstream gradients [T], from logits that are made again, a slice of the vocabulary at a
     time.
@@ -216,7 +236,7 @@ def linear_cross_entropy_bwd(
     """
     outs = _bwd_outputs(
         x, weight, target, bias, u, b, class_weight, order, kept, lse, entropy, dloss, dlogprob, dentropy, dw_sum,
-        needs, dw_dtype, *scalars,
+        needs, dw_dtype, group, first_word, words, reduce_dx, *scalars,
     )  # fmt: skip
     dx, dw, dbias, du, db = outs
     needs_dx, needs_dw, needs_dbias, needs_du, needs_db = needs
@@ -246,7 +266,7 @@ def linear_cross_entropy_bwd(
         _logits(z, x, w, None if bias is None else bias[part], u, b_part)
         launch_bwd(
             z, z, target, class_weight, lse, entropies, upstream, Options(*scalars),
-            order=index, v_start=start, vocabulary=V,
+            order=index, v_start=first_word + start, vocabulary=words or V,
         )  # fmt: skip
         if needs_dx:
             _addmm(dx[:n], z, w, again)
@@ -264,6 +284,8 @@ def linear_cross_entropy_bwd(
                 scale_rows(product, None, factor, out, dw_sum is not None)
             else:
                 _addmm(out, z.t(), x, dw_sum is not None)
+    if needs_dx and reduce_dx:
+        dist.all_reduce(dx[:n], group=Shard(group).processes())
     dbias *= factor
     db *= factor
     if needs_du:

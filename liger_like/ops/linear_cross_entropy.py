@@ -29,6 +29,7 @@ from liger_like.ops._chunked_loss import (
 )
 from liger_like.ops._common import is_last_backward, once_differentiable, require, use_kernel
 from liger_like.ops._loss import Options, RowLosses, check_options, check_target, reduce_loss, row_losses_ref
+from liger_like.ops._shards import WHOLE, Shard, all_words, summed_gradient
 
 OUTPUTS = ("logprob", "lse", "entropy", "argmax", "correct")
 
@@ -69,25 +70,34 @@ def fused_linear_cross_entropy_ref(
     outputs: tuple[str, ...] = (),
     recompute: bool = False,
     accumulate_grad: bool = False,
+    shard: Shard = WHOLE,
 ) -> Tensor | LossOutput:
     """The definition, in plain torch; ``accum_dtype``, ``chunk_rows``, ``recompute`` and ``accumulate_grad`` say how
     and not what.
     """
     x = x.reshape(-1, x.shape[-1])
-    logits = linear(x, weight, bias)
+    logits = linear(summed_gradient(x, shard) if shard.reduce_dx else x, weight, bias)
     if lora is not None:
-        u, b = _low_rank(x, lora)
+        u, b = _low_rank(x, lora, shard)
         logits = torch.addmm(logits, u, b.t())
+    if shard:
+        logits = all_words(logits, shard)
     options = Options(ignore_index, label_smoothing, z_loss, softcap, logit_scale)
     rows = row_losses_ref(logits, target.reshape(-1), class_weight, options)
     return _finish(rows, reduction, target, class_weight, ignore_index, num_items, outputs)
 
 
-def _low_rank(x: Tensor, lora: Lora) -> tuple[Tensor, Tensor]:
-    """The factors [T, r] and [V, r] of what ``lora`` adds to the logits of ``x`` [T, H]."""
+def _low_rank(x: Tensor, lora: Lora, shard: Shard) -> tuple[Tensor, Tensor]:
+    """The factors [T, r] and [V, r] of what ``lora`` adds to the logits of ``x`` [T, H].
+
+    A shard of the words gives the first a part of its gradient.
+    """
     if len(lora) == 2:
-        return lora[0].reshape(-1, lora[0].shape[-1]), lora[1]
-    return linear(x, lora[0]) * lora[2], lora[1]
+        u = lora[0].reshape(-1, lora[0].shape[-1])
+    else:
+        parts_meet_here = shard and not shard.reduce_dx  # else in u
+        u = linear(x, summed_gradient(lora[0], shard) if parts_meet_here else lora[0]) * lora[2]
+    return summed_gradient(u, shard) if shard.reduce_dx else u, lora[1]
 
 
 def _finish(
@@ -128,15 +138,16 @@ class _FusedLinearCrossEntropy(torch.autograd.Function):
         wants_argmax: bool,
         chunk_rows: int | None,
         accum_dtype: torch.dtype | None,
+        shard: Shard,
         *scalars: Any,
     ) -> Any:
         inputs = x, weight.to(x.dtype), target, bias, u, b, class_weight
         needs = [grads_now and needed for needed in ctx.needs_input_grad[:5]]
         wants = needs, wants_entropy, wants_argmax, chunk_rows, accum_dtype, weight.dtype
-        outs = linear_cross_entropy_fwd(*inputs, *wants, *scalars)
+        outs = linear_cross_entropy_fwd(*inputs, *wants, *shard, *scalars)
         loss, logprob, lse, entropy, argmax, order, kept = outs[:7]
         ctx.set_materialize_grads(False)
-        ctx.grads_now, ctx.accumulate_grad, ctx.scalars = grads_now, accumulate_grad, scalars
+        ctx.grads_now, ctx.accumulate_grad, ctx.shard, ctx.scalars = grads_now, accumulate_grad, shard, scalars
         ctx.like = x.dtype, weight.dtype, x.shape[1]
         rows = (logprob, lse, entropy if wants_entropy else None, argmax if wants_argmax else None)
         if grads_now:
@@ -153,10 +164,10 @@ class _FusedLinearCrossEntropy(torch.autograd.Function):
         ctx: Any, dloss: Tensor | None, dlogprob: Tensor | None, _lse: None, dentropy: Tensor | None, _argmax: None
     ) -> Any:
         if dloss is None and dlogprob is None and dentropy is None:
-            return (None,) * (13 + len(ctx.scalars))
+            return (None,) * (14 + len(ctx.scalars))
         grads = _scaled(ctx, dloss) if ctx.grads_now else _recomputed(ctx, dloss, dlogprob, dentropy)
         kept = (grad if needed else None for grad, needed in zip(grads, ctx.needs_input_grad[:5], strict=True))
-        return *kept, *(None,) * (8 + len(ctx.scalars))
+        return *kept, *(None,) * (9 + len(ctx.scalars))
 
 
 def _grad_to_add_to(ctx: Any, weight: Tensor) -> Tensor | None:
@@ -211,7 +222,7 @@ def _recomputed(
     upstream = dloss, dlogprob, dentropy
     needs = list(ctx.needs_input_grad[:5])
     dx, dw, dbias, du, db = linear_cross_entropy_bwd(
-        x, weight.to(dtype), *rest, *upstream, dw_sum, needs, dw_dtype, *ctx.scalars
+        x, weight.to(dtype), *rest, *upstream, dw_sum, needs, dw_dtype, *ctx.shard, *ctx.scalars
     )
     if dtype != torch.float32:
         dx = dx.view(dtype)[:, H:]
@@ -266,6 +277,7 @@ def fused_linear_cross_entropy(
     outputs: tuple[str, ...] = (),
     recompute: bool = False,
     accumulate_grad: bool = False,
+    shard: Shard = WHOLE,
 ) -> Tensor | LossOutput:
     """Cross-entropy of ``x weight^T + bias`` and ``target``, for ``x`` [..., H], ``weight`` [V, H], ``bias`` [V] and
     ``target`` [...].
@@ -283,7 +295,8 @@ def fused_linear_cross_entropy(
     fp32). ``recompute`` is the lean setting: the backward makes the logits again and then the gradients, which takes a
     third more time, and beside them little but dx in fp32; so do reduction "none" and differentiable outputs.
     ``accumulate_grad``: the backward may add the weight's gradient to ``weight.grad`` in place, if that exists, in its
-    dtype, which with ``recompute`` saves all memory for it; hooks on the weight (DDP, FSDP) then do not run.
+    dtype, which with ``recompute`` saves all memory for it; hooks on the weight (DDP, FSDP) then do not run. ``shard``
+    is for ``liger_like.parallel.vocab_parallel_cross_entropy``.
 
     Under autocast the operands are cast to its dtype. bf16, fp16 and fp32; other dtypes and devices run the
     plain-torch reference, which does hold all logits.
@@ -301,13 +314,13 @@ def fused_linear_cross_entropy(
     _check(x, weight, weight_dtype, bias, lora, chunk_rows, outputs)
     options = Options(ignore_index, label_smoothing, z_loss, softcap, logit_scale)
     check_target(target, x, x.shape[:-1])
-    check_options(options, reduction, num_items, "class_weight", class_weight, x, weight.shape[0])
+    check_options(options, reduction, num_items, "class_weight", class_weight, x, shard.words or weight.shape[0])
     if not use_kernel(x):
         others = {"reduction": reduction, "class_weight": class_weight, "num_items": num_items, "lora": lora}
-        others |= {"outputs": outputs, **options._asdict()}
+        others |= {"outputs": outputs, "shard": shard, **options._asdict()}
         return fused_linear_cross_entropy_ref(x, weight.to(x.dtype), target, bias, **others)
     x = x.reshape(-1, x.shape[-1])
-    u, b = (None, None) if lora is None else _low_rank(x, lora)
+    u, b = (None, None) if lora is None else _low_rank(x, lora, shard)
     per_token = reduction == "none" or "logprob" in outputs or "entropy" in outputs
     rows = _FusedLinearCrossEntropy.apply(
         x,
@@ -323,6 +336,7 @@ def fused_linear_cross_entropy(
         "argmax" in outputs or "correct" in outputs,
         chunk_rows,
         accum_dtype,
+        shard,
         *options,
     )
     return _finish(RowLosses(*rows), reduction, target, class_weight, ignore_index, num_items, outputs)

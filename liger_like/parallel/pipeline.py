@@ -5,6 +5,8 @@ from typing import Any
 
 from torch import Tensor, nn
 
+from liger_like.patches.heads import loss_of
+
 
 def pipeline_loss(head: nn.Module, num_items: int | Tensor | None = None, **options: Any) -> Callable[..., Tensor]:
     """The ``loss_fn`` of a schedule whose last stage returns hidden states [..., H], not logits.
@@ -30,6 +32,6 @@ def pipeline_loss(head: nn.Module, num_items: int | Tensor | None = None, **opti
     number = num_items
 
     def loss_fn(hidden: Tensor, target: Tensor, num_items: int | Tensor | None = number) -> Tensor:
-        return nn.Module.__call__(head, hidden, loss={**options, "target": target, "num_items": num_items})  # type: ignore[no-any-return]
+        return loss_of(head, hidden, {**options, "target": target, "num_items": num_items})
 
     return loss_fn
