@@ -238,6 +238,53 @@ def plain(monkeypatch):
     monkeypatch.delenv("TRITON_INTERPRET", raising=False)
 
 
+def gathers_of(model, inputs, loss=lambda output: output.loss):
+    """How often parameters are gathered in a step; and its gradients."""
+    model.zero_grad()
+    with CommDebugMode() as collectives:
+        loss(model(**inputs)).backward()
+    (gathers,) = (n for name, n in collectives.get_comm_counts().items() if "allgather" in str(name))
+    return gathers, {name: full(p.grad) for name, p in model.named_parameters()}
+
+
+def same_gathers(rank):
+    """A head that is a unit of its own is gathered once, not twice, as long as only its fused loss is trained."""
+    original = tiny("Llama", num_hidden_layers=1)
+    inputs = batch(length=8)
+
+    def logits_too(output):
+        return output.logits[..., :7].float().square().mean()
+
+    ids = {"input_ids": inputs["input_ids"]}
+    for wrap, spared in (head_alone, 1), (head_with_norm, 0), (head_in_root, 0):
+        plain = wrap(copy.deepcopy(original))
+        expected, gradients_of_loss = gathers_of(plain, inputs)
+        _, gradients_of_logits = gathers_of(plain, ids, logits_too)
+        model = wrap(copy.deepcopy(original))
+        patch(model, norm=False, rope=False, mlp=False, attention=False)
+        with torch.no_grad():
+            model(**ids)
+        model.reshard()  # which else the backward does
+        for _ in range(2):
+            gathers, got = gathers_of(model, inputs)
+            assert gathers == expected - spared, (wrap, gathers, expected)
+            assert_same(got, gradients_of_loss)
+        if not spared:
+            continue
+        gathers, got = gathers_of(model, ids, logits_too)
+        assert gathers == expected
+        assert_same(got, gradients_of_logits)
+        gathers, got = gathers_of(model, inputs)
+        assert gathers == expected
+        assert_same(got, gradients_of_loss)
+        model = wrap(copy.deepcopy(original))
+        with patch(model, norm=False, rope=False, mlp=False, attention=False):
+            assert gathers_of(model, inputs)[0] == expected - 1
+        gathers, got = gathers_of(model, inputs)
+        assert gathers == expected
+        assert_same(got, gradients_of_loss)
+
+
 def compare_all(rank):
     compare(rank, WRAPPERS)
     compare(rank, TIED, tie_word_embeddings=True)
@@ -261,3 +308,7 @@ def test_native_sharding_of_transformers(tmp_path):
     for path in paths:  # a vocabulary that two processes can share
         tiny("Llama", tie_word_embeddings=path.name == "tied", vocab_size=104).save_pretrained(path)
     run(compare_native, 2, paths)
+
+
+def test_weight_of_the_head_is_gathered_once():
+    run(same_gathers, 2)
