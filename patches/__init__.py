@@ -7,6 +7,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.distributed.fsdp import FSDPModule
 
 
 class UnrecognisedError(Exception):
@@ -60,8 +61,11 @@ class Recogniser:
 
 
 def bare(cls: type[nn.Module], **attributes: Any) -> nn.Module:
-    """An instance of ``cls`` that has only these attributes: all that a recognised forward reads."""
-    module = cls.__new__(cls)
+    """An instance of ``cls`` that has only these attributes: all that a recognised forward reads.
+
+    Where FSDP2 made the class of a sharded module, it is one of the class below, whose parameters are whole.
+    """
+    module: nn.Module = object.__new__(next(c for c in cls.__mro__ if not issubclass(c, FSDPModule)))  # type: ignore[assignment]
     nn.Module.__init__(module)
     for name, value in attributes.items():
         setattr(module, name, value)

@@ -7,7 +7,6 @@ are, as a bias.
 """
 
 import ast
-import copy
 import functools
 import inspect
 import re
@@ -441,8 +440,9 @@ def _options(module: nn.Module, wanted: set[str]) -> dict[str, Any]:
     """What ``module`` passes in training for the keywords ``wanted``. Raises UnrecognisedError."""
     cls: Any = type(module)
     keywords = _keywords(cls)
-    names = inspect.unwrap(cls.forward).__globals__ | {"self": copy.copy(module)}
-    names["self"].training = True
+    trained = bare(cls)
+    vars(trained).update(vars(module), training=True)
+    names = inspect.unwrap(cls.forward).__globals__ | {"self": trained}
     try:
         return {name: eval(keywords[name], names) for name in wanted & keywords.keys()}
     except (NameError, AttributeError) as error:

@@ -11,7 +11,10 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.distributed.fsdp import FSDPModule
 
+from liger_like.ops._common import use_kernel
+from liger_like.ops._shards import Shard
 from liger_like.ops.linear_cross_entropy import fused_linear_cross_entropy
 from liger_like.patches import UnrecognisedError, bare, foreign_forward, original, random_parameter, where
 
@@ -74,6 +77,7 @@ def obstacle(head: Any) -> str:
 def _linear_forward(cls: Any) -> Any:
     def forward(self: Any, x: Tensor, loss: dict[str, Any] | None = None) -> Any:
         """The logits, or the loss of ``fused_linear_cross_entropy`` with the arguments ``loss``."""
+        released = isinstance(self, FSDPModule) and _is_released(self, x, loss)
         if loss is None:
             return cls.forward(self, x)
         weight, options = self.weight, {"bias": self.bias, **loss}
@@ -86,9 +90,26 @@ def _linear_forward(cls: Any) -> Any:
             from liger_like.parallel import vocab_parallel_cross_entropy
 
             return vocab_parallel_cross_entropy(x, weight, **options)
-        return fused_linear_cross_entropy(x, weight, **options)
+        return fused_linear_cross_entropy(x, weight, shard=Shard(released=released), **options)
 
     return forward
+
+
+@torch.compiler.disable  # type: ignore[untyped-decorator]
+def _is_released(head: Any, x: Tensor, loss: dict[str, Any] | None) -> bool:
+    """Whether FSDP2 will not gather the weight of ``head`` for the backward: it is told to spare that where the head is
+    a unit of its own, whose loss has made its gradients when the backward comes.
+
+    Once other outputs of the head needed a backward, logits say, the weight is gathered for all that come, as it is not
+    known for which.
+    """
+    if head._get_fsdp_state()._modules != (head,):
+        return False
+    if torch.is_grad_enabled():
+        made_later = loss is None or loss.get("reduction") == "none" or not use_kernel(x)
+        head._read_later |= made_later or hasattr(head.weight, "device_mesh")
+        head.set_unshard_in_backward(head._read_later)
+    return not head._read_later
 
 
 def _low_rank(head: Any, name: str, x: Tensor) -> Tensor:

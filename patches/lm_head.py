@@ -234,7 +234,7 @@ class LMHead(Recogniser):
 
     pattern = "lm_head"
     options = ("loss",)
-    state = ("_lazy",)
+    state = ("_lazy", "_read_later")
 
     def looks_like(self, module: nn.Module) -> bool:
         """Any transformers model with an output embedding."""
@@ -302,7 +302,7 @@ def _head_methods(cls: type[Any], kind: str) -> dict[str, Any]:
     def call(self: Any, *args: Any, **kwargs: Any) -> Any:
         return LazyLogits(self, *args) if self._lazy else nn.Module.__call__(self, *args, **kwargs)
 
-    return {"_lazy": False, "_kind": kind, "__call__": call, "forward": FORWARDS[kind](cls)}
+    return {"_lazy": False, "_read_later": False, "_kind": kind, "__call__": call, "forward": FORWARDS[kind](cls)}
 
 
 def _model_methods(cls: type[Any]) -> dict[str, Any]:

@@ -7,6 +7,7 @@ from torch.utils import checkpoint
 from liger_like import ops
 from liger_like.ops import _accumulate, _chunked_loss, _common, linear_cross_entropy
 from liger_like.ops._accumulate import add_products, exponent_block, exponents_like, scale_rows
+from liger_like.ops._shards import Shard
 from liger_like.testing import SPECS, assert_accurate, run
 
 LINEAR = next(s for s in SPECS if s.name == "fused_linear_cross_entropy")
@@ -357,3 +358,22 @@ def test_of_no_tokens_no_chunk_is_left(monkeypatch, device, poisoned):
     inputs = LINEAR.inputs(torch.float32, device, lead=(0,), H=8, V=16)
     run(LINEAR.fn, inputs, {})
     assert kept == [[0, 0, 0]]
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("x_needs_grad", [True, False])
+def test_weight_may_be_gone_in_the_backward(dtype, x_needs_grad, kernel, device):
+    x, w = (torch.randn(n, 64, device=device).to(dtype) for n in (50, 72))
+    y = torch.randint(0, 72, (50,), device=device)
+    y[::5] = -100
+    results = []
+    for released in (False, True):
+        leaf, weight = x.clone().requires_grad_(x_needs_grad), w.clone().requires_grad_()
+        options = {"chunk_rows": 16, "shard": Shard(released=released)}
+        loss = ops.fused_linear_cross_entropy(leaf, weight, y, **options)
+        if released:
+            weight.untyped_storage().resize_(0)
+        loss.backward()
+        results.append((loss, leaf.grad, weight.grad))
+    for t, other in zip(*results, strict=True):
+        assert t is other or torch.equal(t, other)

@@ -46,7 +46,7 @@ def _outputs(
     x: Tensor, weight: Tensor, target: Tensor, bias: Tensor | None, u: Tensor | None, b: Tensor | None,
     class_weight: Tensor | None, needs: list[bool], entropy: bool, argmax: bool, chunk_rows: int | None,
     accum_dtype: torch.dtype | None, dw_dtype: torch.dtype, group: str, first_word: int, words: int, reduce_dx: bool,
-    *scalars: Any,
+    released: bool, *scalars: Any,
 ) -> tuple[Tensor, ...]:  # fmt: skip
     (T, H), V = x.shape, weight.shape[0]
 
@@ -62,7 +62,7 @@ def _outputs(
     dw = unless_empty(needs_dw, (V, H), torch.float16 if compact else accum_dtype or torch.float32)
     exponents = exponents_like(dw) if compact else x.new_empty((0, 0), dtype=torch.uint8)
     last_logits = unless_empty(compact, (step, -(-V // 16) * 16), x.dtype)
-    last_x = unless_empty(compact and not (needs_dx and not reduce_dx), (step, H), x.dtype)
+    last_x = unless_empty(compact and (released or reduce_dx or not needs_dx), (step, H), x.dtype)
     rank = 0 if u is None else u.shape[1]
     dbias, du, db = (
         unless_empty(needs_dbias, (V,)),
@@ -86,7 +86,7 @@ def linear_cross_entropy_fwd(
     x: Tensor, weight: Tensor, target: Tensor, bias: Tensor | None, u: Tensor | None, b: Tensor | None,
     class_weight: Tensor | None, needs: list[bool], entropy: bool, argmax: bool, chunk_rows: int | None,
     accum_dtype: torch.dtype | None, dw_dtype: torch.dtype, group: str, first_word: int, words: int, reduce_dx: bool,
-    *scalars: Any,
+    released: bool, *scalars: Any,
 ) -> tuple[Tensor, ...]:  # fmt: skip
     """Per-token results of logits = x weight^T + bias + u b^T, and the gradients that ``needs`` names.
 
@@ -99,7 +99,7 @@ def linear_cross_entropy_fwd(
     """
     raise_bad_label(x.device)
     (T, H), V = x.shape, weight.shape[0]
-    shard = Shard(group, first_word, words, reduce_dx)
+    shard = Shard(group, first_word, words, reduce_dx, released)
     outs = _outputs(
         x, weight, target, bias, u, b, class_weight, needs, entropy, argmax, chunk_rows, accum_dtype, dw_dtype, *shard,
         *scalars,
@@ -154,7 +154,7 @@ def linear_cross_entropy_fwd(
                 add_products(dw, exponents, z, x_c, again=again)
             else:
                 _addmm(dw, z.t(), x_c, again)
-        if needs_dx and (reduce_dx or not is_left):  # after the last use of x_c
+        if needs_dx and (released or reduce_dx or not is_left):  # after the last use of x_c
             _addmm(dx[chunk, :H], z, weight, False)
         if needs_dx and reduce_dx:
             sums.append(dist.all_reduce(dx[chunk], group=shard.processes(), async_op=True))
@@ -226,7 +226,7 @@ def linear_cross_entropy_bwd(
     x: Tensor, weight: Tensor, target: Tensor, bias: Tensor | None, u: Tensor | None, b: Tensor | None,
     class_weight: Tensor | None, order: Tensor, kept: Tensor, lse: Tensor, entropy: Tensor, dloss: Tensor,
     dlogprob: Tensor | None, dentropy: Tensor | None, dw_sum: Tensor | None, needs: list[bool], dw_dtype: torch.dtype,
-    group: str, first_word: int, words: int, reduce_dx: bool, *scalars: Any,
+    group: str, first_word: int, words: int, reduce_dx: bool, released: bool, *scalars: Any,
 ) -> tuple[Tensor, ...]:  # fmt: skip
     """The gradients for given upstream gradients [T], from logits that are made again, a slice of the vocabulary at a
     time.
@@ -236,7 +236,7 @@ def linear_cross_entropy_bwd(
     """
     outs = _bwd_outputs(
         x, weight, target, bias, u, b, class_weight, order, kept, lse, entropy, dloss, dlogprob, dentropy, dw_sum,
-        needs, dw_dtype, group, first_word, words, reduce_dx, *scalars,
+        needs, dw_dtype, group, first_word, words, reduce_dx, released, *scalars,
     )  # fmt: skip
     dx, dw, dbias, du, db = outs
     needs_dx, needs_dw, needs_dbias, needs_du, needs_db = needs

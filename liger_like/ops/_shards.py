@@ -14,7 +14,7 @@ from torch import Tensor
 from liger_like.ops._loss import Options
 from liger_like.ops.cross_entropy import launch_fwd
 
-SHARD_SCHEMA = "str group, SymInt first_word, SymInt words, bool reduce_dx"
+SHARD_SCHEMA = "str group, SymInt first_word, SymInt words, bool reduce_dx, bool released"
 IGNORED = -(2**62)  # no label
 # torch 2.13 renamed them
 all_gather = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
@@ -24,13 +24,15 @@ reduce_scatter = getattr(dist, "reduce_scatter_single", None) or dist.reduce_sca
 class Shard(NamedTuple):
     """The words of a vocabulary that a process has: those from ``first_word`` on, of ``words`` over the group.
 
-    ``reduce_dx``: the gradient of x is summed over the processes, all of which have the same x.
+    ``reduce_dx``: the gradient of x is summed over the processes, all of which have the same x. ``released``: the
+    weight may be gone when the backward comes, that of a scalar loss, which then does not read it.
     """
 
     group: str = ""
     first_word: int = 0
     words: int = 0
     reduce_dx: bool = False
+    released: bool = False
 
     def __bool__(self) -> bool:
         return bool(self.group)

@@ -1,0 +1,52 @@
+"""Patched models under DeepSpeed's ZeRO, where it is installed: what one process computes."""
+
+import copy
+import importlib.util
+
+import pytest
+import torch
+import torch.distributed as dist
+from distributed import run
+from test_parallel_fsdp import as_torchrun_does, assert_same, gradients, shares
+from tiny_models import tiny
+
+from liger_like import patch
+
+pytestmark = pytest.mark.skipif(importlib.util.find_spec("deepspeed") is None, reason="deepspeed is not installed")
+
+
+def compare(rank):
+    as_torchrun_does()
+    import deepspeed
+
+    whole, rows = shares(2)
+    for stage in (1, 2, 3):
+        # small parameters are sharded, too
+        zero = {"stage": stage} if stage < 3 else {"stage": stage, "stage3_param_persistence_threshold": 0}
+        config = {"train_micro_batch_size_per_gpu": 2, "zero_optimization": zero, "zero_allow_untested_optimizer": True}
+        for tied in (False, True):
+            original = tiny("Llama", tie_word_embeddings=tied)
+            _, expected, _ = gradients(copy.deepcopy(original), whole)
+            for patched_first in (True, False):
+                model = copy.deepcopy(original)
+                if patched_first:
+                    patch(model, strict=True)
+                optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+                engine, *_ = deepspeed.initialize(model=model, optimizer=optimizer, config=config)
+                if not patched_first:
+                    patch(model, strict=True)
+                output = engine(**rows[rank])
+                assert output.logits is None
+                engine.backward(output.loss * 2)  # the mean over processes is taken
+                loss = output.loss.detach().clone()
+                dist.all_reduce(loss)
+                whole_gradient = deepspeed.utils.safe_get_full_grad
+                got = {f"gradient of {name}": whole_gradient(p) for name, p in model.named_parameters()}
+                assert_same({"loss": loss, **got}, expected)
+                engine.step()
+
+
+def test_zero(monkeypatch):
+    monkeypatch.delenv("TRITON_INTERPRET", raising=False)  # interpreted kernels take a hundred times as long
+    monkeypatch.setenv("DS_ACCELERATOR", "cpu")
+    run(compare, 2)
