@@ -238,14 +238,14 @@ MUTANTS = [
     ),
     Mutant(
         "_chunked_loss.py",
-        "elif needs_dw:\n            _addmm(dw, z.t(), x_c, again)",
-        "elif needs_dw:\n            _addmm(dw, z.t(), x_c, False)",
+        "_addmm(dw, z.t(), x_c, again)",
+        "_addmm(dw, z.t(), x_c, False)",
         "dw of the last chunk only",
     ),
     Mutant(
         "_chunked_loss.py",
-        "elif needs_dw:\n            _addmm(dw, z.t(), x_c, again)",
-        "elif needs_dw:\n            _addmm(dw, z.t(), x_c, True)",
+        "_addmm(dw, z.t(), x_c, again)",
+        "_addmm(dw, z.t(), x_c, True)",
         "dw adds to memory never filled",
     ),
     Mutant(
@@ -279,7 +279,12 @@ MUTANTS = [
     Mutant(
         "_chunked_loss.py", "_addmm(dx[:n], z, w, again)", "_addmm(dx[:n], z, w, False)", "dx of the last slice only"
     ),
-    Mutant("_chunked_loss.py", "v_start=start", "v_start=0", "labels of the first slice for every slice"),
+    Mutant(
+        "_chunked_loss.py",
+        "v_start=first_word + start",
+        "v_start=first_word",
+        "labels of the first slice for every slice",
+    ),
     Mutant(
         "_chunked_loss.py",
         "scale_rows(product, None, factor,",

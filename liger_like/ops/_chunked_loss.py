@@ -42,6 +42,23 @@ def _logits(out: Tensor, x: Tensor, weight: Tensor, bias: Tensor | None, u: Tens
         out.addmm_(u, b.t())
 
 
+def _losses_and_gradient(
+    z: Tensor, target: Tensor, class_weight: Tensor | None, rows: tuple[Tensor, ...], options: Options, index: Tensor,
+    shard: Shard, differentiate: bool,
+) -> None:  # fmt: skip
+    """Fill ``rows`` from logits ``z``, and put the gradient of the logits in their place."""
+    wanted = [t if t.numel() else None for t in rows]
+    if shard:
+        launch_fwd_of_shard(z, target, class_weight, wanted, options, index, shard)
+    else:
+        launch_fwd(z, target, class_weight, wanted, options, index)
+    if differentiate:
+        launch_bwd(
+            z, z, target, class_weight, rows[2], None, (None, None, None), options,
+            unit=unit(options), order=index, v_start=shard.first_word, vocabulary=shard.words or z.shape[1],
+        )  # fmt: skip
+
+
 def _outputs(
     x: Tensor, weight: Tensor, target: Tensor, bias: Tensor | None, u: Tensor | None, b: Tensor | None,
     class_weight: Tensor | None, needs: list[bool], entropy: bool, argmax: bool, chunk_rows: int | None,
@@ -112,7 +129,6 @@ def linear_cross_entropy_fwd(
         t.fill_(-1 if t.dtype == torch.int64 else 0)
     for t in (dw, exponents, dbias, db) if T == 0 or needs_dbias else ():
         t.zero_()
-    rows_out = [t if t.numel() else None for t in rows]
     options = Options(*scalars)
     step, _ = _chunks(x, V, needs, chunk_rows, accum_dtype, dw_dtype)
     count = _kept_first(target, options.ignore_index, order, many=step < T)
@@ -129,15 +145,7 @@ def linear_cross_entropy_fwd(
         torch.index_select(x, 0, index, out=x_c)
         u_c = None if u is None else u[index]
         _logits(z, x_c, weight, bias, u_c, b)
-        if shard:
-            launch_fwd_of_shard(z, target, class_weight, rows_out, options, index, shard)
-        else:
-            launch_fwd(z, target, class_weight, rows_out, options, index)
-        if any(needs):
-            launch_bwd(
-                z, z, target, class_weight, rows[2], None, (None, None, None), options,
-                unit=unit(options), order=index, v_start=first_word, vocabulary=words or V,
-            )  # fmt: skip
+        _losses_and_gradient(z, target, class_weight, rows, options, index, shard, any(needs))
         if start == 0:
             n = count()
             step = _even(n - end, step)
@@ -149,11 +157,10 @@ def linear_cross_entropy_fwd(
             _addmm(db, z.t(), u_c, again)
         kept.copy_(torch.tensor([n, start, end]))
         is_left = exponents.numel() > 0 and end >= n
-        if needs_dw and not is_left:
-            if exponents.numel():
-                add_products(dw, exponents, z, x_c, again=again)
-            else:
-                _addmm(dw, z.t(), x_c, again)
+        if needs_dw and not exponents.numel():
+            _addmm(dw, z.t(), x_c, again)
+        elif needs_dw and not is_left:
+            add_products(dw, exponents, z, x_c, again=again)
         if needs_dx and (released or reduce_dx or not is_left):  # after the last use of x_c
             _addmm(dx[chunk, :H], z, weight, False)
         if needs_dx and reduce_dx:
