@@ -19,12 +19,10 @@ import torch.distributed as dist
 from torch import Tensor
 
 from liger_like.ops._common import once_differentiable
+from liger_like.ops._shards import all_gather, reduce_scatter
 from liger_like.ops.attention import _deterministic, _use_kernel, _window, flash_attention, flash_attention_ref
 from liger_like.ops.attention._backward import attention_bwd, attention_delta
 
-# the names since torch 2.13, or those before
-_all_gather: Any = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
-_reduce_scatter: Any = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
 Use = Callable[[list[int], Tensor], Tensor | None]
 
 
@@ -132,12 +130,12 @@ def _spans(starts: Tensor, chunk: int, held: list[int], left: int) -> Tensor:
 def _gathered(shards: Shards, kv: Tensor, use: Use) -> Tensor | None:
     """Use the keys and values of all processes at once; their gradients come back added up."""
     everything = kv.new_empty(shards.size, *kv.shape)
-    _all_gather(everything.flatten(0, 1), kv, group=shards.group)
+    all_gather(everything.flatten(0, 1), kv, group=shards.group)
     dkv = use(list(range(len(shards.order))), shards.join(everything))
     if dkv is None:
         return None
     home = dkv.new_empty(kv.shape)
-    _reduce_scatter(home, shards.part(dkv).flatten(0, 1), group=shards.group)
+    reduce_scatter(home, shards.part(dkv).flatten(0, 1), group=shards.group)
     return home
 
 
