@@ -23,6 +23,8 @@ def pipeline_loss(head: nn.Module, num_items: int | Tensor | None = None, **opti
     number differs passes it on: ``schedule.step(..., loss_kwargs={"num_items": n})``. Without any, each micro-batch's
     loss is the mean over its own labels, of which ``scale_grads=True`` takes the mean.
 
+    A schedule without a ``loss_fn`` runs no backward: the other stages need one, too, which is not called.
+
     Raises TypeError if ``head`` is no such layer.
     """
     if not hasattr(type(head), "_lazy"):

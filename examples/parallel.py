@@ -1,0 +1,221 @@
+"""Trains a Llama under any product of FSDP, tensor (and sequence), context and pipeline parallelism.
+
+    torchrun --nproc-per-node 4 -m examples.parallel --fsdp 2 --tp 2
+    torchrun --nproc-per-node 4 -m examples.parallel --cp 2 --pp 2 --checkpointing selective
+
+The product of the sizes is the number of processes. Without GPUs a tiny model runs over gloo. The losses are the same
+for every product, up to rounding: all processes draw the model from one seed, and the batch is that of all of them.
+"""
+
+import os
+import time
+from collections.abc import Callable
+from typing import Annotated, Any, Literal
+
+import torch
+import torch.distributed as dist
+import typer
+from torch import Tensor, nn
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
+from torch.distributed.pipelining import PipelineStage, Schedule1F1B
+from torch.distributed.tensor import DTensor, Replicate, Shard
+from torch.distributed.tensor.parallel import (
+    ColwiseParallel,
+    ParallelStyle,
+    PrepareModuleInput,
+    RowwiseParallel,
+    SequenceParallel,
+    parallelize_module,
+)
+from transformers import LlamaConfig, LlamaForCausalLM
+
+import liger_like
+from examples.train import CONFIGS, GPU, make_batches, read_tokens
+from liger_like.parallel import VocabParallelHead, checkpoint_policy, context_parallel, pipeline_loss
+
+DEVICE = torch.device("cuda", int(os.environ.get("LOCAL_RANK", 0))) if GPU else torch.device("cpu")
+LARGER = {
+    "8b": LlamaConfig(
+        hidden_size=4096,
+        intermediate_size=14336,
+        num_hidden_layers=32,
+        num_attention_heads=32,
+        num_key_value_heads=8,
+        vocab_size=128256,
+        rope_parameters={"rope_type": "default", "rope_theta": 500000.0},
+    )
+}
+UNTIED = {"tie_word_embeddings": False}  # embeddings and head may be on different stages
+MODELS = {name: LlamaConfig(**config.to_dict() | UNTIED) for name, config in (CONFIGS | LARGER).items()}
+EMBEDDINGS = RowwiseParallel(input_layouts=Replicate(), output_layouts=Shard(1), use_local_output=False)
+
+
+def tensor_parallel_plan() -> dict[str, ParallelStyle]:
+    """Of a layer, whose residual stream is sharded along the sequence (Korthikanti et al., arXiv:2205.05198)."""
+    sharded, whole = Shard(1), Replicate()
+    attention = {
+        "input_kwarg_layouts": {"hidden_states": sharded},
+        "desired_input_kwarg_layouts": {"hidden_states": whole},
+    }
+    return {
+        "input_layernorm": SequenceParallel(),
+        "self_attn": PrepareModuleInput(**attention),
+        **{f"self_attn.{name}_proj": ColwiseParallel() for name in "qkv"},
+        "self_attn.o_proj": RowwiseParallel(output_layouts=sharded, use_local_output=False),
+        "post_attention_layernorm": SequenceParallel(),
+        "mlp": PrepareModuleInput(input_layouts=sharded, desired_input_layouts=whole),
+        **{f"mlp.{name}_proj": ColwiseParallel(use_local_output=False) for name in ("gate", "up")},
+        "mlp.down_proj": RowwiseParallel(output_layouts=sharded, use_local_output=False),
+    }
+
+
+class Stage(nn.Module):
+    """A part of a model's layers; the first one has the embeddings, the last one the norm, and the head for the loss.
+
+    What goes from stage to stage is a plain tensor: of a sequence-parallel residual stream the process's own part.
+    """
+
+    def __init__(self, model: Any, tp: DeviceMesh, index: int, stages: int) -> None:
+        super().__init__()
+        layers, last = model.model.layers, index == stages - 1
+        cuts = [len(layers) * i // stages for i in (index, index + 1)]
+        self.tp = tp
+        self.embed_tokens = model.model.embed_tokens if index == 0 else None
+        self.layers = layers[slice(*cuts)]
+        self.norm, self.lm_head = (model.model.norm, model.lm_head) if last else (None, None)
+        self.rotary_emb = model.model.rotary_emb
+
+    def forward(self, x: Tensor, position_ids: Tensor) -> Tensor:
+        """Hidden states of tokens, or of hidden states."""
+        if self.embed_tokens is not None:
+            x = self.embed_tokens(x)
+        elif self.tp.size() > 1:
+            x = DTensor.from_local(x, self.tp, [Shard(1)], run_check=False)
+        embeddings = self.rotary_emb(x, position_ids=position_ids)
+        for layer in self.layers:
+            x = layer(x, position_embeddings=embeddings, attention_mask=None, position_ids=position_ids)
+        if self.norm is not None:
+            return self.norm(x)
+        return x.to_local() if isinstance(x, DTensor) else x
+
+
+def spread(model: Any, mesh: DeviceMesh) -> Stage:
+    """This process's stage of ``model``, its tensors sharded over the mesh."""
+    tp = mesh["tp"]
+    stage = Stage(model, tp, mesh["pp"].get_local_rank(), mesh["pp"].size())
+    if tp.size() > 1:
+        plan = {"embed_tokens": EMBEDDINGS, "norm": SequenceParallel(), "lm_head": VocabParallelHead()}
+        parallelize_module(stage, tp, {name: style for name, style in plan.items() if getattr(stage, name) is not None})
+        for layer in stage.layers:
+            parallelize_module(layer, tp, tensor_parallel_plan())
+    # who has other tokens, of another row or of the same ones, adds to the gradients
+    options: dict[str, Any] = {"mesh": mesh["fsdp", "cp"]._flatten("tokens")}
+    if GPU:
+        options["mp_policy"] = MixedPrecisionPolicy(torch.bfloat16, torch.float32)
+    for layer in stage.layers:
+        fully_shard(layer, **options)
+    if stage.lm_head is not None:
+        fully_shard([stage.norm, stage.lm_head], **options)
+    return fully_shard(stage, **options)
+
+
+def step_of(stage: Stage, mesh: DeviceMesh, micro_batches: int, tokens: int) -> Callable[[Tensor], Tensor]:
+    """A function that makes the gradients of a batch [B, S] of all processes, and returns its loss; ``tokens``, those
+    that are predicted, are what the loss is the mean over.
+    """
+    pp, fsdp, cp = (mesh[name] for name in ("pp", "fsdp", "cp"))
+    first, last = pp.get_local_rank() == 0, pp.get_local_rank() == pp.size() - 1
+    parts = fsdp.size() * cp.size()  # of the loss; FSDP takes the mean of their gradients
+    # one without would have its schedule run no backward
+    loss_fn = pipeline_loss(stage.lm_head, tokens / parts) if last else lambda *_: torch.zeros(())
+    if pp.size() > 1:
+        part = PipelineStage(stage, pp.get_local_rank(), pp.size(), DEVICE, group=pp.get_group())
+        schedule = Schedule1F1B(part, micro_batches, loss_fn=loss_fn, scale_grads=False)
+
+    def step(batch: Tensor) -> Tensor:
+        rows = batch.chunk(fsdp.size())[fsdp.get_local_rank()]
+        losses: list[Tensor] = []
+        with context_parallel(cp) as context:
+            own = context.shard({"input_ids": rows, "labels": rows})
+            ids, positions, target = own["input_ids"], own["position_ids"], own["shift_labels"]
+            if pp.size() > 1:
+                outputs = {"target": target, "losses": losses} if last else {}
+                schedule.step(*((ids,) if first else ()), position_ids=positions, **outputs)
+            else:
+                losses = [loss_fn(stage(ids, positions), target)]
+                losses[0].backward()
+        loss = sum(losses, torch.zeros((), device=DEVICE)).detach() / parts
+        for name in ("fsdp", "cp", "pp"):
+            dist.all_reduce(loss, group=mesh[name].get_group())
+        return loss
+
+    return step
+
+
+def train(
+    sizes: dict[str, int], config: LlamaConfig, batches: Tensor, checkpointing: str, lr: float, seed: int
+) -> list[float]:
+    """The losses of training on ``batches`` [steps, B, S] with ``sizes`` of the dimensions of the mesh, by name."""
+    mesh = dist.init_device_mesh(DEVICE.type, tuple(sizes.values()), mesh_dim_names=tuple(sizes))
+    torch.manual_seed(seed)
+    with DEVICE:
+        model = LlamaForCausalLM(config).train()
+    report = liger_like.patch(model, strict=True)
+    if checkpointing != "none":
+        policy = {"context_fn": checkpoint_policy()} if checkpointing == "selective" else {}
+        model.gradient_checkpointing_enable({"use_reentrant": False, **policy})
+    stage = spread(model, mesh)
+    del model
+    step = step_of(stage, mesh, 2 * sizes["pp"], batches[0, :, 1:].numel())
+    optimizer = torch.optim.AdamW(stage.parameters(), lr=lr, fused=GPU)
+    chief, losses = dist.get_rank() == 0, []
+    if chief:
+        print(report)
+    for batch in batches:
+        start = time.perf_counter()
+        loss = step(batch)
+        optimizer.step()
+        optimizer.zero_grad()
+        losses.append(loss.item())  # waits for the GPU, so the time is the step's
+        speed = batch.numel() / (time.perf_counter() - start)
+        memory = f", {torch.cuda.max_memory_allocated() / 2**30:.1f} GiB" if GPU else ""
+        if chief:
+            print(f"step {len(losses)}: loss {losses[-1]:.4f}, {speed:,.0f} tokens/s{memory}")
+    return losses
+
+
+app = typer.Typer(add_completion=False)
+
+
+@app.command()
+def main(
+    fsdp: Annotated[int, typer.Option(min=1, help="processes that share the parameters, each with other rows")] = 1,
+    tp: Annotated[int, typer.Option(min=1, help="that share each layer's products")] = 1,
+    cp: Annotated[int, typer.Option(min=1, help="that share each sequence")] = 1,
+    pp: Annotated[int, typer.Option(min=1, help="that share the layers")] = 1,
+    size: Annotated[Literal["tiny", "1b", "8b"], typer.Option(help="of the Llama")] = "1b" if GPU else "tiny",
+    steps: Annotated[int, typer.Option(min=1)] = 20 if GPU else 5,
+    batch: Annotated[int, typer.Option(min=1, help="rows, of all processes")] = 8 if GPU else 4,
+    seq: Annotated[int, typer.Option(min=2)] = 2048 if GPU else 32,
+    checkpointing: Annotated[Literal["none", "full", "selective"], typer.Option()] = "none",
+    lr: float = 3e-4 if GPU else 3e-3,
+    seed: int = 0,
+) -> None:
+    """Train a patched Llama; started by torchrun, with as many processes as the sizes have for a product."""
+    processes = int(os.environ.get("WORLD_SIZE", 1))
+    if pp * fsdp * cp * tp != processes:
+        raise typer.BadParameter(f"--fsdp, --tp, --cp and --pp come to {pp * fsdp * cp * tp}, of {processes} processes")
+    if batch % fsdp or batch // fsdp % (2 * pp if pp > 1 else 1):
+        raise typer.BadParameter("--batch must be a multiple of --fsdp, and with --pp of 2 x --pp for each of these")
+    if GPU:
+        torch.cuda.set_device(DEVICE)
+    dist.init_process_group("nccl" if GPU else "gloo")
+    config = MODELS[size]
+    batches = make_batches(read_tokens(None, None, config), steps, batch, seq, seed)
+    train({"pp": pp, "fsdp": fsdp, "cp": cp, "tp": tp}, config, batches, checkpointing, lr, seed)
+    dist.destroy_process_group()
+
+
+if __name__ == "__main__":
+    app()
