@@ -185,10 +185,7 @@ def unpatch(model: nn.Module) -> None:
     for module in patched:
         origin = type(module)._liger_like  # type: ignore[attr-defined]
         _become(module, origin.cls)
-        if "_read_later" in vars(module):
-            module.set_unshard_in_backward(True)  # type: ignore[operator]
-        for name in RECOGNISERS[origin.pattern].state:
-            vars(module).pop(name, None)
+        RECOGNISERS[origin.pattern].forget(module)
     for module in model.modules():
         original = getattr(vars(module).get("config"), "_liger_like_original", None)
         if original is not None:

@@ -35,6 +35,11 @@ class Recogniser:
     options: tuple[str, ...]  # the arguments of ``patch`` that turn it off; it is reported under the first
     state: tuple[str, ...] = ()  # instance attributes that the methods leave behind; unpatching removes them
 
+    def forget(self, module: nn.Module) -> None:
+        """Remove what the methods left behind on an unpatched ``module``."""
+        for name in self.state:
+            vars(module).pop(name, None)
+
     def looks_like(self, module: nn.Module) -> bool:
         """Whether a user would expect ``module`` to match, so that a report must say why it does not."""
         raise NotImplementedError

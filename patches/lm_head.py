@@ -236,6 +236,12 @@ class LMHead(Recogniser):
     options = ("loss",)
     state = ("_lazy", "_read_later")
 
+    def forget(self, module: Any) -> None:
+        """FSDP2 gathers the weight for the backward again, too."""
+        if "_read_later" in vars(module):
+            module.set_unshard_in_backward(True)
+        super().forget(module)
+
     def looks_like(self, module: nn.Module) -> bool:
         """Any transformers model with an output embedding."""
         if not isinstance(getattr(type(module), "loss_function", None), property):

@@ -141,7 +141,7 @@ def linear_cross_entropy_fwd(
         if last_x.numel():
             x_c = last_x[: end - start]
         else:
-            x_c = dx[chunk].view(x.dtype)[:, :H] if needs_dx and not reduce_dx else x.new_empty((end - start, H))
+            x_c = dx[chunk].view(x.dtype)[:, :H] if needs_dx else x.new_empty((end - start, H))
         torch.index_select(x, 0, index, out=x_c)
         u_c = None if u is None else u[index]
         _logits(z, x_c, weight, bias, u_c, b)
@@ -161,7 +161,7 @@ def linear_cross_entropy_fwd(
             _addmm(dw, z.t(), x_c, again)
         elif needs_dw and not is_left:
             add_products(dw, exponents, z, x_c, again=again)
-        if needs_dx and (released or reduce_dx or not is_left):  # after the last use of x_c
+        if needs_dx and (last_x.numel() or not is_left):  # after the last use of x_c
             _addmm(dx[chunk, :H], z, weight, False)
         if needs_dx and reduce_dx:
             sums.append(dist.all_reduce(dx[chunk], group=shard.processes(), async_op=True))
