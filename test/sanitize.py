@@ -6,7 +6,8 @@ was never written, races in shared memory, and barriers that not all threads rea
 Needs a GPU and compute-sanitizer on the path. Exit code 1: a tool reports an error.
 
 initcheck does not see what TMA writes, and racecheck not that barriers in shared memory order what TMA, cp.async and
-parts of a program with warps of their own do. Both report the kernels for Hopper for that, so they run the others.
+parts of a program with warps of their own do. Both report the kernels for Hopper for that, so they run the others, and
+initcheck in fp32, since cuBLAS writes products in bf16 by TMA, too.
 """
 
 import itertools
@@ -22,8 +23,14 @@ from liger_like import testing
 from liger_like.ops import _accumulate
 from liger_like.ops.attention import _hopper
 
-# tool -> whether the kernels for Hopper run
-TOOLS = {"memcheck": True, "initcheck": False, "racecheck": False, "synccheck": True}
+HOPPER, PORTABLE = "hopper", "portable"
+# tool -> kernels and dtype
+TOOLS = {
+    "memcheck": (HOPPER, "bfloat16"),
+    "initcheck": (PORTABLE, "float32"),
+    "racecheck": (PORTABLE, "bfloat16"),
+    "synccheck": (HOPPER, "bfloat16"),
+}
 # heads of the kernels for Hopper, and rows that do not fill their blocks
 HEADS: list[dict[str, Any]] = [{"H": 4, "Hk": 2, "D": D, "sinks": True} for D in (64, 128, 256)]
 ATTENTION = {
@@ -43,13 +50,13 @@ def cases() -> Iterator[tuple[testing.OpSpec, dict[str, Any], dict[str, Any]]]:
 
 def main() -> None:
     """Run the cases, or, under a tool each, a process that does."""
-    if sys.argv[1:2] in (["hopper"], ["portable"]):
-        if sys.argv[1] == "portable":
+    if sys.argv[1:2] in ([HOPPER], [PORTABLE]):
+        if sys.argv[1] == PORTABLE:
             for module in (_accumulate, _hopper):
                 module.architecture = lambda device: 8  # type: ignore[attr-defined]
         for number, (spec, shape, options) in enumerate(cases()):
             print(number, spec.name, shape, options, flush=True)
-            testing.run(spec.fn, spec.inputs(torch.bfloat16, "cuda", **shape), options)
+            testing.run(spec.fn, spec.inputs(getattr(torch, sys.argv[2]), "cuda", **shape), options)
             torch.cuda.synchronize()
         return
     # every tensor an allocation of its own, with room behind it that nobody may touch
@@ -58,7 +65,7 @@ def main() -> None:
     for tool in sys.argv[1:] or TOOLS:
         options = ["--padding", "512"] if tool == "memcheck" else []
         command = ["compute-sanitizer", "--tool", tool, *options, "--error-exitcode", "1", "--print-limit", "20"]
-        command += [sys.executable, __file__, "hopper" if TOOLS[tool] else "portable"]
+        command += [sys.executable, __file__, *TOOLS[tool]]
         result = subprocess.run(command, env=environment, check=False)
         print(tool, "found errors" if result.returncode else "found nothing", flush=True)
         failed |= bool(result.returncode)
