@@ -3,6 +3,7 @@
 import os
 import tempfile
 from datetime import timedelta
+from unittest import mock
 
 import torch
 import torch.distributed as dist
@@ -12,9 +13,10 @@ from torch.multiprocessing import spawn
 def run(worker, world_size, *args, backend="gloo"):
     """Call ``worker(rank, *args)``, a function of a module, in ``world_size`` processes of one process group.
 
-    What one of them raises ends all of them, and is raised here with its traceback.
+    What one of them raises ends all of them, and is raised here with its traceback. Those of gloo see no GPU.
     """
-    with tempfile.TemporaryDirectory() as folder:
+    without_gpus = {"CUDA_VISIBLE_DEVICES": "", "TRITON_INTERPRET": "1"} if backend == "gloo" else {}
+    with tempfile.TemporaryDirectory() as folder, mock.patch.dict(os.environ, without_gpus):
         spawn(_work, (worker, world_size, args, backend, f"{folder}/store"), nprocs=world_size)
 
 

@@ -109,15 +109,15 @@ def checkpointed(model, save):
     return model
 
 
-def patched():
-    model = tiny("Llama", num_hidden_layers=1)
+def patched(device="cpu"):
+    model = tiny("Llama", device, num_hidden_layers=1)
     liger_like.patch(model)
     return model
 
 
 @pytest.mark.parametrize("save", [(), ("matmul", "attention")])
-def test_hugging_face(save):
-    model, inputs = patched(), batch(rows=1, length=8)
+def test_hugging_face(save, device):
+    model, inputs = patched(device), batch(device, rows=1, length=8)
     with Count() as plain:
         expected = results(model, inputs)
     with Count() as count:

@@ -197,7 +197,7 @@ def heads_of_models(rank, path):
 
 
 def test_heads_of_models(tmp_path):
-    tiny("Llama").save_pretrained(tmp_path)
+    tiny("Llama", vocab_size=102).save_pretrained(tmp_path)  # transformers 5.17 has plans for equal shards only
     run(heads_of_models, 2, str(tmp_path))
 
 

@@ -62,7 +62,7 @@ def of_another_eps(model):
 
 def replaced(model):
     for layer in model.model.layers:
-        layer.self_attn.q_norm = torch.nn.LayerNorm(16)
+        layer.self_attn.q_norm = torch.nn.LayerNorm(16, device=layer.self_attn.q_proj.weight.device)
 
 
 @pytest.mark.parametrize("change", [hooked, of_another_eps, replaced])
