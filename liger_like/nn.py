@@ -8,6 +8,8 @@ import torch
 from torch import Tensor, nn
 
 from liger_like import ops
+from liger_like.ops._common import require_choice
+from liger_like.ops.glu import glu_linear
 
 
 class RMSNorm(nn.Module):
@@ -50,7 +52,12 @@ class LayerNorm(nn.Module):
 
 
 class SwiGLUMLP(nn.Module):
-    """down_proj(silu(gate_proj(x)) * up_proj(x)), x [..., hidden_size] to the same shape."""
+    """down_proj(silu(gate_proj(x)) * up_proj(x)), x [..., hidden_size] to the same shape.
+
+    The input of down_proj is not kept for the backward, but made again there.
+    """
+
+    act = "silu"
 
     def __init__(self, hidden_size: int, intermediate_size: int, bias: bool = False) -> None:
         super().__init__()
@@ -60,8 +67,7 @@ class SwiGLUMLP(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         """Apply the MLP to ``x``."""
-        y: Tensor = self.down_proj(ops.swiglu(self.gate_proj(x), self.up_proj(x)))
-        return y
+        return glu_linear(self.act, self.down_proj, self.gate_proj(x), self.up_proj(x))
 
 
 class GeGLUMLP(SwiGLUMLP):
@@ -71,12 +77,8 @@ class GeGLUMLP(SwiGLUMLP):
 
     def __init__(self, hidden_size: int, intermediate_size: int, bias: bool = False, approximate: str = "tanh") -> None:
         super().__init__(hidden_size, intermediate_size, bias)
-        self.approximate = approximate
-
-    def forward(self, x: Tensor) -> Tensor:
-        """Apply the MLP to ``x``."""
-        y: Tensor = self.down_proj(ops.geglu(self.gate_proj(x), self.up_proj(x), approximate=self.approximate))
-        return y
+        require_choice("approximate", approximate, ("tanh", "none"))
+        self.act = {"tanh": "gelu_tanh", "none": "gelu"}[approximate]
 
 
 class CrossEntropyLoss(nn.Module):

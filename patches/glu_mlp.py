@@ -15,7 +15,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F  # noqa: N812  # as transformers has it
 
-from liger_like.ops.glu import geglu, swiglu
+from liger_like.ops.glu import GLUS, glu_linear
 from liger_like.patches import (
     NothingToDoError,
     Recogniser,
@@ -26,8 +26,6 @@ from liger_like.patches import (
     random_parameter,
 )
 from liger_like.patches.forms import definition_of, form_of, match
-
-GLU = Callable[..., Tensor]
 
 
 def split(self: Any, x: Tensor) -> Any:
@@ -84,28 +82,26 @@ def packed_inner(self: Any, x: Tensor) -> Any:
     return self.down(self.inner(self.act(gate) * up))
 
 
-# by pattern, what it comes to with ``glu`` in place of an activation and a product; ``p`` are the attributes by part
-FORWARDS: dict[Callable[..., Any], Callable[[dict[str, Any], Tensor, GLU], Any]] = {
-    split: lambda p, x, glu: p["down"](glu(p["gate"](x), p["up"](x))),
-    split_silu: lambda p, x, glu: p["down"](glu(p["gate"](x), p["up"](x))),
-    split_float: lambda p, x, glu: p["down"](glu(p["gate"](x), p["up"](x))),
-    split_inner: lambda p, x, glu: p["down"](p["inner"](glu(p["gate"](x), p["up"](x)))),
-    split_dropout: lambda p, x, glu: F.dropout(
-        p["down"](glu(p["gate"](x), p["up"](x))), p=p["dropout"], training=p["training"]
+# by pattern, what it comes to with the kernel of ``act``; ``p`` are the attributes by part
+FORWARDS: dict[Callable[..., Any], Callable[[dict[str, Any], Tensor, str], Any]] = {
+    split: lambda p, x, act: glu_linear(act, p["down"], p["gate"](x), p["up"](x)),
+    split_silu: lambda p, x, act: glu_linear(act, p["down"], p["gate"](x), p["up"](x)),
+    split_float: lambda p, x, act: glu_linear(act, p["down"], p["gate"](x), p["up"](x)),
+    split_inner: lambda p, x, act: p["down"](p["inner"](GLUS[act](p["gate"](x), p["up"](x)))),
+    split_dropout: lambda p, x, act: F.dropout(
+        glu_linear(act, p["down"], p["gate"](x), p["up"](x)), p=p["dropout"], training=p["training"]
     ),
-    split_scaled: lambda p, x, glu: p["down"](glu(p["gate"](x), p["up"](x))) * p["scale"],
-    split_scaled_gate: lambda p, x, glu: p["down"](glu(p["gate"](x) * p["gate_scale"], p["up"](x))) * p["scale"],
-    packed: lambda p, x, glu: p["down"](glu(p["gate_up"](x))),
-    packed_up_gate: lambda p, x, glu: p["down"](glu(*p["gate_up"](x).chunk(2, dim=-1)[::-1])),
-    packed_inner: lambda p, x, glu: p["down"](p["inner"](glu(p["gate_up"](x)))),
+    split_scaled: lambda p, x, act: glu_linear(act, p["down"], p["gate"](x), p["up"](x)) * p["scale"],
+    split_scaled_gate: lambda p, x, act: (
+        glu_linear(act, p["down"], p["gate"](x) * p["gate_scale"], p["up"](x)) * p["scale"]
+    ),
+    packed: lambda p, x, act: glu_linear(act, p["down"], p["gate_up"](x)),
+    packed_up_gate: lambda p, x, act: glu_linear(act, p["down"], *p["gate_up"](x).chunk(2, dim=-1)[::-1]),
+    packed_inner: lambda p, x, act: p["down"](p["inner"](GLUS[act](p["gate_up"](x)))),
 }
 PATTERNS = tuple(FORWARDS)
 BY_NAME = {pattern.__name__: forward for pattern, forward in FORWARDS.items()}
-KERNELS: dict[str, GLU] = {
-    "swiglu": swiglu,
-    "geglu tanh": functools.partial(geglu, approximate="tanh"),
-    "geglu erf": functools.partial(geglu, approximate="none"),
-}
+KERNELS = {"swiglu": "silu", "geglu tanh": "gelu_tanh", "geglu erf": "gelu"}
 # by the name of the live activation or of its class; the trial runs that very activation, so a namesake does not pass
 ACTIVATIONS = (
     dict.fromkeys(("SiLU", "SiLUActivation", "silu"), "swiglu")
@@ -154,12 +150,12 @@ class GLUMLP(Recogniser):
     def methods(self, cls: type[Any], variant: str) -> dict[str, Any]:
         """Its forward."""
         pattern, part = match(cls.forward, cls, PATTERNS)
-        compute, kernel = BY_NAME[pattern], KERNELS[variant]
+        compute, act = BY_NAME[pattern], KERNELS[variant]
 
         def forward(self: nn.Module, *args: Tensor, **kwargs: Tensor) -> Tensor:
             (x,) = (*args, *kwargs.values())  # the parameter's name differs from family to family
             parts = {role: getattr(self, name) for role, name in part.items()}
-            return compute(parts, x, kernel)  # type: ignore[no-any-return]
+            return compute(parts, x, act)  # type: ignore[no-any-return]
 
         return {"forward": forward}
 
@@ -264,7 +260,7 @@ class Experts(Recogniser):
 
     def methods(self, cls: type[Any], variant: str) -> dict[str, Any]:
         """The method between the GEMMs."""
-        kernel = KERNELS[variant]
+        kernel = GLUS[KERNELS[variant]]
 
         def gate(self: nn.Module, gate_up_out: Tensor) -> Tensor:
             return kernel(gate_up_out)

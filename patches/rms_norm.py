@@ -6,6 +6,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from liger_like.ops._common import unhooked
 from liger_like.ops.glu import swiglu
 from liger_like.ops.rms_norm import rms_norm
 from liger_like.patches.forms import match
@@ -127,14 +128,13 @@ KERNELS: dict[str, Callable[..., Tensor]] = {
 }
 # of those that a kernel that does more can do, by its offset and casting mode
 MODES = {"llama": (0.0, "llama"), "olmo": (0.0, "gemma"), "helium": (0.0, "gemma"), "gemma": (1.0, "gemma")}
-HOOKS = ("_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_pre_hooks")
 
 
 def fusible(norm: Any) -> bool:
     """Whether a kernel may run in place of ``norm``: its patched forward is all that would, on a whole weight."""
-    if not hasattr(type(norm), "fused_arguments") or any(getattr(norm, hooks) for hooks in HOOKS):
+    if not hasattr(type(norm), "fused_arguments") or not unhooked(norm):
         return False
-    return "forward" not in norm.__dict__ and not hasattr(norm.fused_arguments()[0], "device_mesh")
+    return not hasattr(norm.fused_arguments()[0], "device_mesh")
 
 
 class RMSNorm(Norm):

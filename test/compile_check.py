@@ -35,6 +35,7 @@ from liger_like import testing
 from liger_like.ops import _accumulate, _common, _tiles
 from liger_like.ops.attention import _backward_hopper, _backward_hopper_256, _forward_hopper, _hopper
 from liger_like.ops.attention import _tiles as _attention_tiles
+from liger_like.ops.glu import GLUS, glu_linear
 
 # GPU -> what Triton compiles for, and the KiB of shared memory (LDS) that one program can have there
 TARGETS = {
@@ -198,6 +199,13 @@ def attention_calls(
                 yield spec, dtype, shape | {"D": D, "Dv": Dv}, options | flag
 
 
+def run_glu_linear(dtypes: Iterable[torch.dtype]) -> None:
+    """Gated units before a linear layer, which have another backward; packed is one tensor of twice the width."""
+    for dtype, width, act, packed in itertools.product(dtypes, WIDTHS, GLUS, (1, 2)):
+        gates = torch.empty(3 - packed, 2, packed * width, dtype=dtype, requires_grad=True)
+        glu_linear(act, torch.nn.Linear(width, 8, dtype=dtype), *gates).sum().backward()
+
+
 def record() -> list[Launch]:
     """Run the ops over dtypes, options and widths; return their launches, each specialisation once."""
     launches: dict[str, Launch] = {}
@@ -216,11 +224,13 @@ def record() -> list[Launch]:
             testing.run(spec.fn, spec.inputs(dtype, "cpu", **shape), options)
             if not made:
                 sys.exit(f"{spec.name} launched no kernel for {dtype}, {shape}, {options}")
+        run_glu_linear(DTYPES)
         gpus = ("sm_90",)
         with patch.object(_tiles, "architecture", lambda device: 9), patch.dict(_tiles._CHOSEN, clear=True):
             for spec, dtype, shape, options in calls():
                 if dtype != torch.float32 and "V" not in shape:
                     testing.run(spec.fn, spec.inputs(dtype, "cpu", **shape), options)
+            run_glu_linear(_hopper.DTYPES)
         for name, members in CLASSES.items():
             gpus = members
             with patch.object(_attention_tiles, "gpu_class", lambda device, name=name: name):

@@ -157,6 +157,10 @@ MUTANTS = [
     Mutant("glu.py", "pid % blocks * BLOCK_N", "pid % blocks", "blocks of columns overlap"),
     Mutant("glu.py", "dy * up * slope", "dy * up * slope * 1.01", "one percent too much gradient"),
     Mutant("glu.py", "2 * N if up is None else N", "N", "packed gradient written with the wrong stride"),
+    Mutant("glu.py", "N, act * up, EVEN)\n\n\ndef", "N, act, EVEN)\n\n\ndef", "a linear layer's input lacks a factor"),
+    Mutant("glu.py", "if up is None and needs[0]:", "if up is None:", "a packed gradient that nobody wants is written"),
+    Mutant("glu.py", "nn.Linear or not unhooked(linear)", "nn.Linear", "hooks of a linear layer are passed by"),
+    Mutant("glu.py", "weight.dtype == x.dtype and not", "weight.dtype == x.dtype or not", "autocast is passed by"),
     Mutant(
         "cross_entropy.py",
         "tl.where(v_start + offs_v == label, dz - hot, dz)",

@@ -40,11 +40,13 @@ def test_losses_agree(tmp_path: Path) -> None:
 
 
 def test_one_percent_too_much_gradient_is_noticed(monkeypatch: pytest.MonkeyPatch) -> None:
-    patch, backward = liger_like.patch, glu._glu_bwd
+    patch, backward = liger_like.patch, glu._glu_bwd_y_for_dy
 
     def patch_then_break(model: PreTrainedModel) -> object:
         report = patch(model)  # this checks the kernels, so they break afterwards
-        monkeypatch.setattr(glu, "_glu_bwd", lambda *args: tuple(1.01 * gradient for gradient in backward(*args)))
+        monkeypatch.setattr(
+            glu, "_glu_bwd_y_for_dy", lambda *args: tuple(1.01 * gradient for gradient in backward(*args))
+        )
         return report
 
     monkeypatch.setattr(liger_like, "patch", patch_then_break)

@@ -19,6 +19,7 @@ _COMPILED: dict[tuple[Any, ...], tuple[Any, ...]] = {}
 _PLAIN = {Tensor, torch.nn.Parameter, int, float, str, bool, list, type(None)}
 KERNEL_DTYPES = (torch.float32, torch.float16, torch.bfloat16)
 F = TypeVar("F", bound=Callable[..., Any])
+HOOKS = ("_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_pre_hooks")
 
 
 def use_kernel(x: Tensor) -> bool:
@@ -245,6 +246,11 @@ def tanh_and_slope(x, EXACT: tl.constexpr):
 def round_to(x, dtype: tl.constexpr):
     """``x`` as it would be after a round trip through ``dtype``."""
     return x.to(dtype).to(tl.float32)
+
+
+def unhooked(module: torch.nn.Module) -> bool:
+    """Whether a call of ``module`` comes to the forward of its class, and to nothing else."""
+    return "forward" not in module.__dict__ and not any(getattr(module, hooks) for hooks in HOOKS)
 
 
 def require(name: str, value: Tensor, *, like: Tensor | None = None, shape: tuple[int, ...] | None = None) -> None:

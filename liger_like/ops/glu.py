@@ -2,15 +2,17 @@
 
 gate, up, y [..., N] are seen as M rows; packed input is [..., 2N] = [gate | up] and is read and differentiated in
 place of its halves, without split or cat. Maths in fp32, one rounding to the input dtype; the backward recomputes
-act(gate).
+act(gate), and y where a linear layer that follows would keep it.
 """
 
+import functools
+from collections.abc import Callable
 from typing import Any
 
 import torch
 import triton
 import triton.language as tl
-from torch import Tensor
+from torch import Tensor, nn
 
 from liger_like.ops._common import (
     launch,
@@ -21,6 +23,7 @@ from liger_like.ops._common import (
     require,
     require_choice,
     store_tile,
+    unhooked,
     use_kernel,
     with_stride,
 )
@@ -84,18 +87,20 @@ def _glu_fwd_kernel(
 @triton.jit(do_not_specialize=["M"])
 def _glu_bwd_kernel(
     dy_ptr, gate_ptr, up_ptr, dgate_ptr, dup_ptr, stride_dym, stride_gm, stride_um, stride_dm, M, N,
-    ACT: tl.constexpr, EVEN: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
+    Y_FOR_DY: tl.constexpr, ACT: tl.constexpr, EVEN: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
 ):  # fmt: skip
     offs_m, offs_n = _block(N, BLOCK_M, BLOCK_N)
     gate = load_tile(gate_ptr, stride_gm, offs_m, offs_n, M, N, EVEN)
     dy = load_tile(dy_ptr, stride_dym, offs_m, offs_n, M, N, EVEN)
-    if dgate_ptr is not None:
+    if Y_FOR_DY or dgate_ptr is not None:
         up = load_tile(up_ptr, stride_um, offs_m, offs_n, M, N, EVEN)
     act, slope = _act_and_slope(gate, ACT)
     if dgate_ptr is not None:
         store_tile(dgate_ptr, stride_dm, offs_m, offs_n, M, N, dy * up * slope, EVEN)
     if dup_ptr is not None:
         store_tile(dup_ptr, stride_dm, offs_m, offs_n, M, N, dy * act, EVEN)
+    if Y_FOR_DY:
+        store_tile(dy_ptr, stride_dym, offs_m, offs_n, M, N, act * up, EVEN)
 
 
 def _halves(gate: Tensor, up: Tensor | None) -> tuple[Tensor, Tensor, int, int]:
@@ -144,13 +149,16 @@ def _bwd_outputs(dy: Tensor, gate: Tensor, up: Tensor | None, act: str, needs: l
     return dgate, torch.empty_like(up, memory_format=torch.contiguous_format) if wanted else gate.new_empty(0)
 
 
-@op("glu_bwd(Tensor dy, Tensor gate, Tensor? up, str act, bool[2] needs) -> (Tensor dgate, Tensor dup)", _bwd_outputs)
-def _glu_bwd(dy: Tensor, gate: Tensor, up: Tensor | None, act: str, needs: list[bool]) -> tuple[Tensor, Tensor]:
+def _backward(
+    dy: Tensor, gate: Tensor, up: Tensor | None, act: str, needs: list[bool], y_for_dy: bool
+) -> tuple[Tensor, Tensor]:
     dgate, dup = _bwd_outputs(dy, gate, up, act, needs)
     N = dy.shape[-1]
     M = dy.numel() // N
     stride_dm = 2 * N if up is None else N
-    halves = (dgate, dgate[..., N:]) if up is None else (dgate if needs[0] else None, dup if needs[1] else None)
+    halves = (dgate if needs[0] else None, dup if needs[1] else None)
+    if up is None and needs[0]:
+        halves = dgate, dgate[..., N:]
     dy, stride_dym = with_stride(dy)
     gate, up, *strides = _halves(gate, up)
 
@@ -160,12 +168,29 @@ def _glu_bwd(dy: Tensor, gate: Tensor, up: Tensor | None, act: str, needs: list[
             _grid(M, N, tile),
             (dy, gate, up, *halves),
             (stride_dym, *strides, stride_dm, M, N),
+            Y_FOR_DY=y_for_dy,
             **_constants(N, act, tile),
         )
 
     if M:
         tiled("glu_bwd", dy, N, run)
     return dgate, dup
+
+
+@op("glu_bwd(Tensor dy, Tensor gate, Tensor? up, str act, bool[2] needs) -> (Tensor dgate, Tensor dup)", _bwd_outputs)
+def _glu_bwd(dy: Tensor, gate: Tensor, up: Tensor | None, act: str, needs: list[bool]) -> tuple[Tensor, Tensor]:
+    return _backward(dy, gate, up, act, needs, False)
+
+
+@op(
+    "glu_bwd_y_for_dy(Tensor(a!) dy, Tensor gate, Tensor? up, str act, bool[2] needs) -> (Tensor dgate, Tensor dup)",
+    _bwd_outputs,
+)
+def _glu_bwd_y_for_dy(
+    dy: Tensor, gate: Tensor, up: Tensor | None, act: str, needs: list[bool]
+) -> tuple[Tensor, Tensor]:
+    """With y in the place of ``dy``."""
+    return _backward(dy, gate, up, act, needs, True)
 
 
 class _GLU(torch.autograd.Function):
@@ -181,6 +206,26 @@ class _GLU(torch.autograd.Function):
         needs = list(ctx.needs_input_grad[:2])
         dgate, dup = _glu_bwd(dy, *ctx.saved_tensors, ctx.act, needs)
         return dgate if needs[0] else None, dup if needs[1] else None, None
+
+
+class _GLULinear(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, gate: Tensor, up: Tensor | None, weight: Tensor, bias: Tensor | None, act: str) -> Tensor:
+        ctx.save_for_backward(gate, up, weight)
+        ctx.act = act
+        return nn.functional.linear(_glu_fwd(gate, up, act), weight, bias)
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, dout: Tensor) -> Any:
+        gate, up, weight = ctx.saved_tensors
+        needs = list(ctx.needs_input_grad)
+        y = torch.matmul(dout, weight)
+        dgate, dup = _glu_bwd_y_for_dy(y, gate, up, ctx.act, needs[:2])
+        rows = dout.flatten(0, -2)
+        dweight = torch.mm(rows.t(), y.flatten(0, -2))
+        dbias = rows.sum(0) if needs[3] else None
+        return dgate if needs[0] else None, dup if needs[1] else None, dweight, dbias, None
 
 
 def _elements(gate: Tensor, up: Tensor | None = None, **kwargs: Any) -> dict[str, dict[int, int]]:
@@ -229,3 +274,29 @@ def geglu(gate: Tensor, up: Tensor | None = None, *, approximate: str = "tanh") 
     if not use_kernel(gate):
         return geglu_ref(gate, up, approximate=approximate)
     return _GLU.apply(gate, up, "gelu_tanh" if approximate == "tanh" else "gelu")
+
+
+GLUS: dict[str, Callable[..., Tensor]] = {
+    "silu": swiglu,
+    "gelu_tanh": functools.partial(geglu, approximate="tanh"),
+    "gelu": functools.partial(geglu, approximate="none"),
+}
+
+
+def glu_linear(act: str, linear: Callable[[Tensor], Tensor], gate: Tensor, up: Tensor | None = None) -> Tensor:
+    """``linear(act(gate) * up)``, with ``act`` out of GLUS; a training linear layer does not keep its input, which the
+    backward makes again with the gradients of gate and up (6 readings and writings for 5, and a tensor less to keep).
+    """
+    if not (torch.is_grad_enabled() and _is_plain(linear, gate) and use_kernel(gate)):
+        return linear(GLUS[act](gate, up))
+    _check(gate, up)
+    return _GLULinear.apply(gate, up, linear.weight, linear.bias, act)
+
+
+def _is_plain(linear: Any, x: Tensor) -> bool:
+    """Whether ``linear`` is torch's, trains, and computes on local tensors of one dtype what it says, nothing else."""
+    if type(linear) is not nn.Linear or not unhooked(linear):
+        return False
+    weight = linear.weight
+    plain = weight.requires_grad and type(weight) in (Tensor, nn.Parameter) and type(x) is Tensor
+    return plain and weight.dtype == x.dtype and not torch.is_autocast_enabled(x.device.type)

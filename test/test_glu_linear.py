@@ -1,0 +1,159 @@
+"""Linear layers behind a gated unit, which do not keep their input: against the same without that."""
+
+import copy
+import itertools
+from types import SimpleNamespace
+
+import pytest
+import torch
+from torch import nn
+from torch.utils.checkpoint import checkpoint
+
+from liger_like.ops import glu
+from liger_like.ops.glu import GLUS, glu_linear
+
+FROZEN = [(), ("gate",), ("up",), ("gate", "up"), ("bias",)]
+
+
+def layer(device, dtype=torch.float32, bias=True):
+    return nn.Linear(24, 16, bias, device, dtype)
+
+
+def gates(device, dtype=torch.float32, packed=False, rows=(3, 5)):
+    if packed:
+        return [torch.randn(*rows, 48, device=device, dtype=dtype, requires_grad=True)]
+    return [torch.randn(*rows, 24, device=device, dtype=dtype, requires_grad=True) for _ in range(2)]
+
+
+def plain(act, linear, gate, up=None):
+    return linear(GLUS[act](gate, up))
+
+
+def outcome(fn, act, linear, tensors):
+    """The output, and the gradients of what needs them."""
+    out = fn(act, linear, *tensors)
+    leaves = [t for t in (*tensors, *linear.parameters()) if t.requires_grad]
+    return [out, *torch.autograd.grad(out, leaves, torch.linspace(-1, 1, out.numel()).view(out.shape).to(out))]
+
+
+def kept(fn, *args):
+    """Sizes of the tensors that the backward keeps."""
+    sizes = []
+    with torch.autograd.graph.saved_tensors_hooks(lambda t: sizes.append(t.numel()) or t, lambda t: t):
+        fn(*args)
+    return sizes
+
+
+@pytest.fixture
+def calls(monkeypatch):
+    """Of the autograd.Function that keeps less."""
+    calls, apply = [], glu._GLULinear.apply
+    monkeypatch.setattr(glu, "_GLULinear", SimpleNamespace(apply=lambda *args: calls.append(1) or apply(*args)))
+    return calls
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float16])
+@pytest.mark.parametrize(("act", "packed"), [*itertools.product(GLUS, (False, True))])
+def test_gradients_are_those_of_the_two_one_by_one(act, packed, dtype, device, calls):
+    linear, tensors = layer(device, dtype), gates(device, dtype, packed)
+    got, expected = (outcome(fn, act, linear, tensors) for fn in (glu_linear, plain))
+    assert calls == [1]
+    for a, b in zip(got, expected, strict=True):
+        torch.testing.assert_close(a, b)
+
+
+@pytest.mark.parametrize("frozen", FROZEN)
+@pytest.mark.parametrize("packed", [False, True])
+def test_frozen_parts(frozen, packed, device, calls, poisoned):
+    linear, tensors = layer(device, bias="bias" not in frozen), gates(device, packed=packed)
+    for name, t in zip(("gate", "up"), tensors, strict=False):
+        t.requires_grad_(name not in frozen)
+    got, expected = (outcome(fn, "silu", linear, tensors) for fn in (glu_linear, plain))
+    assert calls == [1]
+    for a, b in zip(got, expected, strict=True):
+        torch.testing.assert_close(a, b)
+
+
+def test_a_gradient_of_rows_that_are_one(device):
+    """Its memory, which sum().backward() gives with strides of 0, is read and not written."""
+    linear, tensors = layer(device), gates(device)
+    got, expected = (torch.autograd.grad(fn("silu", linear, *tensors).sum(), tensors) for fn in (glu_linear, plain))
+    torch.testing.assert_close(got, expected)
+
+
+def test_no_rows(device):
+    linear, tensors = layer(device), gates(device, rows=(0,))
+    out, *gradients = outcome(glu_linear, "silu", linear, tensors)
+    assert out.shape == (0, 16)
+    assert not gradients[2].any()
+    assert [g.shape for g in gradients] == [t.shape for t in (*tensors, *linear.parameters())]
+
+
+def test_the_input_of_the_layer_is_not_kept(device):
+    linear, tensors = layer(device), gates(device, rows=(100,))
+    sizes, others = (kept(fn, "silu", linear, *tensors) for fn in (glu_linear, plain))
+    assert sizes == [2400, 2400, linear.weight.numel()]
+    assert sorted(others) == sorted([*sizes, 2400])
+
+
+def test_twice_and_in_a_checkpoint(device):
+    linear, tensors = layer(device), gates(device)
+    out = glu_linear("silu", linear, *tensors)
+    first, again = (torch.autograd.grad(out.sum(), tensors, retain_graph=True) for _ in range(2))
+    torch.testing.assert_close(first, again, rtol=0, atol=0)
+    out = checkpoint(glu_linear, "silu", linear, *tensors, use_reentrant=False)
+    torch.testing.assert_close(torch.autograd.grad(out.sum(), tensors), first)
+
+
+class Doubled(nn.Linear):
+    def forward(self, x):
+        return 2 * super().forward(x)
+
+
+def with_hook(linear):
+    linear.register_forward_hook(lambda module, args, output: 2 * output)
+    return linear
+
+
+def with_forward(linear):
+    linear.forward = lambda x: 2 * nn.Linear.forward(linear, x)
+    return linear
+
+
+def of_a_subclass(linear):
+    linear.__class__ = Doubled
+    return linear
+
+
+def frozen(linear):
+    linear.weight.requires_grad_(False)
+    return linear
+
+
+@pytest.mark.parametrize("change", [with_hook, with_forward, of_a_subclass, frozen])
+def test_other_layers_are_called(change, device, calls):
+    original, tensors = layer(device), gates(device)
+    linear = change(copy.deepcopy(original))
+    factor = 1 if change is frozen else 2
+    torch.testing.assert_close(glu_linear("silu", linear, *tensors), factor * plain("silu", original, *tensors))
+    assert not calls
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
+def test_autocast_and_dtypes_without_a_kernel(dtype, device, calls):
+    linear, tensors = layer(device, dtype), gates(device, dtype)
+    with torch.autocast(device, torch.bfloat16, enabled=dtype == torch.float32):
+        got, expected = (outcome(fn, "silu", linear, tensors) for fn in (glu_linear, plain))
+    for a, b in zip(got, expected, strict=True):
+        torch.testing.assert_close(a, b, rtol=0, atol=0)
+    with torch.no_grad():
+        glu_linear("silu", layer(device), *gates(device))
+    assert not calls
+
+
+def test_in_one_graph(device):
+    linear, tensors = layer(device), gates(device)
+    expected = outcome(glu_linear, "silu", linear, tensors)
+    compiled = torch.compile(glu_linear, fullgraph=True, backend="aot_eager")
+    for a, b in zip(outcome(compiled, "silu", linear, tensors), expected, strict=True):
+        torch.testing.assert_close(a, b)
