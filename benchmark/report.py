@@ -1,7 +1,8 @@
-"""Writes the README's table of ops from ``testing.SPECS``: ``python -m benchmark.report``."""
+"""Writes what ``testing.SPECS`` says of the ops into README and docs/ops.md: ``python -m benchmark.report``."""
 
 from pathlib import Path
 
+from benchmark import ops_report
 from benchmark.markdown import between, table
 from liger_like import testing
 
@@ -11,11 +12,7 @@ BEGIN, END = "<!-- ops: written by `python -m benchmark.report` -->\n", "<!-- /o
 
 def op_table() -> str:
     """The ops in Markdown: name, formula, paper."""
-    paper = "[{0}](https://arxiv.org/abs/{1})"
-    rows = (
-        (f"`{spec.name}`", f"`{spec.formula}`", paper.format(spec.paper, spec.paper.partition(":")[2]))
-        for spec in testing.SPECS
-    )
+    rows = ((f"`{spec.name}`", f"`{spec.formula}`", ops_report.paper(spec)) for spec in testing.SPECS)
     return table(("op", "what it computes", "paper"), rows)
 
 
@@ -26,3 +23,4 @@ def with_table(readme: str) -> str:
 
 if __name__ == "__main__":
     README.write_text(with_table(README.read_text()))
+    ops_report.PAGE.write_text(ops_report.with_ops(ops_report.PAGE.read_text()))
