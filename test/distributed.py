@@ -13,9 +13,10 @@ from torch.multiprocessing import spawn
 def run(worker, world_size, *args, backend="gloo"):
     """Call ``worker(rank, *args)``, a function of a module, in ``world_size`` processes of one process group.
 
-    What one of them raises ends all of them, and is raised here with its traceback. Those of gloo see no GPU.
+    What one of them raises ends all of them, and is raised here with its traceback. Over gloo alone they see no GPU,
+    which FSDP and accelerate would choose.
     """
-    without_gpus = {"CUDA_VISIBLE_DEVICES": "", "TRITON_INTERPRET": "1"} if backend == "gloo" else {}
+    without_gpus = {} if "nccl" in backend else {"CUDA_VISIBLE_DEVICES": "", "TRITON_INTERPRET": "1"}
     with tempfile.TemporaryDirectory() as folder, mock.patch.dict(os.environ, without_gpus):
         spawn(_work, (worker, world_size, args, backend, f"{folder}/store"), nprocs=world_size)
 
@@ -23,12 +24,34 @@ def run(worker, world_size, *args, backend="gloo"):
 def _work(rank, worker, world_size, args, backend, store):
     torch.set_num_threads(1)
     torch.manual_seed(0)
-    if backend == "nccl":
+    if "nccl" in backend:
         torch.cuda.set_device(rank)
     options = {"store": dist.FileStore(store, world_size), "timeout": timedelta(seconds=60)}
     dist.init_process_group(backend, world_size=world_size, rank=rank, **options)
     worker(rank, *args)
     dist.barrier()
-    if backend == "nccl":
+    if "nccl" in backend:
         dist.destroy_process_group()
     os._exit(0)  # the threads of gloo may abort an interpreter that ends around them
+
+
+def as_torchrun_does():
+    """Variables that some libraries look for, though the process group is there."""
+    rank, processes = str(dist.get_rank()), str(dist.get_world_size())
+    os.environ |= {"RANK": rank, "LOCAL_RANK": rank, "WORLD_SIZE": processes, "LOCAL_WORLD_SIZE": processes}
+    os.environ |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "29500"}
+
+
+def as_accelerate_launches(config, *options):
+    """What ``accelerate launch`` tells each process of the file ``config``; the CPU passes for an accelerator, as it
+    leaves FSDP out where there is none.
+    """
+    from accelerate import DistributedType, PartialState
+    from accelerate.commands.launch import _validate_launch_command, launch_command_parser
+    from accelerate.utils.launch import prepare_multi_gpu_env
+
+    arguments = ["--config_file", str(config), "--main_process_port", "0", *options, "script"]
+    arguments, *_ = _validate_launch_command(launch_command_parser().parse_args(arguments))
+    as_torchrun_does()
+    os.environ |= prepare_multi_gpu_env(arguments) | {"ACCELERATE_TORCH_DEVICE": "cpu"}
+    PartialState._prepare_backend = lambda *_: ("gloo", DistributedType.MULTI_GPU)

@@ -1,13 +1,19 @@
 """The examples for accelerate, as one process and as two."""
 
+import contextlib
+import io
 import os
 import re
+import runpy
 import subprocess
 import sys
 from pathlib import Path
 
 import pytest
 import torch
+from accelerate import PartialState
+from accelerate.state import AcceleratorState
+from distributed import as_accelerate_launches, run
 
 ROOT = Path(__file__).parents[1]
 FOLDER = ROOT / "examples/accelerate"
@@ -25,18 +31,43 @@ def losses(config, *options):
         text=True,
     )
     assert result.returncode == 0, result.stderr
-    found = re.findall(r"step \d+ loss (\S+)", result.stdout)
+    return losses_in(result.stdout)
+
+
+def losses_in(text):
+    found = re.findall(r"step \d+ loss (\S+)", text)
     assert len(found) == 8
     return torch.tensor([float(loss) for loss in found])
 
 
-def test_two_processes_train_as_one():
+def train_sharded(rank, path):
+    """The example by ``fsdp2.yaml``; saved are its losses without mixed precision, and as the file asks for it."""
+    PartialState.destroy_process_group = lambda *_: None  # it is the test's
+    results = []
+    for options in (["--mixed_precision", "no"], []):
+        AcceleratorState._reset_state(reset_partial_state=True)
+        as_accelerate_launches(FOLDER / "fsdp2.yaml", *options)
+        with contextlib.redirect_stdout(io.StringIO()) as output:
+            runpy.run_path(str(FOLDER / "train.py"), run_name="__main__")
+        assert AcceleratorState().is_fsdp2
+        if rank == 0:
+            results.append(losses_in(output.getvalue()))
+    torch.save(results, f"{path}/{rank}")
+
+
+def test_two_processes_train_as_one(tmp_path, monkeypatch):
     one = losses("single.yaml", "--cpu", "--mixed_precision", "no")
     assert one[-1] < one[0] - 0.5
     torch.testing.assert_close(losses("ddp_cpu.yaml"), one, rtol=1e-4, atol=1e-4)
     in_bf16 = losses("single.yaml", "--cpu")
     torch.testing.assert_close(in_bf16, one, rtol=0.02, atol=0.0)
     assert not torch.equal(in_bf16, one)
+    monkeypatch.delenv("TRITON_INTERPRET", raising=False)
+    run(train_sharded, 2, tmp_path)
+    sharded, sharded_in_bf16 = torch.load(tmp_path / "0")
+    torch.testing.assert_close(sharded, one, rtol=1e-4, atol=1e-4)
+    torch.testing.assert_close(sharded_in_bf16, one, rtol=0.02, atol=0.0)
+    assert not torch.equal(sharded_in_bf16, one)
 
 
 @pytest.mark.gpu

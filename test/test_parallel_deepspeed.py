@@ -6,13 +6,15 @@ import importlib.util
 import pytest
 import torch
 import torch.distributed as dist
-from distributed import run
-from test_parallel_fsdp import as_torchrun_does, assert_same, gradients, shares
+from distributed import as_torchrun_does, run
+from test_parallel_fsdp import assert_same, gradients, shares
+from test_patches_peft import adapted
 from tiny_models import tiny
 
 from liger_like import patch
 
 pytestmark = pytest.mark.skipif(importlib.util.find_spec("deepspeed") is None, reason="deepspeed is not installed")
+LORA = {"target_modules": ["lm_head", "q_proj"], "modules_to_save": ["norm"]}
 
 
 def compare(rank):
@@ -24,14 +26,16 @@ def compare(rank):
         # small parameters are sharded, too
         zero = {"stage": stage} if stage < 3 else {"stage": stage, "stage3_param_persistence_threshold": 0}
         config = {"train_micro_batch_size_per_gpu": 2, "zero_optimization": zero, "zero_allow_untested_optimizer": True}
-        for tied in (False, True):
+        for tied, adapters in (False, {}), (True, {}), (False, LORA):
             original = tiny("Llama", tie_word_embeddings=tied)
+            if adapters:
+                original = adapted(original, **adapters)
             _, expected, _ = gradients(copy.deepcopy(original), whole)
             for patched_first in (True, False):
                 model = copy.deepcopy(original)
                 if patched_first:
                     patch(model, strict=True)
-                optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+                optimizer = torch.optim.SGD([p for p in model.parameters() if p.requires_grad], lr=0.1)
                 engine, *_ = deepspeed.initialize(model=model, optimizer=optimizer, config=config)
                 if not patched_first:
                     patch(model, strict=True)
@@ -41,7 +45,8 @@ def compare(rank):
                 loss = output.loss.detach().clone()
                 dist.all_reduce(loss)
                 whole_gradient = deepspeed.utils.safe_get_full_grad
-                got = {f"gradient of {name}": whole_gradient(p) for name, p in model.named_parameters()}
+                trained = [(name, p) for name, p in model.named_parameters() if p.requires_grad]
+                got = {f"gradient of {name}": whole_gradient(p) for name, p in trained}
                 assert_same({"loss": loss, **got}, expected)
                 engine.step()
 

@@ -4,15 +4,20 @@ import contextlib
 import copy
 import functools
 import itertools
-import os
 
 import pytest
 import torch
 import torch.distributed as dist
 from accelerate import Accelerator, DistributedType, FullyShardedDataParallelPlugin
-from distributed import run
+from distributed import as_torchrun_does, run
 from tiny_models import batch, tiny
-from torch.distributed.fsdp import FSDPModule, FullyShardedDataParallel, MixedPrecisionPolicy, fully_shard
+from torch.distributed.fsdp import (
+    CPUOffloadPolicy,
+    FSDPModule,
+    FullyShardedDataParallel,
+    MixedPrecisionPolicy,
+    fully_shard,
+)
 from torch.distributed.fsdp.wrap import CustomPolicy
 from torch.distributed.tensor import DTensor
 from torch.distributed.tensor.debug import CommDebugMode
@@ -65,13 +70,6 @@ def fsdp1(model, head_apart=False):
     return FullyShardedDataParallel(model, auto_wrap_policy=policy, use_orig_params=True, device_id=torch.device("cpu"))
 
 
-def as_torchrun_does():
-    """Variables that some libraries look for, though the process group is there."""
-    rank, processes = str(dist.get_rank()), str(dist.get_world_size())
-    os.environ |= {"RANK": rank, "LOCAL_RANK": rank, "WORLD_SIZE": processes, "LOCAL_WORLD_SIZE": processes}
-    os.environ |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "29500"}
-
-
 def by_accelerate(model):
     """FSDP2 as accelerate's configuration files ask for it."""
     as_torchrun_does()
@@ -94,6 +92,7 @@ WRAPPERS = {
     "head alone, kept whole": functools.partial(head_alone, reshard_after_forward=False),
     "head with norm": head_with_norm,
     "head with norm, kept whole": functools.partial(head_with_norm, reshard_after_forward=False),
+    "head alone, offloaded": functools.partial(head_alone, offload_policy=CPUOffloadPolicy(pin_memory=False)),
     "every part alone": every_part_alone,
     "DDP": DistributedDataParallel,
     "FSDP1": fsdp1,
@@ -105,16 +104,17 @@ UNFUSED = {"FSDP1, head alone": functools.partial(fsdp1, head_apart=True)}
 
 
 def full(tensor):
-    return tensor.full_tensor() if isinstance(tensor, DTensor) else tensor.detach().clone()
+    return (tensor.full_tensor() if isinstance(tensor, DTensor) else tensor.detach().clone()).cpu()
 
 
 def shares(world_size, length=12):
-    """The whole batch, and what each process has of it: fewer labels the higher its rank is, the last one none."""
+    """The whole batch, and what each process has of it: fewer labels the higher its rank is, the last of them none."""
     whole = batch(rows=2 * world_size, length=length)
     labels = whole["labels"]
     for row in range(2 * world_size):
         labels[row, : row + 1] = -100
-    labels[-2:] = -100
+    if world_size > 1:
+        labels[-2:] = -100
     whole["num_items_in_batch"] = labels[:, 1:].ne(-100).sum()
     rows = [{name: t[2 * r : 2 * r + 2] if t.ndim else t for name, t in whole.items()} for r in range(world_size)]
     return whole, rows
@@ -129,13 +129,14 @@ def gradients(model, inputs, processes=1):
     if processes > 1:
         dist.all_reduce(loss)
     with whole_parameters(model, with_grads=True):
-        results = {f"gradient of {clean(name)}": full(p.grad) for name, p in model.named_parameters()}
-    return output, {"loss": loss, **results}, dict(collectives.get_comm_counts())
+        trained = [(clean(name), p) for name, p in model.named_parameters() if p.requires_grad]
+        results = {f"gradient of {name}": full(p.grad) for name, p in trained}
+    return output, {"loss": loss.cpu(), **results}, dict(collectives.get_comm_counts())
 
 
 def clipped_step(model):
     """The norm of the gradients that ``gradients`` left, and every parameter after a step with them, whole."""
-    optimizer = torch.optim.AdamW(model.parameters(), lr=0.1, eps=0.01)
+    optimizer = torch.optim.AdamW(model.parameters(), lr=0.1, eps=0.01, fused=True)
     if isinstance(model, FullyShardedDataParallel):
         norm = model.clip_grad_norm_(MAX_NORM)
     else:
@@ -209,6 +210,25 @@ def compare_in_bf16(rank):
     assert 1e-3 < error <= 1.1 * allowed
     unpatched, patched = ({name: t.dtype for name, t in got.items()} for got in results)
     assert patched == unpatched
+
+
+def compare_offloaded(rank):
+    """On a GPU, from parameters that stay in the host's memory, where the optimizer steps."""
+    original = tiny("Llama")
+    inputs = {name: t.cuda() for name, t in shares(1)[0].items()}
+    _, expected, _ = train_step(copy.deepcopy(original).cuda(), inputs)
+    for wrap, patched_first in itertools.product((head_in_root, head_alone), (True, False)):
+        model = copy.deepcopy(original)
+        if patched_first:
+            patch(model, strict=True)
+        model = wrap(model, offload_policy=CPUOffloadPolicy())
+        if not patched_first:
+            patch(model, strict=True)
+        output, got, _ = train_step(model, inputs)
+        assert {p.device.type for p in model.parameters()} == {"cpu"}
+        assert output.loss.is_cuda
+        assert output.logits is None
+        assert_same(got, expected)
 
 
 def compare_native(rank, paths):
@@ -300,6 +320,11 @@ def test_wrapped_models_compute_what_one_process_does():
 @pytest.mark.usefixtures("plain")
 def test_hybrid_sharding():
     run(compare, 4, {"hybrid": hybrid})
+
+
+@pytest.mark.gpu
+def test_parameters_offloaded_from_a_gpu():
+    run(compare_offloaded, 1, backend="cpu:gloo,cuda:nccl")
 
 
 @pytest.mark.usefixtures("plain")

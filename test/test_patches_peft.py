@@ -2,6 +2,7 @@
 
 import contextlib
 import copy
+import importlib.util
 import pickle
 
 import peft
@@ -12,6 +13,7 @@ from tiny_models import assert_exact, results, rows, tiny
 from tiny_models import batch as long_batch
 from torch import nn
 from torch.distributed.fsdp import fully_shard
+from transformers import BitsAndBytesConfig, LlamaForCausalLM
 
 from liger_like.patches import heads
 from liger_like.patching import patch, unpatch
@@ -27,6 +29,7 @@ ADAPTERS = {
 
 
 HEAD = {"norm": False, "rope": False, "mlp": False, "attention": False}
+MLP_AND_HEAD = HEAD | {"mlp": True}
 
 
 def batch(device):
@@ -330,3 +333,26 @@ def test_quantised_heads_are_not_fused_and_reported(quantised, lora, device):
     for name, t in results(model, inputs).items():
         torch.testing.assert_close(t, expected[name])
     assert model(**inputs).logits is not None
+
+
+def in_four_bits(saved, **options):
+    """All of a saved model's linear layers but its head, by bitsandbytes."""
+    config = BitsAndBytesConfig(load_in_4bit=True, bnb_4bit_quant_type="nf4", **options)
+    return LlamaForCausalLM.from_pretrained(saved, quantization_config=config).train()
+
+
+@pytest.mark.skipif(importlib.util.find_spec("bitsandbytes") is None, reason="bitsandbytes is not installed")
+@pytest.mark.parametrize(("adapters", "order"), [("head and projections", "after"), ("head as a copy", "before")])
+def test_adapters_of_a_model_in_four_bits(adapters, order, device, tmp_path):
+    tiny("Llama", num_hidden_layers=1).save_pretrained(tmp_path)
+    model, original = (in_four_bits(tmp_path, bnb_4bit_use_double_quant=True) for _ in range(2))
+    if order == "before":
+        patch(model, strict=True, **MLP_AND_HEAD)
+    prepared = [peft.prepare_model_for_kbit_training(m, True, {"use_reentrant": False}) for m in (model, original)]
+    model, original = (adapted(m, **ADAPTERS[adapters]) for m in prepared)
+    patch(model, strict=True, **MLP_AND_HEAD)
+    assert type(model.get_submodule("base_model.model.model.layers.0.mlp.down_proj")).__name__ == "Linear4bit"
+    inputs = batch(device)
+    got, expected = results(model, inputs), results(original, inputs)
+    assert model(**inputs).logits is None
+    torch.testing.assert_close(got, expected)

@@ -1,6 +1,7 @@
 """transformers' Trainer and TRL's SFTTrainer, on models patched before them or by the callback."""
 
 import copy
+import importlib.util
 import re
 
 import datasets
@@ -64,8 +65,8 @@ def trainer(device, tmp_path):
 LOSS_AND_NORMS = {"rope": False, "mlp": False, "attention": False}
 
 
-def pair(device):
-    original = tiny("Llama", device, num_hidden_layers=1)
+def pair(device, **config):
+    original = tiny("Llama", device, num_hidden_layers=1, **config)
     model = copy.deepcopy(original)
     patch(model, strict=True, **LOSS_AND_NORMS)
     return model, original
@@ -114,6 +115,37 @@ def test_arguments(arguments, trainer, device):
     data = examples()
     (got, _), (expected, _) = (trained(trainer, m, data, **arguments) for m in (model, original))
     assert_same(got, expected, **({"rtol": 2e-2} if "bf16" in arguments else {}))
+
+
+def needs(package):
+    return pytest.mark.skipif(importlib.util.find_spec(package) is None, reason=f"{package} is not installed")
+
+
+LOW_RANK = {"optim_target_modules": "all-linear", "optim_args": "rank=8"}
+
+
+@pytest.mark.parametrize(
+    ("optim", "arguments"),
+    [
+        ("adamw_torch_fused", {}),
+        pytest.param("galore_adamw", LOW_RANK, marks=needs("galore_torch")),
+        pytest.param("galore_adamw_layerwise", LOW_RANK, marks=needs("galore_torch")),
+        pytest.param("adamw_bnb_8bit", {}, marks=[needs("bitsandbytes"), pytest.mark.gpu]),
+        pytest.param("paged_adamw_8bit", {}, marks=[needs("bitsandbytes"), pytest.mark.gpu]),
+    ],
+)
+def test_optimizers(optim, arguments, trainer, device):
+    """Also one that steps within the backward, and those whose states have a rank of 8, or 8 bits."""
+    data, steps = examples(), []
+    for model in pair(device, intermediate_size=256):  # layers that are large enough for 8 bits
+        before = {name: p.detach().clone() for name, p in model.named_parameters()}
+        this = trainer(model, trained=data, optim=optim, adam_epsilon=1e-2, **arguments)
+        this.train()
+        steps.append({name: p.detach() - before[name] for name, p in model.named_parameters()})
+        dtypes = {t.dtype for state in this.optimizer.state.values() for t in state.values() if torch.is_tensor(t)}
+        assert (torch.uint8 in dtypes) == ("8bit" in optim)
+    for name, step in steps[1].items():
+        assert (steps[0][name] - step).norm() <= 1e-3 * step.norm() > 0, name  # a rounding to 8 bits may differ
 
 
 def test_the_fused_loss_is_what_trains(trainer, device, monkeypatch):
@@ -168,15 +200,14 @@ def test_callback(trainer, device, capsys):
     assert_same(logs, [entry["loss"] for entry in trained(trainer, original, data)[0]])
 
 
-WORDS = {f"w{i}": i for i in range(101)}
+def word_tokenizer():
+    words = Tokenizer(WordLevel({f"w{i}": i for i in range(101)}, unk_token="w0"))
+    return PreTrainedTokenizerFast(tokenizer_object=words, pad_token="w0", eos_token="w2")
 
 
 @pytest.mark.parametrize("how", ["before", "callback", "lora"])
 def test_sft_trainer(how, device, tmp_path):
     """It has a fused head of its own, to which ours leaves the loss."""
-    tokenizer = PreTrainedTokenizerFast(
-        tokenizer_object=Tokenizer(WordLevel(WORDS, unk_token="w0")), pad_token="w0", eos_token="w2"
-    )
     data = datasets.Dataset.from_list([{name: x.tolist() for name, x in row.items()} for row in examples()])
     logs = []
     for patched in (False, True):
@@ -202,7 +233,7 @@ def test_sft_trainer(how, device, tmp_path):
             model,
             arguments,
             train_dataset=data,
-            processing_class=tokenizer,
+            processing_class=word_tokenizer(),
             peft_config=adapter,
             callbacks=[callback] if patched and how != "before" else [],
         )
