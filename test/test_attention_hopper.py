@@ -66,6 +66,7 @@ LEFT = {
     "features apart": ([heads(D=128)[..., ::2]] * 3, {}),
     "rows at any byte": ([heads(), heads(D=68)[..., :64], heads()], {}),
     "starts at any byte": ([heads(), heads(), heads(D=128)[..., 4:68]], {}),
+    "results at any byte": ([heads(), heads(), heads(D=64)[..., :60]], {}),
     "expanded": ([heads(), heads(H=1).expand(2, 9, 4, 64), heads()], {}),
     "bias": ([heads()] * 3, {"bias": ONE}),
     "padding": ([heads()] * 3, {"key_padding_mask": ONE}),

@@ -58,11 +58,13 @@ def on_hopper(masking: Masking, q: Tensor, k: Tensor, v: Tensor, *others: Tensor
 
 
 def _moved_by_tma(x: Tensor) -> bool:
-    """Whether features are dense and all else starts at a multiple of 16 bytes; TMA knows no expanded tensors."""
+    """Whether features are dense and all else starts at a multiple of 16 bytes, in a new tensor of the shape, too; TMA
+    knows no expanded tensors.
+    """
     *strides, dense = x.stride()
     each = 16 // x.element_size()
     whole = x.numel() > 0 and dense == 1 and x.data_ptr() % 16 == 0
-    return whole and all(stride > 0 and stride % each == 0 for stride in strides)
+    return whole and all(n > 0 and n % each == 0 for n in (*strides, x.shape[-1]))
 
 
 class _Descriptor(TensorDescriptor):
