@@ -241,8 +241,8 @@ def record() -> list[Launch]:
             patch.object(_attention_tiles, "gpu_class", lambda device: "hopper"),
             patch.multiple(_hopper, architecture=lambda device: 9, INTERPRET=False),
         ):
-            whole = attention_calls([(D, D) for D in _hopper.WIDTHS], _hopper.DTYPES)
-            for spec, dtype, shape, options in (*whole, *attention_calls([(96, 96)], [torch.bfloat16])):
+            whole = attention_calls(_hopper.WIDTHS, _hopper.DTYPES)
+            for spec, dtype, shape, options in (*whole, *attention_calls([(96, 96), (160, 80)], [torch.bfloat16])):
                 testing.run(spec.fn, spec.inputs(dtype, "cpu", **shape), options)
         # products that on a CPU are torch's; M and N with and without 16 as a divisor
         flags, factors = (False, True), (None, torch.ones(1))

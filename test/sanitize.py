@@ -32,7 +32,7 @@ TOOLS = {
     "synccheck": (HOPPER, "bfloat16"),
 }
 # heads of the kernels for Hopper, and rows that do not fill their blocks
-HEADS: list[dict[str, Any]] = [{"H": 4, "Hk": 2, "D": D, "sinks": True} for D in (64, 128, 256)]
+HEADS: list[dict[str, Any]] = [{"H": 4, "Hk": 2, "D": D, "Dv": Dv, "sinks": True} for D, Dv in _hopper.WIDTHS]
 ATTENTION = {
     "flash_attention": [{"B": 1, "S": 200, "Sk": 300, **heads} for heads in HEADS],
     "flash_attention_varlen": [{"lengths": ((70, 70), (0, 0), (129, 130)), "behind": 9, **heads} for heads in HEADS],

@@ -22,8 +22,8 @@ from liger_like.testing import assert_accurate
 
 KERNEL = "_attention_fwd_hopper_kernel"
 varlen, varlen_ref = map(with_longest, (ops.flash_attention_varlen, flash_attention_varlen_ref))
-each_width = pytest.mark.parametrize("D", _hopper.WIDTHS)
-HEADS = (64, 64), (96, 96), (128, 128), (192, 128), (256, 256)  # of queries and keys, and of values
+each_width = pytest.mark.parametrize(("D", "Dv"), _hopper.WIDTHS)
+HEADS = (64, 64), (96, 96), (128, 128), (192, 128), (144, 80), (256, 256)  # of queries and keys, and of values
 
 
 def on_hopper(q, k, v, **masks):
@@ -50,6 +50,7 @@ TAKEN = {
     "widths": ([heads(D=256)] * 3, {}),
     "a width between": ([heads(D=40)] * 3, {}),
     "narrower values": ([heads(D=192), heads(D=192), heads(D=128)], {}),
+    "a width between, with narrower values": ([heads(D=136), heads(D=136), heads(D=64)], {}),
     "packed": ([heads(B=1)] * 3, {"cu_seqlens_q": ONE, "cu_seqlens_k": ONE}),
     "options": ([heads()] * 3, {"spans": ONE, "softcap": 2.0, "left": 3, "right": 0}),
 }
@@ -59,11 +60,13 @@ LEFT = {
     "a width too little": ([heads(D=152)] * 3, {}),
     "wide heads": ([heads(D=512)] * 3, {}),
     "narrow values": ([heads(D=128), heads(D=128), heads(D=56)], {}),
+    "narrow values of wide heads": ([heads(D=192), heads(D=192), heads(D=56)], {}),
     "wide values": ([heads(), heads(), heads(D=128)], {}),
     "no keys": ([heads(), heads(S=0), heads(S=0)], {}),
     "features apart": ([heads(D=128)[..., ::2]] * 3, {}),
     "rows at any byte": ([heads(), heads(D=68)[..., :64], heads()], {}),
     "starts at any byte": ([heads(), heads(), heads(D=128)[..., 4:68]], {}),
+    "results at any byte": ([heads(), heads(), heads(D=64)[..., :60]], {}),
     "expanded": ([heads(), heads(H=1).expand(2, 9, 4, 64), heads()], {}),
     "bias": ([heads()] * 3, {"bias": ONE}),
     "padding": ([heads()] * 3, {"key_padding_mask": ONE}),
@@ -164,10 +167,10 @@ def test_options(row, hopper, monkeypatch, poisoned):
 @each_width
 @pytest.mark.parametrize("causal", [False, True])
 @pytest.mark.parametrize("S", [1, 63, 65, 127, 129, 4097])
-def test_lengths_beside_blocks(S, causal, D, hopper, monkeypatch, poisoned):
+def test_lengths_beside_blocks(S, causal, D, Dv, hopper, monkeypatch, poisoned):
     H = 300 if S == 1 else 4  # few rows stay with the portable kernel
     for Sk in {S, 1, 191}:
-        make = lambda: attention_inputs(torch.bfloat16, "cuda", B=1, S=S, Sk=Sk, H=H, Hk=1, D=D)  # noqa: B023, E731
+        make = lambda: attention_inputs(torch.bfloat16, "cuda", B=1, S=S, Sk=Sk, H=H, Hk=1, D=D, Dv=Dv)  # noqa: B023, E731
         assert_right(ops.flash_attention, flash_attention_ref, make, {"causal": causal}, hopper, monkeypatch)
 
 
@@ -192,9 +195,9 @@ def test_packed_sequences(row, hopper, monkeypatch, poisoned):
 @pytest.mark.gpu
 @each_width
 @pytest.mark.parametrize("causal", [False, True])
-def test_nothing_leaks_from_other_sequences(causal, D, hopper, poisoned):
+def test_nothing_leaks_from_other_sequences(causal, D, Dv, hopper, poisoned):
     lengths = LENGTHS["ragged"]
-    inputs = attention_varlen_inputs(torch.bfloat16, "cuda", lengths, H=4, Hk=2, D=D, behind=40)
+    inputs = attention_varlen_inputs(torch.bfloat16, "cuda", lengths, H=4, Hk=2, D=D, Dv=Dv, behind=40)
     expected = forward(varlen, inputs, causal=causal)
     start = 0
     for n in (*(n for n, _ in lengths), 40):
@@ -210,9 +213,9 @@ def test_nothing_leaks_from_other_sequences(causal, D, hopper, poisoned):
 
 @pytest.mark.gpu
 @each_width
-def test_documents_are_those_of_varlen(D, hopper, poisoned):
+def test_documents_are_those_of_varlen(D, Dv, hopper, poisoned):
     lengths = 250, 1, 600, 90, 64, 128
-    inputs = attention_inputs(torch.bfloat16, "cuda", B=1, S=sum(lengths), Sk=sum(lengths), H=4, Hk=2, D=D)
+    inputs = attention_inputs(torch.bfloat16, "cuda", B=1, S=sum(lengths), Sk=sum(lengths), H=4, Hk=2, D=D, Dv=Dv)
     cu = torch.tensor([0, *lengths], device="cuda").cumsum(0).int()
     out, lse = forward(ops.flash_attention, inputs, causal=True, spans=documents(*lengths, device="cuda"))
     packed = {n: t[0] for n, t in inputs.items()} | {"cu_seqlens_q": cu, "cu_seqlens_k": cu}
@@ -223,9 +226,9 @@ def test_documents_are_those_of_varlen(D, hopper, poisoned):
 @pytest.mark.gpu
 @each_width
 @pytest.mark.parametrize("S", [40, 400])
-def test_empty_spans(S, D, hopper, poisoned):
+def test_empty_spans(S, D, Dv, hopper, poisoned):
     """Of all rows of a block, before the keys, between them, behind them."""
-    inputs = attention_inputs(torch.bfloat16, "cuda", B=3, S=S, Sk=300, H=8, Hk=1, D=D, sinks=True)
+    inputs = attention_inputs(torch.bfloat16, "cuda", B=3, S=S, Sk=300, H=8, Hk=1, D=D, Dv=Dv, sinks=True)
     inputs["v"] = torch.full_like(inputs["v"], torch.nan)
     for start, end in ((-9, -4), (200, 200), (250, 140), (300, 300), (900, 990)):
         spans = torch.empty(2, 3, S, device="cuda", dtype=torch.int32)
@@ -247,15 +250,15 @@ CALLS = {
 @pytest.mark.gpu
 @each_width
 @pytest.mark.parametrize("name", [*CALLS, "packed"])
-def test_repeats_bit_for_bit(name, D, hopper, poisoned):
+def test_repeats_bit_for_bit(name, D, Dv, hopper, poisoned):
     """Loading and multiplying warps run side by side: a missing wait would show as a result that moves."""
     if name == "packed":
-        shape = {"lengths": LENGTHS["ragged"] * 4, "H": 16, "Hk": 4, "D": D, "behind": 7}
+        shape = {"lengths": LENGTHS["ragged"] * 4, "H": 16, "Hk": 4, "D": D, "Dv": Dv, "behind": 7}
         cases = [attention_varlen_inputs(torch.bfloat16, "cuda", **shape) for _ in range(4)]
         fn, options = varlen, {"causal": True}
     else:
         shape, options = CALLS[name]
-        cases = [attention_inputs(torch.bfloat16, "cuda", **shape, D=D) for _ in range(4)]
+        cases = [attention_inputs(torch.bfloat16, "cuda", **shape, D=D, Dv=Dv) for _ in range(4)]
         fn = ops.flash_attention
     first = [forward(fn, inputs, **options) for inputs in cases]
     for _ in range(100):
@@ -267,10 +270,11 @@ def test_repeats_bit_for_bit(name, D, hopper, poisoned):
 
 @pytest.mark.gpu
 @each_width
-def test_any_layout_gives_the_same_bits(D, hopper, poisoned):
-    inputs = attention_inputs(torch.bfloat16, "cuda", B=2, S=300, Sk=300, H=4, Hk=4, D=D)
+def test_any_layout_gives_the_same_bits(D, Dv, hopper, poisoned):
+    inputs = attention_inputs(torch.bfloat16, "cuda", B=2, S=300, Sk=300, H=4, Hk=4, D=D, Dv=Dv)
     q, k, v = (t.detach() for t in inputs.values())
-    fused = torch.cat((q, k, v), 2).split(4, 2)
+    fused = torch.cat([t.flatten(2) for t in (q, k, v)], 2).split((4 * D, 4 * D, 4 * Dv), 2)
+    fused = [t.unflatten(2, (4, -1)) for t in fused]
     heads_first = [t.transpose(1, 2).contiguous().transpose(1, 2) for t in (q, k, v)]
     at_any_byte = [torch.nn.functional.pad(t, (3, 2))[..., 3:-2] for t in (q, k, v)]
     expected = forward(ops.flash_attention, inputs, causal=True)
@@ -286,9 +290,9 @@ def test_any_layout_gives_the_same_bits(D, hopper, poisoned):
 @pytest.mark.gpu
 @each_width
 @pytest.mark.parametrize("name", CALLS)
-def test_cuda_graph_equals_eager(name, D, hopper, poisoned):
+def test_cuda_graph_equals_eager(name, D, Dv, hopper, poisoned):
     shape, options = CALLS[name]
-    inputs = attention_inputs(torch.bfloat16, "cuda", **shape, D=D)
+    inputs = attention_inputs(torch.bfloat16, "cuda", **shape, D=D, Dv=Dv)
     forward(ops.flash_attention, inputs, **options)
     graph = torch.cuda.CUDAGraph()
     with torch.cuda.graph(graph):
@@ -305,10 +309,10 @@ def test_cuda_graph_equals_eager(name, D, hopper, poisoned):
 
 @pytest.mark.gpu
 @each_width
-def test_two_streams(D, hopper, poisoned):
+def test_two_streams(D, Dv, hopper, poisoned):
     streams = [torch.cuda.Stream() for _ in range(2)]
     shape, options = CALLS["causal"]
-    cases = [attention_inputs(torch.bfloat16, "cuda", **shape, D=D) for _ in streams]
+    cases = [attention_inputs(torch.bfloat16, "cuda", **shape, D=D, Dv=Dv) for _ in streams]
     expected = [forward(ops.flash_attention, inputs, **options) for inputs in cases]
     torch.cuda.synchronize()
     for _ in range(20):

@@ -34,13 +34,13 @@ from liger_like.ops.attention._hopper import (
     keys_of,
     on_hopper,
     store_rows,
-    width_of,
+    widths_of,
 )
 from liger_like.ops.attention._setup import Masking, section_of
 
 BLOCK_N = 2 * ROWS.value
-# width of heads -> queries in a block, and with a softcap or spans, which take registers; wider heads do not fit
-BLOCK_M = {64: (128, 64), 128: (64, 64)}
+# widths of heads -> queries in a block, and with a softcap or spans, which take registers; wider heads do not fit
+BLOCK_M = {(64, 64): (128, 64), (128, 128): (64, 64)}
 STAGES = 2
 
 
@@ -278,18 +278,18 @@ def _scale_kernel(sum_ptr, out_ptr, N, scale, BLOCK: tl.constexpr):
     tl.store(out_ptr + offs, tl.load(sum_ptr + offs, mask=mask) * scale, mask=mask)
 
 
-def has_backward(masking: Masking, q: Tensor, *others: Tensor) -> bool:
+def has_backward(masking: Masking, q: Tensor, k: Tensor, v: Tensor, dout: Tensor) -> bool:
     """Whether ``add_gradients`` takes a call with these tensors."""
-    return width_of(q.shape[-1]) in BLOCK_M and on_hopper(masking, q, *others)
+    return widths_of(q.shape[-1], v.shape[-1]) in BLOCK_M and on_hopper(masking, q, k, v, dout)
 
 
 def add_gradients(
     dout: Tensor, q: Tensor, k: Tensor, v: Tensor, rows: Tensor, masking: Masking, splits: int, dk: Tensor, dv: Tensor
 ) -> Tensor:
     """dq; dk and dv [splits, B, Sk, Hk, D] get what the parts of the query heads of a key head give."""
-    (B, S, H, D), (SK, HK) = q.shape, k.shape[1:3]
-    width = width_of(D)
-    block_m = BLOCK_M[width][masking.softcap is not None or masking.spans is not None]
+    (B, S, H, D), (SK, HK, DV) = q.shape, v.shape[1:]
+    widths = width, _ = widths_of(D, DV)
+    block_m = BLOCK_M[widths][masking.softcap is not None or masking.spans is not None]
     blocks = masking.num_blocks(SK, BLOCK_N)
     share = width if block_m == BLOCK_N else width // 2
     dq, total = q.new_empty(q.shape), rows.new_zeros(q.shape)
@@ -305,7 +305,7 @@ def add_gradients(
         H=H,
         HK=HK,
         D=D,
-        DV=v.shape[3],
+        DV=DV,
         **masking.constants(),
         BLOCK_M=block_m,
         STAGES=STAGES,

@@ -1,4 +1,5 @@
-"""The backward of ``_backward`` for heads of 256 on Hopper, in Gluon: one warp loads by TMA, two warp groups multiply.
+"""The backward of ``_backward`` for heads of 192 and 256 on Hopper, in Gluon: one warp loads by TMA, two warp groups
+multiply.
 
 Two kernels, as the portable backward has them, so that nothing is added up in memory: one pass would be bound by what
 goes through shared memory. For dk and dv a program owns 64 keys of a key head: one warp group makes p and sums dv, the
@@ -16,7 +17,6 @@ from triton.experimental.gluon.language.nvidia.ampere import async_copy
 from triton.experimental.gluon.language.nvidia.hopper import (
     fence_async_shared,
     mbarrier,
-    warpgroup_mma,
     warpgroup_mma_wait,
 )
 
@@ -24,25 +24,32 @@ from liger_like.ops._common import launch
 from liger_like.ops.attention._blocks import LOG2E, load_spans, scores, unit_of_scores
 from liger_like.ops.attention._hopper import (
     ROWS,
+    add_product,
     barriers,
     bounds,
-    clear_rows,
+    clear_parts,
+    contract,
     descriptor,
     fill,
     hide,
     keys_of,
     load_rows,
     on_hopper,
-    store_rows,
+    parts_of,
+    rows_of,
+    store_parts,
     tile_of,
-    width_of,
+    wait_for,
+    widths_of,
+    zero_parts,
 )
 from liger_like.ops.attention._setup import Masking, section_of
 
 STAGES = gl.constexpr(2)
 BLOCK_N = ROWS.value  # keys of a program for dk and dv
 BLOCK_M = 2 * ROWS.value  # queries of one for dq
-WIDTH = 256
+# widths of heads -> buffers for values in the kernel for dq
+STAGES_V = {(192, 128): 2, (256, 256): 1}
 
 
 @gluon.jit
@@ -55,7 +62,7 @@ def _fill(desc, b, h, m, bufs, ptr, numbers, ring, use):
     offs = m + gl.arange(0, ROWS, gl.BlockedLayout([1], [32], [1], [0]))
     async_copy.async_copy_global_to_shared(numbers.index(s), ptr + offs)
     async_copy.mbarrier_arrive(full.index(s), increment_count=False)
-    load_rows(desc, b, h, m, bufs.index(s), full.index(s))
+    load_rows(desc, b, h, m, bufs, s, full.index(s), STAGES)
 
 
 @gluon.jit
@@ -63,8 +70,8 @@ def _load_queries(place, descs, rows_ptr, bufs, kv_full, q_ring, dout_ring, B, P
     b, hk, row, _, _, _, start, end, _, _, first_head, heads = place
     q_desc, k_desc, v_desc, dout_desc = descs
     q_s, k_s, v_s, dout_s, lse_s, delta_s = bufs
-    load_rows(k_desc, b, hk, row, k_s.index(0), kv_full)
-    load_rows(v_desc, b, hk, row, v_s.index(0), kv_full)
+    load_rows(k_desc, b, hk, row, k_s, 0, kv_full, 1)
+    load_rows(v_desc, b, hk, row, v_s, 0, kv_full, 1)
     use = 0
     for h in range(first_head, first_head + heads):
         lse_ptr = rows_ptr + (b * H + h).to(gl.int64) * PADDED
@@ -85,13 +92,12 @@ def _sum_dv(
     q_s, k_s, _, dout_s, lse_s, _ = bufs
     q_full, q_empty = q_ring
     dout_full, dout_empty = dout_ring
-    BLOCK_D: gl.constexpr = q_s.shape[4]
     dtype: gl.constexpr = q_s.dtype
     layout_s: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, ROWS, 16])
-    layout_v: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, BLOCK_D, 16])
+    layout_v: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, dout_s.shape[4], 16])
     operand: gl.constexpr = gl.DotOperandLayout(0, layout_v, 2)
     none = gl.zeros([ROWS, ROWS], gl.float32, layout_s)
-    dv = gl.zeros([ROWS, BLOCK_D], gl.float32, layout_v)
+    dv = zero_parts(dout_s, STAGES, layout_v)
     unit = unit_of_scores(scale, SOFTCAP, False)
     keys = (row + gl.arange(0, ROWS, gl.SliceLayout(1, layout_s)))[:, None]
     spans = None
@@ -103,12 +109,11 @@ def _sum_dv(
     limits = bounds(keys - shift, right, left, spans, end_q, HAS_RIGHT, HAS_LEFT)
     steps = heads * gl.cdiv(end - start, ROWS)
     mbarrier.wait(kv_full, 0)
-    k = k_s.index(0).reshape([ROWS, BLOCK_D])
     mbarrier.wait(q_full.index(0), 0, pred=steps > 0)
-    q = q_s.index(0).reshape([ROWS, BLOCK_D])
+    q = parts_of(q_s, 0, STAGES)
     if PACKED and start + ROWS > end_q:  # for both groups: 0 times what the next sequence holds may be NaN
-        clear_rows(q, end_q - start)
-    s_acc = warpgroup_mma(k, q.permute((1, 0)), none, use_acc=False, is_async=True)
+        clear_parts(q, end_q - start)
+    s_acc = contract(parts_of(k_s, 0, 1), q, none)
     s_acc = warpgroup_mma_wait(0, deps=(s_acc,))
     m = start
     for use in range(0, steps):
@@ -127,24 +132,23 @@ def _sum_dv(
         mbarrier.arrive(p_full.index(s), count=1)
         mbarrier.arrive(q_empty.index(s), count=1)
         mbarrier.wait(dout_full.index(s), use // STAGES & 1)
-        dout = dout_s.index(s).reshape([ROWS, BLOCK_D])
+        dout = parts_of(dout_s, s, STAGES)
         if PACKED and m + ROWS > end_q:
-            clear_rows(dout, end_q - m)
-        dv = warpgroup_mma(p_operand, dout, dv, is_async=True)
+            clear_parts(dout, end_q - m)
+        dv = add_product(dv, p_operand, dout)
         m += ROWS
         m = gl.where(m < end, m, start)
         t = (use + 1) % STAGES
         mbarrier.wait(q_full.index(t), (use + 1) // STAGES & 1, pred=use + 1 < steps)
-        q = q_s.index(t).reshape([ROWS, BLOCK_D])
+        q = parts_of(q_s, t, STAGES)
         if PACKED and m + ROWS > end_q:
-            clear_rows(q, end_q - m)
+            clear_parts(q, end_q - m)
         # an index that the compiler does not know to be 0: else what describes k to the tensor cores stays in registers
-        k = k_s.index(use >> 30).reshape([ROWS, BLOCK_D])
-        s_acc = warpgroup_mma(k, q.permute((1, 0)), none, use_acc=False, is_async=True)
-        dv = warpgroup_mma_wait(1, deps=(dv,))
+        s_acc = contract(parts_of(k_s, use >> 30, 1), q, none)
+        dv = wait_for(dv, len(q))
         mbarrier.arrive(dout_empty.index(s), count=1)
         s_acc = warpgroup_mma_wait(0, deps=(s_acc,))
-    store_rows(dv_ptr, dv, length, HK, DV)
+    store_parts(dv_ptr, dv, length, HK, DV)
 
 
 @gluon.jit
@@ -156,21 +160,18 @@ def _sum_dk(
     q_s, _, v_s, dout_s, _, delta_s = bufs
     q_full, q_empty = q_ring
     dout_full, dout_empty = dout_ring
-    BLOCK_D: gl.constexpr = q_s.shape[4]
     layout_s: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, ROWS, 16])
-    layout_k: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, BLOCK_D, 16])
+    layout_k: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, q_s.shape[4], 16])
     operand: gl.constexpr = gl.DotOperandLayout(0, layout_k, 2)
     cols: gl.constexpr = gl.SliceLayout(0, layout_s)
     none = gl.zeros([ROWS, ROWS], gl.float32, layout_s)
-    dk = gl.zeros([ROWS, BLOCK_D], gl.float32, layout_k)
+    dk = zero_parts(q_s, STAGES, layout_k)
     dk_ptr += (((gl.program_id(1) * B + b).to(gl.int64) * SK + row) * HK + hk) * D
     length = end_k - row
     steps = heads * gl.cdiv(end - start, ROWS)
     mbarrier.wait(kv_full, 0)
-    v = v_s.index(0).reshape([ROWS, BLOCK_D])
     mbarrier.wait(dout_full.index(0), 0, pred=steps > 0)
-    dout = dout_s.index(0).reshape([ROWS, BLOCK_D])
-    dp = warpgroup_mma(v, dout.permute((1, 0)), none, use_acc=False, is_async=True)
+    dp = contract(parts_of(v_s, 0, 1), parts_of(dout_s, 0, STAGES), none)
     dp = warpgroup_mma_wait(0, deps=(dp,))
     m = start
     for use in range(0, steps):
@@ -185,19 +186,17 @@ def _sum_dk(
         ds = (p.to(gl.float32) * dp).to(p.dtype)
         mbarrier.arrive(dout_empty.index(s), count=1)
         mbarrier.wait(q_full.index(s), phase)
-        q = q_s.index(s).reshape([ROWS, BLOCK_D])
-        dk = warpgroup_mma(gl.convert_layout(ds, operand), q, dk, is_async=True)
+        dk = add_product(dk, gl.convert_layout(ds, operand), parts_of(q_s, s, STAGES))
         t = (use + 1) % STAGES
         mbarrier.wait(dout_full.index(t), (use + 1) // STAGES & 1, pred=use + 1 < steps)
-        dout = dout_s.index(t).reshape([ROWS, BLOCK_D])
-        v = v_s.index(use >> 30).reshape([ROWS, BLOCK_D])
-        dp = warpgroup_mma(v, dout.permute((1, 0)), none, use_acc=False, is_async=True)
-        dk = warpgroup_mma_wait(1, deps=(dk,))
+        dout = parts_of(dout_s, t, STAGES)
+        dp = contract(parts_of(v_s, use >> 30, 1), dout, none)
+        dk = wait_for(dk, len(dout))
         mbarrier.arrive(q_empty.index(s), count=1)
         dp = warpgroup_mma_wait(0, deps=(dp,))
         m += ROWS
         m = gl.where(m < end, m, start)
-    store_rows(dk_ptr, dk * scale, length, HK, D)
+    store_parts(dk_ptr, dk, length, HK, D, scale)
 
 
 @gluon.jit(do_not_specialize=["B", "S", "SK", "PADDED", "count", "blocks", "section", "splits", "left", "right"])
@@ -207,13 +206,15 @@ def _attention_dkv_hopper_kernel(
     DV: gl.constexpr, SOFTCAP: gl.constexpr, HAS_LEFT: gl.constexpr, HAS_RIGHT: gl.constexpr, SEQUENCES: gl.constexpr,
 ):  # fmt: skip
     BLOCK_D: gl.constexpr = q_desc.block_type.shape[3]
+    BLOCK_DV: gl.constexpr = v_desc.block_type.shape[3]
+    PARTS: gl.constexpr = -(-D // BLOCK_D)
     dtype: gl.constexpr = q_desc.dtype
     plain: gl.constexpr = gl.SwizzledSharedLayout(1, 1, 1, [0])
     p_layout: gl.constexpr = gl.NVMMASharedLayout.get_default_for([ROWS, ROWS], dtype)
-    q_s = gl.allocate_shared_memory(dtype, [STAGES, 1, 1, ROWS, BLOCK_D], q_desc.layout)
-    k_s = gl.allocate_shared_memory(dtype, [1, 1, 1, ROWS, BLOCK_D], k_desc.layout)
-    v_s = gl.allocate_shared_memory(dtype, [1, 1, 1, ROWS, BLOCK_D], v_desc.layout)
-    dout_s = gl.allocate_shared_memory(dtype, [STAGES, 1, 1, ROWS, BLOCK_D], dout_desc.layout)
+    q_s = gl.allocate_shared_memory(dtype, [STAGES * PARTS, 1, 1, ROWS, BLOCK_D], q_desc.layout)
+    k_s = gl.allocate_shared_memory(dtype, [PARTS, 1, 1, ROWS, BLOCK_D], k_desc.layout)
+    v_s = gl.allocate_shared_memory(dtype, [1, 1, 1, ROWS, BLOCK_DV], v_desc.layout)
+    dout_s = gl.allocate_shared_memory(dtype, [STAGES, 1, 1, ROWS, BLOCK_DV], dout_desc.layout)
     lse_s = gl.allocate_shared_memory(gl.float32, [STAGES, ROWS], plain)
     delta_s = gl.allocate_shared_memory(gl.float32, [STAGES, ROWS], plain)
     p_s = gl.allocate_shared_memory(dtype, [STAGES, ROWS, ROWS], p_layout)
@@ -249,13 +250,13 @@ def _load_keys(tile, descs, bufs, q_full, dout_full, k_ring, v_ring, H: gl.const
     k_full, k_empty = k_ring
     v_full, v_empty = v_ring
     hk = h // (H // HK)
-    load_rows(q_desc, b, h, start_q + row, q_s.index(0), q_full)
+    load_rows(q_desc, b, h, start_q + row, q_s, 0, q_full, 1)
     for use in range(0, gl.cdiv(end - start, ROWS)):
         n = start_k + start + use * ROWS
         fill(k_desc, b, hk, n, k_s, k_full, k_empty, use, STAGES)
         if use == 0:  # behind what is needed first
-            load_rows(dout_desc, b, h, start_q + row, dout_s.index(0), dout_full)
-        fill(v_desc, b, hk, n, v_s, v_full, v_empty, use, 1)
+            load_rows(dout_desc, b, h, start_q + row, dout_s, 0, dout_full, 1)
+        fill(v_desc, b, hk, n, v_s, v_full, v_empty, use, v_s.shape[0])
 
 
 @gluon.jit
@@ -268,10 +269,10 @@ def _sum_dq(
     q_s, k_s, v_s, dout_s = bufs
     k_full, k_empty = k_ring
     v_full, v_empty = v_ring
-    BLOCK_D: gl.constexpr = q_s.shape[4]
+    STAGES_V: gl.constexpr = v_s.shape[0]
     dtype: gl.constexpr = q_s.dtype
     layout_s: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, ROWS, 16])
-    layout_q: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, BLOCK_D, 16])
+    layout_q: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, q_s.shape[4], 16])
     operand: gl.constexpr = gl.DotOperandLayout(0, layout_q, 2)
     none = gl.zeros([ROWS, ROWS], gl.float32, layout_s)
     row += g * ROWS
@@ -287,63 +288,60 @@ def _sum_dq(
     lse = gl.load(lse_ptrs, mask=mask, other=float("inf")) * LOG2E
     delta = gl.load(lse_ptrs + B.to(gl.int64) * H * PADDED, mask=mask, other=0.0)
     unit = unit_of_scores(scale, SOFTCAP, False)
-    dq = gl.zeros([ROWS, BLOCK_D], gl.float32, layout_q)
-    q = q_s.index(0).reshape([2 * ROWS, BLOCK_D]).slice(g * ROWS, ROWS)
+    dq = zero_parts(q_s, 1, layout_q)
     steps = gl.cdiv(end - start, ROWS)
     mbarrier.wait(q_full, 0)
     mbarrier.wait(dout_full, 0)
     mbarrier.wait(k_full.index(0), 0)
-    k = k_s.index(0).reshape([ROWS, BLOCK_D])
-    s_acc = warpgroup_mma(q, k.permute((1, 0)), none, use_acc=False, is_async=True)
+    s_acc = contract(rows_of(parts_of(q_s, 0, 1), g * ROWS), parts_of(k_s, 0, STAGES), none)
     s_acc = warpgroup_mma_wait(0, deps=(s_acc,))
     for use in range(0, steps):
         n = start + use * ROWS
         s = use % STAGES
-        mbarrier.wait(v_full.index(0), use & 1)
+        mbarrier.wait(v_full.index(use % STAGES_V), use // STAGES_V & 1)
         # an index that the compiler does not know to be 0: else what describes v, dout and q stays in registers
         zero = use >> 30
-        v = v_s.index(zero).reshape([ROWS, BLOCK_D])
-        dout = dout_s.index(zero).reshape([2 * ROWS, BLOCK_D]).slice(g * ROWS, ROWS)
+        v = parts_of(v_s, zero + use % STAGES_V, STAGES_V)
         if PACKED and n + ROWS > length_k:  # both groups write the same
-            clear_rows(k_s.index(s).reshape([ROWS, BLOCK_D]), length_k - n)
-            clear_rows(v, length_k - n)
-        dp = warpgroup_mma(dout, v.permute((1, 0)), none, use_acc=False, is_async=True)
+            clear_parts(parts_of(k_s, s, STAGES), length_k - n)
+            clear_parts(v, length_k - n)
+        dp = contract(rows_of(parts_of(dout_s, zero, 1), g * ROWS), v, none)
         p, slopes = scores(s_acc, None, scale, SOFTCAP, False)
         p = gl.exp2(p * unit - lse[:, None]) * slopes  # before p is hidden: another sequence's slopes may be NaN
         if (n < inner_start) | (n + ROWS > inner_end):
             p = hide(p, n, limits)
         dp = warpgroup_mma_wait(0, deps=(dp,))
-        mbarrier.arrive(v_empty.index(0), count=1)
+        mbarrier.arrive(v_empty.index(use % STAGES_V), count=1)
         ds = (p * (dp - delta[:, None])).to(dtype)
-        k = k_s.index(s).reshape([ROWS, BLOCK_D])
-        dq = warpgroup_mma(gl.convert_layout(ds, operand), k, dq, is_async=True)
+        dq = add_product(dq, gl.convert_layout(ds, operand), parts_of(k_s, s, STAGES))
         t = (use + 1) % STAGES
         mbarrier.wait(k_full.index(t), (use + 1) // STAGES & 1, pred=use + 1 < steps)
-        k = k_s.index(t).reshape([ROWS, BLOCK_D])
-        q = q_s.index(zero).reshape([2 * ROWS, BLOCK_D]).slice(g * ROWS, ROWS)
-        s_acc = warpgroup_mma(q, k.permute((1, 0)), none, use_acc=False, is_async=True)
-        dq = warpgroup_mma_wait(1, deps=(dq,))
+        q = rows_of(parts_of(q_s, zero, 1), g * ROWS)
+        s_acc = contract(q, parts_of(k_s, t, STAGES), none)
+        dq = wait_for(dq, len(q))
         mbarrier.arrive(k_empty.index(s), count=1)
         s_acc = warpgroup_mma_wait(0, deps=(s_acc,))
-    store_rows(dq_ptr, dq * scale, length, H, D)
+    store_parts(dq_ptr, dq, length, H, D, scale)
 
 
 @gluon.jit(do_not_specialize=["B", "S", "SK", "PADDED", "count", "blocks", "section", "left", "right"])
 def _attention_dq_hopper_kernel(
     q_desc, k_desc, v_desc, dout_desc, rows_ptr, dq_ptr, cu_q_ptr, cu_k_ptr, spans_ptr, B, S, SK, PADDED, count, blocks,
     section, left, right, scale, H: gl.constexpr, HK: gl.constexpr, D: gl.constexpr, SOFTCAP: gl.constexpr,
-    HAS_LEFT: gl.constexpr, HAS_RIGHT: gl.constexpr, SEQUENCES: gl.constexpr,
+    HAS_LEFT: gl.constexpr, HAS_RIGHT: gl.constexpr, SEQUENCES: gl.constexpr, STAGES_V: gl.constexpr,
 ):  # fmt: skip
     BLOCK_D: gl.constexpr = q_desc.block_type.shape[3]
+    BLOCK_DV: gl.constexpr = v_desc.block_type.shape[3]
+    PARTS: gl.constexpr = -(-D // BLOCK_D)
     dtype: gl.constexpr = q_desc.dtype
-    q_s = gl.allocate_shared_memory(dtype, [1, 1, 1, 2 * ROWS, BLOCK_D], q_desc.layout)
-    k_s = gl.allocate_shared_memory(dtype, [STAGES, 1, 1, ROWS, BLOCK_D], k_desc.layout)
-    v_s = gl.allocate_shared_memory(dtype, [1, 1, 1, ROWS, BLOCK_D], v_desc.layout)
-    dout_s = gl.allocate_shared_memory(dtype, [1, 1, 1, 2 * ROWS, BLOCK_D], dout_desc.layout)
+    q_s = gl.allocate_shared_memory(dtype, [PARTS, 1, 1, 2 * ROWS, BLOCK_D], q_desc.layout)
+    k_s = gl.allocate_shared_memory(dtype, [STAGES * PARTS, 1, 1, ROWS, BLOCK_D], k_desc.layout)
+    v_s = gl.allocate_shared_memory(dtype, [STAGES_V, 1, 1, ROWS, BLOCK_DV], v_desc.layout)
+    dout_s = gl.allocate_shared_memory(dtype, [1, 1, 1, 2 * ROWS, BLOCK_DV], dout_desc.layout)
     q_full = barriers(1, 1).index(0)
     dout_full = barriers(1, 1).index(0)
     k_ring = barriers(STAGES, 1), barriers(STAGES, 2)
-    v_ring = barriers(1, 1), barriers(1, 2)
+    v_ring = barriers(STAGES_V, 1), barriers(STAGES_V, 2)
     fence_async_shared()
     pointers = cu_q_ptr, cu_k_ptr, spans_ptr
     sizes = SK, count, blocks, section
@@ -366,16 +364,17 @@ def _attention_dq_hopper_kernel(
     )  # fmt: skip
 
 
-def takes(masking: Masking, q: Tensor, *others: Tensor) -> bool:
+def takes(masking: Masking, q: Tensor, k: Tensor, v: Tensor, dout: Tensor) -> bool:
     """Whether ``fill_dkv`` and ``make_dq`` take a call with these tensors."""
-    return width_of(q.shape[-1]) == WIDTH and on_hopper(masking, q, *others)
+    return widths_of(q.shape[-1], v.shape[-1]) in STAGES_V and on_hopper(masking, q, k, v, dout)
 
 
 def fill_dkv(
     dout: Tensor, q: Tensor, k: Tensor, v: Tensor, rows: Tensor, masking: Masking, splits: int, dk: Tensor, dv: Tensor
 ) -> None:
     """dk and dv [splits, B, Sk, Hk, D] get what the parts of the query heads of a key head give."""
-    (B, S, H, D), (SK, HK) = q.shape, k.shape[1:3]
+    (B, S, H, D), (SK, HK, DV) = q.shape, v.shape[1:]
+    width, width_v = widths_of(D, DV)
     blocks = masking.num_blocks(SK, BLOCK_N)
     launch(
         _attention_dkv_hopper_kernel,
@@ -384,11 +383,11 @@ def fill_dkv(
         (B, S, SK, rows.shape[3], masking.sequences, blocks, section_of(q, dout, masking.max_seqlen_q * (H // HK), 1),
          splits, masking.left, masking.right),
         (masking.scale,),
-        tuple(descriptor(x, ROWS.value, WIDTH) for x in (q, k, v, dout)),
+        tuple(descriptor(x, ROWS.value, n) for x, n in ((q, width), (k, width), (v, width_v), (dout, width_v))),
         H=H,
         HK=HK,
         D=D,
-        DV=v.shape[3],
+        DV=DV,
         **masking.constants(),
         num_warps=4,
     )  # fmt: skip
@@ -396,7 +395,8 @@ def fill_dkv(
 
 def make_dq(dout: Tensor, q: Tensor, k: Tensor, v: Tensor, rows: Tensor, masking: Masking) -> Tensor:
     """The gradient of q."""
-    (B, S, H, D), (SK, HK) = q.shape, k.shape[1:3]
+    (B, S, H, D), (SK, HK, DV) = q.shape, v.shape[1:]
+    widths = width, width_v = widths_of(D, DV)
     dq = torch.empty(q.shape, dtype=q.dtype, device=q.device)
     blocks = masking.num_blocks(S, BLOCK_M)
     launch(
@@ -406,11 +406,13 @@ def make_dq(dout: Tensor, q: Tensor, k: Tensor, v: Tensor, rows: Tensor, masking
         (B, S, SK, rows.shape[3], masking.sequences, blocks, section_of(k, v, masking.max_seqlen_k, H // HK),
          masking.left, masking.right),
         (masking.scale,),
-        tuple(descriptor(x, n, WIDTH) for x, n in ((q, BLOCK_M), (k, BLOCK_N), (v, BLOCK_N), (dout, BLOCK_M))),
+        (descriptor(q, BLOCK_M, width), descriptor(k, BLOCK_N, width), descriptor(v, BLOCK_N, width_v),
+         descriptor(dout, BLOCK_M, width_v)),
         H=H,
         HK=HK,
         D=D,
         **masking.constants(),
+        STAGES_V=STAGES_V[widths],
         num_warps=4,
     )  # fmt: skip
     return dq

@@ -23,12 +23,14 @@ from liger_like.ops.attention._hopper import (
     ROWS,
     barriers,
     clear_rows,
+    contract,
     descriptor,
     fill,
     load_rows,
+    parts_of,
     store_rows,
     tile_of,
-    width_of,
+    widths_of,
 )
 from liger_like.ops.attention._setup import Masking, section_of
 from liger_like.ops.attention._tiles import hopper_forward
@@ -57,7 +59,7 @@ def _load(
             fill(k_desc, b, hk, last, k_s, k_full, k_empty, use, STAGES)
             for g in gl.static_range(GROUPS):
                 mbarrier.wait(q_empty.index(g), turn & 1 ^ 1)
-                load_rows(q_desc, b, h, start_q + row + g * ROWS, q_s.index(g), q_full.index(g))
+                load_rows(q_desc, b, h, start_q + row + g * ROWS, q_s, g, q_full.index(g), GROUPS)
             turn += 1
             for n in range(last, start_k + start - BLOCK_N, -BLOCK_N):
                 if n > start_k + start:  # the next keys are needed before these values
@@ -114,16 +116,18 @@ def _attend(
     q_s, k_s, v_s = bufs
     q_full, k_full, v_full = full
     q_empty, k_empty, v_empty = empty
-    BLOCK_D: gl.constexpr = out_desc.block_type.shape[3]
+    BLOCK_DV: gl.constexpr = out_desc.block_type.shape[3]
     dtype: gl.constexpr = out_desc.dtype
     PACKED: gl.constexpr = pointers[0] is not None
     layout_s: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, BLOCK_N, 16])
-    layout_o: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, BLOCK_D, 16])
+    layout_o: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, BLOCK_DV, 16])
     layout_p: gl.constexpr = gl.DotOperandLayout(0, layout_o, 2)
     rows_s: gl.constexpr = gl.SliceLayout(1, layout_s)
     rows_o: gl.constexpr = gl.SliceLayout(1, layout_o)
     zeros = gl.zeros([ROWS, BLOCK_N], gl.float32, layout_s)
-    q = q_s.index(g).reshape([ROWS, BLOCK_D])
+    q = parts_of(q_s, g, GROUPS)
+    # where there is no room, the first parts of the queries
+    out = out_s.index(g * (out_s.shape[0] // GROUPS))._reinterpret(dtype, out_desc.block_type.shape, out_desc.layout)
     use = 0
     turn = 0
     rounds = 0
@@ -142,11 +146,10 @@ def _attend(
                 spans = load_spans(spans_ptr, b.to(gl.int64), B, S, queries[:, None])
             most = gl.full([ROWS], float("-inf"), gl.float32, rows_s)
             total = gl.zeros([ROWS], gl.float32, rows_s)
-            acc = gl.zeros([ROWS, BLOCK_D], gl.float32, layout_o)
+            acc = gl.zeros([ROWS, BLOCK_DV], gl.float32, layout_o)
             mbarrier.wait(q_full.index(g), turn & 1)
             mbarrier.wait(k_full.index(use % STAGES), use // STAGES & 1)
-            k = k_s.index(use % STAGES).reshape([BLOCK_N, BLOCK_D])
-            s = warpgroup_mma(q, k.permute((1, 0)), zeros, use_acc=False, is_async=True)
+            s = contract(q, parts_of(k_s, use % STAGES, STAGES), zeros)
             s = warpgroup_mma_wait(0, deps=(s,))
             mbarrier.arrive(k_empty.index(use % STAGES), count=1)
             p, most, total, decay = _softmax(
@@ -156,7 +159,7 @@ def _attend(
             if PACKED and end > length_k:  # 0 times what the next sequence holds may be NaN
                 mbarrier.wait(v_full.index(use % STAGES), use // STAGES & 1)
                 if g == 0:
-                    clear_rows(v_s.index(use % STAGES).reshape([BLOCK_N, BLOCK_D]), length_k - (end - BLOCK_N))
+                    clear_rows(v_s.index(use % STAGES).reshape([BLOCK_N, BLOCK_DV]), length_k - (end - BLOCK_N))
                 mbarrier.arrive(cleared, count=1)
                 mbarrier.wait(cleared, clears & 1)
                 clears += 1
@@ -168,10 +171,9 @@ def _attend(
                 if PING_PONG:  # while one group multiplies, the others make their softmax
                     mbarrier.wait(turns.index(g), rounds & 1 ^ (1 if g == 0 else 0))
                     rounds += 1
-                k = k_s.index(use % STAGES).reshape([BLOCK_N, BLOCK_D])
-                s = warpgroup_mma(q, k.permute((1, 0)), zeros, use_acc=False, is_async=True)
+                s = contract(q, parts_of(k_s, use % STAGES, STAGES), zeros)
                 mbarrier.wait(v_full.index(last), last_phase)
-                acc = warpgroup_mma(p, v_s.index(last).reshape([BLOCK_N, BLOCK_D]), acc, is_async=True)
+                acc = warpgroup_mma(p, v_s.index(last).reshape([BLOCK_N, BLOCK_DV]), acc, is_async=True)
                 if PING_PONG:
                     mbarrier.arrive(turns.index((g + 1) % GROUPS), count=1)
                 s = warpgroup_mma_wait(1, deps=(s,))
@@ -187,7 +189,7 @@ def _attend(
                 mbarrier.arrive(q_empty.index(g), count=1)
             last = use % STAGES
             mbarrier.wait(v_full.index(last), use // STAGES & 1)
-            acc = warpgroup_mma(p, v_s.index(last).reshape([BLOCK_N, BLOCK_D]), acc, is_async=True)
+            acc = warpgroup_mma(p, v_s.index(last).reshape([BLOCK_N, BLOCK_DV]), acc, is_async=True)
             acc = warpgroup_mma_wait(0, deps=(acc,))
             mbarrier.arrive(v_empty.index(last), count=1)
             use += 1
@@ -200,7 +202,7 @@ def _attend(
             acc = gl.where(factor > 0.0, acc * factor, 0.0)  # of a row that sees no key, 0 times what may be NaN
             lse_ptrs = lse_ptr + (b.to(gl.int64) * H + h) * S + start_q + queries
             gl.store(lse_ptrs, lse, mask=queries < length_q)
-            _store(out_desc, out_ptr, out_s.index(g), acc, b, h, start_q, row, length_q, H, DV, PACKED)
+            _store(out_desc, out_ptr, out, acc, b, h, start_q, row, length_q, H, DV, PACKED)
             if not ROOM:
                 tma.store_wait(0)
                 mbarrier.arrive(q_empty.index(g), count=1)
@@ -210,16 +212,19 @@ def _attend(
 @gluon.jit(do_not_specialize=["B", "S", "SK", "count", "blocks", "section", "tiles", "left", "right"])
 def _attention_fwd_hopper_kernel(
     q_desc, k_desc, v_desc, out_desc, out_ptr, lse_ptr, sinks_ptr, cu_q_ptr, cu_k_ptr, spans_ptr, B, S, SK, count,
-    blocks, section, tiles, left, right, scale, H: gl.constexpr, HK: gl.constexpr, DV: gl.constexpr,
-    SOFTCAP: gl.constexpr, HAS_LEFT: gl.constexpr, HAS_RIGHT: gl.constexpr, SEQUENCES: gl.constexpr,
+    blocks, section, tiles, left, right, scale, H: gl.constexpr, HK: gl.constexpr, D: gl.constexpr,
+    DV: gl.constexpr, SOFTCAP: gl.constexpr, HAS_LEFT: gl.constexpr, HAS_RIGHT: gl.constexpr, SEQUENCES: gl.constexpr,
     BLOCK_N: gl.constexpr, STAGES: gl.constexpr, GROUPS: gl.constexpr, PING_PONG: gl.constexpr,
 ):  # fmt: skip
     BLOCK_D: gl.constexpr = q_desc.block_type.shape[3]
-    ROOM: gl.constexpr = BLOCK_D < 256  # for the output beside the queries
-    q_s = gl.allocate_shared_memory(q_desc.dtype, [GROUPS, 1, 1, ROWS, BLOCK_D], q_desc.layout)
-    out_s = gl.allocate_shared_memory(q_desc.dtype, [GROUPS, 1, 1, ROWS, BLOCK_D], q_desc.layout) if ROOM else q_s
-    k_s = gl.allocate_shared_memory(k_desc.dtype, [STAGES, 1, 1, BLOCK_N, BLOCK_D], k_desc.layout)
-    v_s = gl.allocate_shared_memory(v_desc.dtype, [STAGES, 1, 1, BLOCK_N, BLOCK_D], v_desc.layout)
+    BLOCK_DV: gl.constexpr = v_desc.block_type.shape[3]
+    PARTS: gl.constexpr = -(-D // BLOCK_D)
+    # for the output beside the queries, of 226 KiB
+    ROOM: gl.constexpr = (GROUPS * ROWS + STAGES * BLOCK_N) * (PARTS * BLOCK_D + BLOCK_DV) <= 113 << 10
+    q_s = gl.allocate_shared_memory(q_desc.dtype, [GROUPS * PARTS, 1, 1, ROWS, BLOCK_D], q_desc.layout)
+    out_s = gl.allocate_shared_memory(q_desc.dtype, [GROUPS, 1, 1, ROWS, BLOCK_DV], q_desc.layout) if ROOM else q_s
+    k_s = gl.allocate_shared_memory(k_desc.dtype, [STAGES * PARTS, 1, 1, BLOCK_N, BLOCK_D], k_desc.layout)
+    v_s = gl.allocate_shared_memory(v_desc.dtype, [STAGES, 1, 1, BLOCK_N, BLOCK_DV], v_desc.layout)
     q_full = barriers(GROUPS, 1)
     q_empty = barriers(GROUPS, 1)
     k_full = barriers(STAGES, 1)
@@ -267,8 +272,8 @@ def attention_fwd_hopper(
 ) -> None:
     """Fill output and lse of a call that ``on_hopper`` takes."""
     (B, S, H, D), (SK, HK, DV) = q.shape, v.shape[1:]
-    width = width_of(D)
-    tile = hopper_forward(width, masking)
+    widths = width, width_v = widths_of(D, DV)
+    tile = hopper_forward(widths, masking)
     blocks = masking.num_blocks(S, 64 * tile.groups)
     tiles = blocks * B * H
     launch(
@@ -278,9 +283,11 @@ def attention_fwd_hopper(
         (B, S, SK, masking.sequences, blocks, section_of(k, v, masking.max_seqlen_k, H // HK), tiles, masking.left,
          masking.right),
         (masking.scale,),
-        tuple(descriptor(x, n, width) for x, n in ((q, 64), (k, tile.block_n), (v, tile.block_n), (out, 64))),
+        (descriptor(q, 64, width), descriptor(k, tile.block_n, width), descriptor(v, tile.block_n, width_v),
+         descriptor(out, 64, width_v)),
         H=H,
         HK=HK,
+        D=D,
         DV=DV,
         **masking.constants(),
         **tile.constants(),

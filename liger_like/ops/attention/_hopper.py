@@ -1,6 +1,9 @@
 """What the attention kernels for Hopper share: which calls they take, tensors as TMA moves them, rings of buffers that
 it fills, and which rows a program has and sees.
 
+Sizes of a buffer are powers of 2: 192 features are held as three parts of 64, and a product over features is the sum of
+those over the parts. A tensor in parts is a tuple.
+
 In a ring of STAGES buffers each has a barrier for "full" and one for "empty"; the use-th filling goes into buffer
 use % STAGES, and the parity of use // STAGES is the barriers' phase.
 """
@@ -11,7 +14,13 @@ import torch
 from torch import Tensor
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
-from triton.experimental.gluon.language.nvidia.hopper import fence_async_shared, mbarrier, tma
+from triton.experimental.gluon.language.nvidia.hopper import (
+    fence_async_shared,
+    mbarrier,
+    tma,
+    warpgroup_mma,
+    warpgroup_mma_wait,
+)
 from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 
 from liger_like.ops._common import INTERPRET, architecture
@@ -19,38 +28,43 @@ from liger_like.ops.attention._blocks import load_spans, schedule, zones
 from liger_like.ops.attention._setup import Masking
 
 DTYPES = torch.bfloat16, torch.float16
-WIDTHS = 64, 128, 256  # that the kernels compute with; TMA fills heads that are narrower up with zeros
+# of queries and keys, and of values, that the kernels compute with; TMA fills heads that are narrower up with zeros
+WIDTHS = (64, 64), (128, 128), (192, 128), (256, 256)
 ROWS = gl.constexpr(64)  # of a warp group
 
 
-def width_of(D: int) -> int:
-    """The width that heads of D features are computed with, of which they are five eighths at least; 0 if none is."""
-    return next((width for width in WIDTHS if width * 5 <= D * 8 <= width * 8), 0)
+def widths_of(D: int, Dv: int) -> tuple[int, int]:
+    """The widths that heads of D features with values of Dv are computed with; zeros if none are.
+
+    D is five eighths of its width at least, and Dv half.
+    """
+    fit = (pair for pair in WIDTHS if pair[0] * 5 <= D * 8 <= pair[0] * 8 and pair[1] <= Dv * 2 <= pair[1] * 2)
+    return next(fit, (0, 0))
 
 
-def on_hopper(masking: Masking, q: Tensor, *others: Tensor) -> bool:
+def on_hopper(masking: Masking, q: Tensor, k: Tensor, v: Tensor, *others: Tensor) -> bool:
     """Whether the kernels for Hopper take a call with tensors [B, S, H, D] of these dtypes, widths, layouts and masks.
 
-    The others have the dtype and the device of q. Values may be narrower than q, but less than half is portable.
+    k has the width of q, the others that of v; all have the dtype and the device of q.
     """
-    width = width_of(q.shape[-1])
     return (
-        width > 0
+        any(widths_of(q.shape[-1], v.shape[-1]))
         and not INTERPRET
         and architecture(q.device) == 9
         and q.dtype in DTYPES
-        and all(width <= 2 * x.shape[-1] <= 2 * width for x in others)
         and all(t is None for t in (masking.bias, masking.key_padding_mask, masking.offsets))
-        and all(map(_moved_by_tma, (q, *others)))
+        and all(map(_moved_by_tma, (q, k, v, *others)))
     )
 
 
 def _moved_by_tma(x: Tensor) -> bool:
-    """Whether features are dense and all else starts at a multiple of 16 bytes; TMA knows no expanded tensors."""
+    """Whether features are dense and all else starts at a multiple of 16 bytes, in a new tensor of the shape, too; TMA
+    knows no expanded tensors.
+    """
     *strides, dense = x.stride()
     each = 16 // x.element_size()
     whole = x.numel() > 0 and dense == 1 and x.data_ptr() % 16 == 0
-    return whole and all(stride > 0 and stride % each == 0 for stride in strides)
+    return whole and all(n > 0 and n % each == 0 for n in (*strides, x.shape[-1]))
 
 
 class _Descriptor(TensorDescriptor):
@@ -60,9 +74,9 @@ class _Descriptor(TensorDescriptor):
 
 
 def descriptor(x: Tensor, rows: int, width: int) -> TensorDescriptor:
-    """``x`` [B, S, H, D] as [B, H, S, D], of which TMA moves ``rows`` rows of ``width`` features."""
+    """``x`` [B, S, H, D] as [B, H, S, D], of which TMA moves ``rows`` rows of ``width`` features or a part of those."""
     (B, S, H, D), (stride_b, stride_s, stride_h, _) = x.shape, x.stride()
-    block = [1, 1, rows, width]
+    block = [1, 1, rows, width & -width]
     return _Descriptor(x, [B, H, S, D], [stride_b, stride_h, stride_s, 1], block, _layout(x.element_size()))
 
 
@@ -179,10 +193,12 @@ def barriers(COUNT: gl.constexpr, ARRIVALS: gl.constexpr):
 
 
 @gluon.jit
-def load_rows(desc, b, h, row, buf, full):
-    """TMA loads rows; they are one arrival at ``full``."""
-    mbarrier.expect(full, desc.block_type.nbytes)
-    tma.async_copy_global_to_shared(desc, [b, h, row, 0], full, buf)
+def load_rows(desc, b, h, row, bufs, s, full, COUNT: gl.constexpr):
+    """TMA loads rows into the s-th of so many buffers, which may be in parts; they are one arrival at ``full``."""
+    PARTS: gl.constexpr = bufs.shape[0] // COUNT
+    mbarrier.expect(full, PARTS * desc.block_type.nbytes)
+    for i in gl.static_range(PARTS):
+        tma.async_copy_global_to_shared(desc, [b, h, row, i * bufs.shape[4]], full, bufs.index(s * PARTS + i))
 
 
 @gluon.jit
@@ -190,7 +206,65 @@ def fill(desc, b, h, row, bufs, full, empty, use, STAGES: gl.constexpr):
     """Load rows into the buffer that the use-th filling of a ring goes to, once it is empty."""
     s = use % STAGES
     mbarrier.wait(empty.index(s), use // STAGES & 1 ^ 1)
-    load_rows(desc, b, h, row, bufs.index(s), full.index(s))
+    load_rows(desc, b, h, row, bufs, s, full.index(s), STAGES)
+
+
+@gluon.jit
+def parts_of(bufs, s, COUNT: gl.constexpr):
+    """The s-th of so many buffers [rows, D], in parts."""
+    PARTS: gl.constexpr = bufs.shape[0] // COUNT
+    LENGTH: gl.constexpr = bufs.shape[3]
+    BLOCK_D: gl.constexpr = bufs.shape[4]
+    parts = ()
+    for i in gl.static_range(PARTS):
+        parts += (bufs.index(s * PARTS + i).reshape([LENGTH, BLOCK_D]),)
+    return parts
+
+
+@gluon.jit
+def rows_of(parts, first: gl.constexpr):
+    """Of a buffer in parts, the rows of a warp group."""
+    some = ()
+    for i in gl.static_range(len(parts)):
+        some += (parts[i].slice(first, ROWS),)
+    return some
+
+
+@gluon.jit
+def contract(a, b, none):
+    """a b^T of buffers in parts, once it is waited for; ``none`` are zeros."""
+    acc = warpgroup_mma(a[0], b[0].permute((1, 0)), none, use_acc=False, is_async=True)
+    for i in gl.static_range(1, len(a)):
+        acc = warpgroup_mma(a[i], b[i].permute((1, 0)), acc, is_async=True)
+    return acc
+
+
+@gluon.jit
+def zero_parts(bufs, COUNT: gl.constexpr, layout: gl.constexpr):
+    """Sums for ``add_product`` of one out of so many buffers."""
+    BLOCK_D: gl.constexpr = bufs.shape[4]
+    parts = ()
+    for _ in gl.static_range(bufs.shape[0] // COUNT):
+        parts += (gl.zeros([ROWS, BLOCK_D], gl.float32, layout),)
+    return parts
+
+
+@gluon.jit
+def add_product(acc, a, b):
+    """``acc`` + ``a`` ``b``, in parts but for ``a``, once it is waited for."""
+    parts = ()
+    for i in gl.static_range(len(acc)):
+        parts += (warpgroup_mma(a, b[i], acc[i], is_async=True),)
+    return parts
+
+
+@gluon.jit
+def wait_for(acc, later: gl.constexpr):
+    """A sum in parts, when no more than ``later`` products are on their way; those of parts count each."""
+    if len(acc) == 1:
+        return (warpgroup_mma_wait(later, deps=acc),)
+    else:
+        return warpgroup_mma_wait(later, deps=acc)
 
 
 @gluon.jit
@@ -210,11 +284,25 @@ def clear_rows(buf, first):
 
 
 @gluon.jit
-def store_rows(ptr, x, length, HEADS: gl.constexpr, D: gl.constexpr):
-    """Store the first ``length`` rows and D columns of ``x``, a head out of so many."""
+def clear_parts(parts, first):
+    """``clear_rows`` of a buffer in parts."""
+    for i in gl.static_range(len(parts)):
+        clear_rows(parts[i], first)
+
+
+@gluon.jit
+def store_rows(ptr, x, length, HEADS: gl.constexpr, D: gl.constexpr, START: gl.constexpr = 0):
+    """Store the first ``length`` rows of ``x``, columns of a head out of so many from START on, as far as D."""
     rows = gl.arange(0, x.shape[0], gl.SliceLayout(1, x.type.layout))[:, None]
-    cols = gl.arange(0, x.shape[1], gl.SliceLayout(0, x.type.layout))[None, :]
+    cols = START + gl.arange(0, x.shape[1], gl.SliceLayout(0, x.type.layout))[None, :]
     gl.store(ptr + rows * (HEADS * D) + cols, x.to(ptr.dtype.element_ty), mask=(rows < length) & (cols < D))
+
+
+@gluon.jit
+def store_parts(ptr, x, length, HEADS: gl.constexpr, D: gl.constexpr, scale=1.0):
+    """``store_rows`` of ``x`` in parts, times a number."""
+    for i in gl.static_range(len(x)):
+        store_rows(ptr, x[i] * scale, length, HEADS, D, i * x[0].shape[1])
 
 
 @gluon.jit

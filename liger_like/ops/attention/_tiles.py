@@ -124,19 +124,24 @@ class HopperForward(NamedTuple):
         }
 
 
-# width of a head -> options without and with a causal mask, and for what takes more registers
+# widths of a head -> options without and with a causal mask, and for what takes more registers
 HOPPER_FORWARD = {
-    64: (
+    (64, 64): (
         HopperForward(3, 128, 2, False, True),
         HopperForward(2, 128, 2, False, True),
         HopperForward(2, 128, 2, True, True),
     ),
-    128: (
+    (128, 128): (
         HopperForward(2, 128, 2, True, True),
         HopperForward(2, 128, 2, False, True),
         HopperForward(2, 128, 2, True, True),
     ),
-    256: (
+    (192, 128): (
+        HopperForward(2, 128, 2, True, False),
+        HopperForward(2, 128, 2, False, False),
+        HopperForward(2, 128, 2, True, False),
+    ),
+    (256, 256): (
         HopperForward(2, 64, 2, False, False),
         HopperForward(2, 64, 2, False, False),
         HopperForward(2, 64, 2, True, False),
@@ -144,9 +149,9 @@ HOPPER_FORWARD = {
 }
 
 
-def hopper_forward(width: int, masking: Masking) -> HopperForward:
-    """The options for heads of a width: softcaps, packed sequences and spans take registers."""
-    plain, causal, rich = HOPPER_FORWARD[width]
+def hopper_forward(widths: tuple[int, int], masking: Masking) -> HopperForward:
+    """The options for heads of these widths: softcaps, packed sequences and spans take registers."""
+    plain, causal, rich = HOPPER_FORWARD[widths]
     if any(x is not None for x in (masking.softcap, masking.cu_seqlens_q, masking.spans)):
         return rich
     return causal if masking.right >= 0 else plain
