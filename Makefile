@@ -34,9 +34,10 @@ check: $(ready)
 	$(py) -m mypy
 
 # both ends of the range of Triton: the installed one, and the oldest one allowed
+# make compile-check, for all GPUs, or make compile-check GPUS="sm_90 gfx942"
 compile-check: $(ready) .cache/triton-3.6.0
-	$(py) test/compile_check.py
-	PYTHONPATH=.cache/triton-3.6.0:$(PYTHONPATH) $(py) test/compile_check.py
+	$(py) test/compile_check.py $(GPUS)
+	PYTHONPATH=.cache/triton-3.6.0:$(PYTHONPATH) $(py) test/compile_check.py $(or $(OLDEST_GPUS),$(GPUS))
 
 mutants: $(ready)
 	$(py) test/mutants.py

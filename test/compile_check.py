@@ -1,6 +1,7 @@
 """Compiles every kernel, with every tile that an op picks, for GPUs that are not here, and reads off what it costs.
 
-    python test/compile_check.py
+    python test/compile_check.py               for every GPU of TARGETS
+    python test/compile_check.py sm_90 gfx942    for some
 
 Nothing lists the kernels: the ops of ``testing.SPECS`` run forward and backward with their launches recorded, not made.
 Each launch is then specialised and compiled by Triton as it would be on the target. Exit code 1: a kernel does not
@@ -305,7 +306,9 @@ def plan() -> list[tuple[int, str]]:
 
 def main() -> None:
     """Compile what ``plan`` says, print a table of the costs, and exit with 1 if a kernel fails."""
-    jobs = plan()
+    if unknown := set(sys.argv[1:]) - TARGETS.keys():
+        sys.exit(f"no GPUs to compile for: {', '.join(unknown)}; there are {', '.join(TARGETS)}")
+    jobs = [(index, gpu) for index, gpu in plan() if gpu in (sys.argv[1:] or TARGETS)]
     fork = multiprocessing.get_context("fork")  # the launches hold what cannot be pickled
     with ProcessPoolExecutor(os.cpu_count(), fork) as pool:
         futures = [pool.submit(compile_for, *job) for job in jobs]
