@@ -28,7 +28,8 @@ GPU = torch.cuda.is_available()
 DEVICE = "cuda" if GPU else "cpu"
 Worker = Callable[..., Iterator[Row]]
 ROWS = "rows"
-os.environ.setdefault("PYTORCH_CUDA_ALLOC_CONF", "expandable_segments:True")  # what is free is in one piece
+# without a GPU plain torch is quicker; on one, what is free shall be in one piece
+ENVIRONMENT = {"TRITON_INTERPRET": "0", "PYTORCH_CUDA_ALLOC_CONF": "expandable_segments:True"}
 
 
 class Processes(NamedTuple):
@@ -48,7 +49,7 @@ class Processes(NamedTuple):
             file.touch()
             work = (self, folder, worker, args)
             several = [spawned.Process(target=_work, args=(rank, *work), daemon=True) for rank in range(self.count)]
-            with mock.patch.dict(os.environ, TRITON_INTERPRET="0"):  # without a GPU plain torch is quicker
+            with mock.patch.dict(os.environ, ENVIRONMENT):
                 for process in several:
                     process.start()
             failure = self._failure({process.sentinel: process for process in several})

@@ -35,8 +35,7 @@ class Contestant(NamedTuple):
 
 def compile_layers(model: PreTrainedModel) -> None:
     for layer in model.model.layers:
-        # not layer.compile(): around FSDP2's hooks next to nothing of it would be compiled
-        layer.forward = torch.compile(layer.forward, dynamic=False)
+        layer.compile(dynamic=False)
 
 
 TRAINED = {

@@ -4,13 +4,15 @@ import pytest
 import torch
 import torch.distributed as dist
 from distributed import run
+from transformers import AutoModelForCausalLM
 
 from benchmark import sharded, sharded_models, sharded_ops, sharded_report
-from benchmark.training import SELECTIVE
+from benchmark.training import SELECTIVE, nothing
 
 SIZES = sharded.QUICK
 
 
+@pytest.mark.skipif(sharded.GPU, reason="on GPUs it is nccl, and bf16: --quick")
 def test_tiny_form(monkeypatch):
     monkeypatch.setenv("TRITON_INTERPRET", "0")  # plain torch is quicker, and the kernels have tests of their own
     run(every_part, 2)
@@ -28,10 +30,25 @@ def every_part(rank):
         assert row["tokens"] == pytest.approx(2 * batch * seq / row["ms"] * 1e3)
     several = sharded_models.climb(sharded_models.CLIMBING["liger_like"], SIZES.config, SIZES.ladder)
     assert [(row["length"], row["next"]) for row in several] == [(32, 64), (64, None)]
+    check_weights(sharded_models.build(nothing, SIZES.config, dist.init_device_mesh("cpu", (2,))))
     names = "transformers", "liger_like", "liger_like, context parallel"
     expected, *others = map(losses_of_training, names)
     assert expected[0] > expected[2]
     assert others == [pytest.approx(expected, rel=1e-5)] * 2
+
+
+def check_weights(model):
+    """Nothing is left of what was in memory before."""
+    rotary = AutoModelForCausalLM.from_config(SIZES.config).model.rotary_emb
+    for name, buffer in model.model.rotary_emb.named_buffers():
+        torch.testing.assert_close(buffer, rotary.get_buffer(name))
+    for name, parameter in model.named_parameters():
+        whole = parameter.full_tensor()
+        if "norm" in name:
+            assert (whole == 1).all()
+        else:
+            assert whole.std().item() == pytest.approx(SIZES.config.initializer_range, rel=0.1)
+            assert not torch.equal(*whole.chunk(2))
 
 
 def losses_of_training(name):
