@@ -27,7 +27,7 @@ from liger_like import ops  # noqa: F401  # before examples.train, which would h
 GPU = torch.cuda.is_available()
 DEVICE = "cuda" if GPU else "cpu"
 Worker = Callable[..., Iterator[Row]]
-ROWS = "rows"
+ROWS, TOLD = "rows", 100  # a file, and the exit code of a process that has written its reason there
 # without a GPU plain torch is quicker; on one, what is free shall be in one piece
 ENVIRONMENT = {"TRITON_INTERPRET": "0", "PYTORCH_CUDA_ALLOC_CONF": "expandable_segments:True"}
 
@@ -57,10 +57,8 @@ class Processes(NamedTuple):
                 process.kill()
                 process.join()
             rows: list[Row] = [json.loads(line) for line in file.read_text().splitlines()]
-        reasons = [i for i, row in enumerate(rows) if "reason" in row]
-        if reasons:
-            return rows[: reasons[0] + 1]
-        return [*rows, {"reason": failure}] if failure else rows
+        told = next((i for i, row in enumerate(rows) if "reason" in row), len(rows))
+        return [*rows[:told], {"reason": failure}] if failure else rows[: told + 1]
 
     def run_all(self, worker: Worker, tasks: Sequence[Any], *args: Any) -> list[Row]:
         """Run ``worker(tasks, *args)``, which yields a row for each task; behind one that fails it is run anew."""
@@ -70,7 +68,7 @@ class Processes(NamedTuple):
         return rows
 
     def _failure(self, running: dict[int, Any]) -> str:
-        """Wait for all processes, or until one fails; tell why if it cannot tell."""
+        """Wait for all processes, or until one fails; why, unless it has told: others may tell what came of it."""
         end = time.monotonic() + self.timeout
         while running:
             ended = [running.pop(sentinel) for sentinel in wait(list(running), max(0.0, end - time.monotonic()))]
@@ -78,8 +76,11 @@ class Processes(NamedTuple):
                 return f"more than {self.timeout:.0f} s"
             for process in ended:
                 process.join()
-                if process.exitcode:
-                    return f"a process ended with {process.exitcode}"
+            codes = {process.exitcode for process in ended} - {0}
+            if codes - {TOLD}:
+                return f"a process ended with {min(codes - {TOLD})}"
+            if codes:
+                break
         return ""
 
 
@@ -106,7 +107,7 @@ def _work(rank: int, processes: Processes, folder: str, worker: Worker, args: tu
     except Exception as error:
         traceback.print_exc()
         tell({"reason": reason(error)})
-        os._exit(1)  # others wait for this process, for which an ordinary end would wait
+        os._exit(TOLD)  # others wait for this process, for which an ordinary end would wait
     os._exit(0)  # the threads of gloo may abort an interpreter that ends around them
 
 
