@@ -28,6 +28,7 @@ GPU = torch.cuda.is_available()
 DEVICE = "cuda" if GPU else "cpu"
 Worker = Callable[..., Iterator[Row]]
 ROWS, TOLD = "rows", 100  # a file, and the exit code of a process that has written its reason there
+GRACE = 1.0  # seconds
 # without a GPU plain torch is quicker; on one, what is free shall be in one piece
 ENVIRONMENT = {"TRITON_INTERPRET": "0", "PYTORCH_CUDA_ALLOC_CONF": "expandable_segments:True"}
 
@@ -52,7 +53,7 @@ class Processes(NamedTuple):
             with mock.patch.dict(os.environ, ENVIRONMENT):
                 for process in several:
                     process.start()
-            failure = self._failure({process.sentinel: process for process in several})
+            failure = self._failure(several)
             for process in several:
                 process.kill()
                 process.join()
@@ -67,21 +68,19 @@ class Processes(NamedTuple):
             rows += self.run(worker, tasks[len(rows) :], *args)
         return rows
 
-    def _failure(self, running: dict[int, Any]) -> str:
+    def _failure(self, several: list[Any]) -> str:
         """Wait for all processes, or until one fails; why, unless it has told: others may tell what came of it."""
         end = time.monotonic() + self.timeout
-        while running:
-            ended = [running.pop(sentinel) for sentinel in wait(list(running), max(0.0, end - time.monotonic()))]
+        running = {process.sentinel for process in several}
+        while running and not any(process.exitcode for process in several):
+            ended = wait(running, max(0.0, end - time.monotonic()))
             if not ended:
                 return f"more than {self.timeout:.0f} s"
-            for process in ended:
-                process.join()
-            codes = {process.exitcode for process in ended} - {0}
-            if codes - {TOLD}:
-                return f"a process ended with {min(codes - {TOLD})}"
-            if codes:
-                break
-        return ""
+            running.difference_update(ended)
+        if running:
+            time.sleep(GRACE)  # one that cannot tell may be seen to have ended after one that can
+        silent = {process.exitcode for process in several} - {0, None, TOLD}
+        return f"a process ended with {min(silent)}" if silent else ""
 
 
 def _work(rank: int, processes: Processes, folder: str, worker: Worker, args: tuple[Any, ...]) -> None:
@@ -103,7 +102,7 @@ def _work(rank: int, processes: Processes, folder: str, worker: Worker, args: tu
         for row in worker(*args):
             if rank == 0:
                 tell(row)
-        dist.barrier()
+            dist.barrier()  # none goes on, and may fail, before the row is written
     except Exception as error:
         traceback.print_exc()
         tell({"reason": reason(error)})
