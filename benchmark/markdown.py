@@ -29,7 +29,8 @@ def heading(result: Row) -> list[str]:
     """Where and when a file of results was measured, and of which versions."""
     versions = ", ".join(f"{name} {version}" for name, version in result["versions"].items() if version)
     absent = [name for name, version in result["versions"].items() if version is None]
-    parts = [f"### One {result['gpu']}, {result['date']}\n", f"{versions}.\n"]
+    count = f"{result['gpus']} x" if "gpus" in result else "One"
+    parts = [f"### {count} {result['gpu']}, {result['date']}\n", f"{versions}.\n"]
     if absent:
         parts.append(f"Not installed, so not measured: {', '.join(absent)}.\n")
     return parts

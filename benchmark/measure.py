@@ -43,14 +43,19 @@ def environment(*peers: str) -> Row:
     }
 
 
+def reason(error: Exception) -> str:
+    """Of a row without figures."""
+    if "out of memory" in str(error):
+        return "out of memory"
+    return f"{type(error).__name__}: {str(error).partition(chr(10))[0][:80]}"
+
+
 def attempt(measure: Callable[[], Row]) -> Row:
     """What ``measure`` returns, or why it could not: other code's failure is a result, too."""
     try:
         return measure()
-    except torch.cuda.OutOfMemoryError:
-        return {"reason": "out of memory"}
     except Exception as error:
-        return {"reason": f"{type(error).__name__}: {str(error).partition(chr(10))[0][:80]}"}
+        return {"reason": reason(error)}
 
 
 def gpu_times(step: Step, repeats: int, prepare: Step = lambda: None) -> list[float]:
@@ -116,5 +121,6 @@ def rounded(result: Row) -> Row:
 
 def save(result: Row, prefix: str) -> None:
     RESULTS.mkdir(exist_ok=True)
-    slug = re.sub("[^a-z0-9]+", "-", result["gpu"].lower())
+    name = f"{result['gpu']} {result['gpus']}x" if "gpus" in result else result["gpu"]
+    slug = re.sub("[^a-z0-9]+", "-", name.lower())
     (RESULTS / f"{prefix}-{slug}.json").write_text(json.dumps(result, indent=1) + "\n")

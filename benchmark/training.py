@@ -27,11 +27,13 @@ from benchmark.measure import Step, attempt, environment, gpu_times, present, ro
 from benchmark.training_report import tables, write_report
 from examples.train import CONFIGS
 from liger_like import patching
+from liger_like.parallel import checkpoint_policy
 from liger_like.patches import Recogniser
 from liger_like.patches.add_rms_norm import AddRMSNorm
 from liger_like.patches.qk_norm_rope import QKNormRope
 
 WARMUP, STEPS, ROUNDS = 3, 8, 9
+SELECTIVE = "liger_like, selective"  # of the checkpointed settings
 FUSED = (QKNormRope.pattern, AddRMSNorm.pattern)
 Preparation = Callable[[PreTrainedModel], None]
 MODELS: dict[str, PreTrainedConfig] = {
@@ -93,6 +95,11 @@ def patch(model: PreTrainedModel) -> None:
     patching.patch(model)
 
 
+def patch_and_select(model: PreTrainedModel) -> None:
+    patch(model)
+    model.gradient_checkpointing_enable({"use_reentrant": False, "context_fn": checkpoint_policy()})
+
+
 def patch_and_compile(model: PreTrainedModel) -> None:
     patch(model)
     compile_it(model)
@@ -119,6 +126,7 @@ CONTESTANTS: dict[str, Preparation] = {
     "transformers": nothing,
     "transformers, compiled": compile_it,
     "liger_like": patch,
+    SELECTIVE: patch_and_select,
     "liger_like, compiled": patch_and_compile,
     "Liger": patch_by_liger,
 }
@@ -143,9 +151,9 @@ def step_of(prepare: Preparation, setting: Setting) -> Step:
     with torch.device("cuda"):
         model = AutoModelForCausalLM.from_config(config, dtype=torch.bfloat16).train()
         tokens = torch.randint(config.vocab_size, (setting.batch, setting.seq))
-    prepare(model)
     if setting.checkpointing:
         model.gradient_checkpointing_enable()
+    prepare(model)
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-5, fused=True)
 
     def step() -> None:
@@ -180,6 +188,8 @@ def measure(settings: Collection[Setting]) -> dict[str, list[Row]]:
     rows: dict[str, list[Row]] = {setting.text(): [] for setting in settings}
     for name, prepare in present(CONTESTANTS).items():
         for setting in settings:
+            if name == SELECTIVE and not setting.checkpointing:
+                continue
             rows[setting.text()].append({"name": name} | attempt(partial(train, prepare, setting)))
     return rows
 

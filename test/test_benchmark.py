@@ -16,6 +16,7 @@ from benchmark import (
     measure,
     memory_bound,
     memory_bound_report,
+    sharded_report,
     training,
     training_report,
 )
@@ -27,6 +28,7 @@ REPORTS: dict[str, Any] = {
     "memory-bound": memory_bound_report,
     "attention": attention_report,
     "training": training_report,
+    "sharded": sharded_report,
     "curves": curves,
 }
 ERRORS = {"loss": 1e-7, "dx": 2e-3, "dw": 1e-3}
