@@ -209,11 +209,17 @@ class _GLU(torch.autograd.Function):
 
 
 class _GLULinear(torch.autograd.Function):
+    """Keeps what the backward of linear(act(gate) * up) needs, and returns something of the shape of its result.
+
+    The product itself is ``_Product``'s, behind this: a checkpoint stops as soon as all is kept again, so that it makes
+    neither the product nor its operand.
+    """
+
     @staticmethod
     def forward(ctx: Any, gate: Tensor, up: Tensor | None, weight: Tensor, bias: Tensor | None, act: str) -> Tensor:
         ctx.save_for_backward(gate, up, weight)
         ctx.act = act
-        return nn.functional.linear(_glu_fwd(gate, up, act), weight, bias)
+        return gate.new_empty(()).expand(*gate.shape[:-1], weight.shape[0])
 
     @staticmethod
     @once_differentiable
@@ -226,6 +232,21 @@ class _GLULinear(torch.autograd.Function):
         dweight = torch.mm(rows.t(), y.flatten(0, -2))
         dbias = rows.sum(0) if needs[3] else None
         return dgate if needs[0] else None, dup if needs[1] else None, dweight, dbias, None
+
+
+class _Product(torch.autograd.Function):
+    """linear(act(gate) * up), whose gradient is ``_GLULinear``'s."""
+
+    @staticmethod
+    def forward(
+        ctx: Any, kept: Tensor, gate: Tensor, up: Tensor | None, weight: Tensor, bias: Tensor | None, act: str
+    ) -> Tensor:
+        return nn.functional.linear(_glu_fwd(gate, up, act), weight, bias)
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, dout: Tensor) -> Any:
+        return dout, None, None, None, None, None
 
 
 def _elements(gate: Tensor, up: Tensor | None = None, **kwargs: Any) -> dict[str, dict[int, int]]:
@@ -290,7 +311,9 @@ def glu_linear(act: str, linear: Callable[[Tensor], Tensor], gate: Tensor, up: T
     if not (torch.is_grad_enabled() and _is_plain(linear, gate) and use_kernel(gate)):
         return linear(GLUS[act](gate, up))
     _check(gate, up)
-    return _GLULinear.apply(gate, up, linear.weight, linear.bias, act)
+    operands = gate, up, linear.weight, linear.bias
+    kept = _GLULinear.apply(*operands, act)
+    return _Product.apply(kept, *(None if t is None else t.detach() for t in operands), act)
 
 
 def _is_plain(linear: Any, x: Tensor) -> bool:

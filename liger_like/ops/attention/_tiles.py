@@ -136,11 +136,7 @@ HOPPER_FORWARD = {
         HopperForward(2, 128, 2, False, True),
         HopperForward(2, 128, 2, True, True),
     ),
-    (192, 128): (
-        HopperForward(2, 128, 2, True, False),
-        HopperForward(2, 128, 2, False, False),
-        HopperForward(2, 128, 2, True, False),
-    ),
+    (192, 128): (HopperForward(2, 128, 2, True, True),) * 3,
     (256, 256): (
         HopperForward(2, 64, 2, False, False),
         HopperForward(2, 64, 2, False, False),
