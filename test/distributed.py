@@ -16,7 +16,7 @@ def run(worker, world_size, *args, backend="gloo"):
     What one of them raises ends all of them, and is raised here with its traceback. Over gloo alone they see no GPU,
     which FSDP and accelerate would choose.
     """
-    without_gpus = {} if "nccl" in backend else {"CUDA_VISIBLE_DEVICES": "", "TRITON_INTERPRET": "1"}
+    without_gpus = {} if "nccl" in backend else {"CUDA_VISIBLE_DEVICES": ""}
     with tempfile.TemporaryDirectory() as folder, mock.patch.dict(os.environ, without_gpus):
         spawn(_work, (worker, world_size, args, backend, f"{folder}/store"), nprocs=world_size)
 

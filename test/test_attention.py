@@ -358,8 +358,8 @@ def merged(parts):
 def test_pairs_of_options(row, device, poisoned):
     *parts, lse, dtype = row
     shape, options = merged(parts[: len(SHAPES)]), merged(parts[len(SHAPES) :])
-    # in half precision the few numbers of the sinks' gradient are close or not by luck
-    draws = 1 if dtype == torch.float32 else 4 if DEVICE == "cpu" else 128
+    # the few numbers of the sinks' gradient in half precision, and in fp32 how a processor adds, are luck
+    draws = 4 if dtype == torch.float32 or DEVICE == "cpu" else 128
     check(lambda: attention_inputs(dtype, device, B=1, **shape), options, lse, draws)
 
 

@@ -124,7 +124,7 @@ def test_attention_is_that_of_one_process(world_size):
 def gpu_worker(rank):
     mesh, device = init_device_mesh("cuda", (2,)), f"cuda:{rank}"
     for method, layout, case in itertools.product(METHODS, LAYOUTS, CASES):
-        inputs, options = attention_case(case, 2, 16, device, torch.bfloat16)
+        inputs, options = attention_case(case, 16, 16, device, torch.bfloat16)  # and as many sinks as that takes
         inputs["sinks"] = inputs["sinks"].float()  # of a few numbers, roundings are luck
         cp = context_parallel(mesh, method=method, layout=layout)
         same = part_of(cp.shards, whole(inputs, options))

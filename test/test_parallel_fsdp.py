@@ -107,9 +107,9 @@ def full(tensor):
     return (tensor.full_tensor() if isinstance(tensor, DTensor) else tensor.detach().clone()).cpu()
 
 
-def shares(world_size, length=12):
+def shares(world_size, length=12, device="cpu"):
     """The whole batch, and what each process has of it: fewer labels the higher its rank is, the last of them none."""
-    whole = batch(rows=2 * world_size, length=length)
+    whole = batch(device, rows=2 * world_size, length=length)
     labels = whole["labels"]
     for row in range(2 * world_size):
         labels[row, : row + 1] = -100
@@ -169,11 +169,11 @@ def assert_same(got, expected, tolerance=1e-5):
         assert error <= tolerance, f"{name}: {error:.1e}"
 
 
-def compare(rank, wrappers, fused=True, **config):
+def compare(rank, wrappers, fused=True, device="cpu", **config):
     """Every wrapper, put on before and after patching, beside the unpatched model under it and in one process."""
     processes = dist.get_world_size()
-    original = tiny("Llama", **config)
-    whole, rows = shares(processes)
+    original = tiny("Llama", device, **config)
+    whole, rows = shares(processes, device=device)
     _, expected, _ = train_step(copy.deepcopy(original), whole)
     for name, wrap in wrappers.items():
         _, _, collectives = train_step(wrap(copy.deepcopy(original)), rows[rank], processes)
@@ -215,7 +215,7 @@ def compare_in_bf16(rank):
 def compare_offloaded(rank):
     """On a GPU, from parameters that stay in the host's memory, where the optimizer steps."""
     original = tiny("Llama")
-    inputs = {name: t.cuda() for name, t in shares(1)[0].items()}
+    inputs, _ = shares(1, device="cuda")
     _, expected, _ = train_step(copy.deepcopy(original).cuda(), inputs)
     for wrap, patched_first in itertools.product((head_in_root, head_alone), (True, False)):
         model = copy.deepcopy(original)
@@ -320,6 +320,13 @@ def test_wrapped_models_compute_what_one_process_does():
 @pytest.mark.usefixtures("plain")
 def test_hybrid_sharding():
     run(compare, 4, {"hybrid": hybrid})
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(torch.cuda.device_count() < 2, reason="needs two GPUs")
+def test_over_nccl():
+    on_gpus = {name: WRAPPERS[name] for name in ("head in root", "head alone", "head with norm", "DDP")}
+    run(compare, 2, on_gpus, True, "cuda", backend="cpu:gloo,cuda:nccl")
 
 
 @pytest.mark.gpu
