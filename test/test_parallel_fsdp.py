@@ -104,7 +104,8 @@ UNFUSED = {"FSDP1, head alone": functools.partial(fsdp1, head_apart=True)}
 
 
 def full(tensor):
-    return (tensor.full_tensor() if isinstance(tensor, DTensor) else tensor.detach().clone()).cpu()
+    """A copy, also of what one process alone has."""
+    return (tensor.full_tensor() if isinstance(tensor, DTensor) else tensor).detach().clone().cpu()
 
 
 def shares(world_size, length=12, device="cpu"):
