@@ -9,7 +9,7 @@ from typing import Any
 Row = dict[str, Any]
 
 FOLDER = Path(__file__).parent
-NOTES, RESULTS = FOLDER / "NOTES.md", FOLDER / "results"
+README, NOTES, RESULTS = FOLDER.parent / "README.md", FOLDER / "NOTES.md", FOLDER / "results"
 
 
 def number(value: float | None, spec: str) -> str:

@@ -1,12 +1,9 @@
 """Writes what ``testing.SPECS`` says of the ops into README and docs/ops.md: ``python -m benchmark.report``."""
 
-from pathlib import Path
-
 from benchmark import ops_report
-from benchmark.markdown import between, table
+from benchmark.markdown import README, between, table
 from liger_like import testing
 
-README = Path(__file__).parents[1] / "README.md"
 BEGIN, END = "<!-- ops: written by `python -m benchmark.report` -->\n", "<!-- /ops -->\n"
 
 

@@ -1,8 +1,8 @@
-"""The tables in NOTES.md of what ``benchmark.training`` measured, from the files in results/."""
+"""The tables in NOTES.md and the README of what ``benchmark.training`` measured, from the files in results/."""
 
 from collections.abc import Iterable
 
-from benchmark.markdown import NOTES, Row, between, heading, number, results, table
+from benchmark.markdown import NOTES, README, Row, between, heading, number, results, table
 
 BEGIN = "<!-- training: written by `python -m benchmark.training --report` -->\n"
 END = "<!-- /training -->\n"
@@ -31,5 +31,23 @@ def with_tables(notes: str, measured: Iterable[Row]) -> str:
     return between(notes, BEGIN, END, "\n".join(map(tables, measured)))
 
 
+def overview(result: Row) -> str:
+    """Tokens/s and peak GiB, or a reason: a row for each setting, a column for each contestant."""
+    found: dict[str, dict[str, str]] = {
+        setting: {row["name"]: row.get("reason") or ", ".join(cells(setting, row)[3:]) for row in several}
+        for setting, several in result["settings"].items()
+    }
+    names = list(dict.fromkeys(name for texts in found.values() for name in texts))
+    rows = ((setting, *(texts.get(name, "") for name in names)) for setting, texts in found.items())
+    return f"{result['gpu']}, {result['date']}:\n\n" + table((COLUMNS[0], *names), rows)
+
+
+def with_overview(readme: str, measured: Iterable[Row]) -> str:
+    """``readme`` with the overviews between the markers."""
+    return between(readme, BEGIN, END, "\n".join(map(overview, measured)))
+
+
 def write_report() -> None:
-    NOTES.write_text(with_tables(NOTES.read_text(), results("training")))
+    measured = results("training")
+    NOTES.write_text(with_tables(NOTES.read_text(), measured))
+    README.write_text(with_overview(README.read_text(), measured))

@@ -102,6 +102,9 @@ def test_tables() -> None:
 def test_report_is_current(name: str) -> None:
     report, notes = REPORTS[name], markdown.NOTES.read_text()
     assert report.with_tables(notes, markdown.results(name)) == notes, f"run {report.__name__}'s --report"
+    if overview := getattr(report, "with_overview", None):
+        readme = markdown.README.read_text()
+        assert overview(readme, markdown.results(name)) == readme
     if picture := getattr(report, "PICTURE", None):
         assert picture.exists() == bool(markdown.results(name))
         assert not picture.exists() or markdown.digest(name).encode() in picture.read_bytes()
@@ -188,6 +191,16 @@ What one model may fuse, in turns:
 """
 
 
+TRAINING_OVERVIEW = """\
+GPU, 2026-01-01:
+
+| model | ours | theirs |
+|---|---|---|
+| Llama-3.2-1B, B 4 S 1024 | 1,600,000, 3.0 |  |
+| Llama-3.2-1B, B 2 S 8192 |  | out of memory |
+"""
+
+
 def test_training_tables() -> None:
     first, second = (setting.text() for setting in training.SETTINGS[:2])
     ours, theirs = (
@@ -198,6 +211,7 @@ def test_training_tables() -> None:
     now = {key: RESULT[key] for key in ("gpu", "date")} | {"versions": {"torch": "2.0"}, "forms": {}}
     result = training.merged(earlier, {**now, "settings": {first: [ours]}})
     assert training_report.tables(result) == TRAINING_TABLES
+    assert training_report.overview(result) == TRAINING_OVERVIEW
 
 
 def test_curves() -> None:
