@@ -81,6 +81,14 @@ def test_a_gradient_of_rows_that_are_one(device):
     torch.testing.assert_close(got, expected)
 
 
+def test_a_single_row(device, calls):
+    linear, tensors = layer(device), gates(device, rows=())
+    got, expected = (outcome(fn, "silu", linear, tensors) for fn in (glu_linear, plain))
+    assert calls == [1]
+    for a, b in zip(got, expected, strict=True):
+        torch.testing.assert_close(a, b)
+
+
 def test_no_rows(device):
     linear, tensors = layer(device), gates(device, rows=(0,))
     out, *gradients = outcome(glu_linear, "silu", linear, tensors)

@@ -226,10 +226,10 @@ class _GLULinear(torch.autograd.Function):
     def backward(ctx: Any, dout: Tensor) -> Any:
         gate, up, weight = ctx.saved_tensors
         needs = list(ctx.needs_input_grad)
-        y = torch.matmul(dout, weight)
+        y = torch.matmul(dout, weight)  # its gradient; itself once that has been used
         dgate, dup = _glu_bwd_y_for_dy(y, gate, up, ctx.act, needs[:2])
-        rows = dout.flatten(0, -2)
-        dweight = torch.mm(rows.t(), y.flatten(0, -2))
+        rows = dout.reshape(-1, weight.shape[0])
+        dweight = torch.mm(rows.t(), y.view(-1, weight.shape[1]))
         dbias = rows.sum(0) if needs[3] else None
         return dgate if needs[0] else None, dup if needs[1] else None, dweight, dbias, None
 
