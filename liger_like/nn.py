@@ -8,8 +8,7 @@ import torch
 from torch import Tensor, nn
 
 from liger_like import ops
-from liger_like.ops._common import require_choice
-from liger_like.ops.glu import glu_linear
+from liger_like.ops.glu import gelu_of, glu_linear
 
 
 class RMSNorm(nn.Module):
@@ -77,8 +76,7 @@ class GeGLUMLP(SwiGLUMLP):
 
     def __init__(self, hidden_size: int, intermediate_size: int, bias: bool = False, approximate: str = "tanh") -> None:
         super().__init__(hidden_size, intermediate_size, bias)
-        require_choice("approximate", approximate, ("tanh", "none"))
-        self.act = {"tanh": "gelu_tanh", "none": "gelu"}[approximate]
+        self.act = gelu_of(approximate)
 
 
 class CrossEntropyLoss(nn.Module):

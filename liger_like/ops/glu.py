@@ -29,6 +29,8 @@ from liger_like.ops._common import (
 )
 from liger_like.ops._tiles import Tile, tiled
 
+GELUS = {"tanh": "gelu_tanh", "none": "gelu"}
+
 
 def swiglu_ref(gate: Tensor, up: Tensor | None = None) -> Tensor:
     """The definition, in plain torch."""
@@ -255,6 +257,12 @@ def _elements(gate: Tensor, up: Tensor | None = None, **kwargs: Any) -> dict[str
     return {"gate": dims, "up": dims}
 
 
+def gelu_of(approximate: str) -> str:
+    """The act that torch's name of an approximation stands for."""
+    require_choice("approximate", approximate, tuple(GELUS))
+    return GELUS[approximate]
+
+
 def _check(gate: Tensor, up: Tensor | None) -> None:
     require("gate", gate)
     if up is None:
@@ -291,16 +299,13 @@ def geglu(gate: Tensor, up: Tensor | None = None, *, approximate: str = "tanh") 
     ``approximate``: "tanh", or "none" for the exact erf. Otherwise as ``swiglu``.
     """
     _check(gate, up)
-    require_choice("approximate", approximate, ("tanh", "none"))
-    if not use_kernel(gate):
-        return geglu_ref(gate, up, approximate=approximate)
-    return _GLU.apply(gate, up, "gelu_tanh" if approximate == "tanh" else "gelu")
+    act = gelu_of(approximate)
+    return _GLU.apply(gate, up, act) if use_kernel(gate) else geglu_ref(gate, up, approximate=approximate)
 
 
 GLUS: dict[str, Callable[..., Tensor]] = {
     "silu": swiglu,
-    "gelu_tanh": functools.partial(geglu, approximate="tanh"),
-    "gelu": functools.partial(geglu, approximate="none"),
+    **{act: functools.partial(geglu, approximate=approximate) for approximate, act in GELUS.items()},
 }
 
 
