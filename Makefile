@@ -43,8 +43,8 @@ mutants: $(ready)
 	$(py) test/mutants.py
 
 bench: $(ready)
-	mkdir -p .cache
-	$(py) -m pytest benchmark --benchmark-json=.cache/bench.json
+	$(py) -m liger_like bench --out benchmark/results
+	$(py) -m liger_like bench --report
 
 bench-losses: $(ready)
 	$(py) -m benchmark.losses

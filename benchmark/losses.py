@@ -15,28 +15,26 @@ from functools import partial
 from typing import Any
 
 import torch
-import torch.nn.functional as F  # noqa: N812
 from torch import Tensor
 
-from benchmark.losses_report import EAGER, ERRORS, GEMMS, tables, write_report
+from benchmark.contestants import OPS, libraries, named
+from benchmark.losses_report import ERRORS, GEMMS, tables, write_report
 from benchmark.markdown import Row
 from benchmark.measure import (
     WARMUP,
+    Build,
+    Inputs,
+    Step,
     attempt,
     captured,
     environment,
     gpu_times,
     peak_mib,
-    present,
     rounded,
     save,
     settle,
 )
-from liger_like import cross_entropy, fused_linear_cross_entropy
-
-Loss = Callable[..., Tensor]
-Step = Callable[[], tuple[Tensor, ...]]
-Build = Callable[..., Step]
+from liger_like import fused_linear_cross_entropy
 
 SHAPES = ((8192, 4096, 128256), (16384, 2048, 128256), (8192, 2304, 256000), (16384, 4096, 32000))  # T, H, V
 SMALLEST = SHAPES[-1]
@@ -45,50 +43,28 @@ IGNORED = -100
 REPEATS, ROUNDS, QUICK_ROUNDS = 3, 7, 1
 
 
-def torch_linear_cross_entropy(x: Tensor, weight: Tensor, target: Tensor) -> Tensor:
-    return torch_cross_entropy(F.linear(x, weight), target)
-
-
-def torch_cross_entropy(logits: Tensor, target: Tensor) -> Tensor:
-    return F.cross_entropy(logits.float(), target)
-
-
-def liger_linear_cross_entropy(x: Tensor, weight: Tensor, target: Tensor, **options: Any) -> Tensor:
-    from liger_kernel.transformers.functional import liger_fused_linear_cross_entropy
-
-    return liger_fused_linear_cross_entropy(x, weight, target, **options)
-
-
-def liger_cross_entropy(logits: Tensor, target: Tensor) -> Tensor:
-    from liger_kernel.transformers import functional
-
-    return functional.liger_cross_entropy(logits, target)
-
-
-def cce_linear_cross_entropy(x: Tensor, weight: Tensor, target: Tensor, **options: Any) -> Tensor:
-    from cut_cross_entropy import linear_cross_entropy
-
-    return linear_cross_entropy(x, weight, target, impl="cce", **options)
-
-
-def step_of(loss: Loss, *inputs: Tensor) -> Step:
-    """One forward and backward: the loss, and the gradients of those inputs that require one."""
-    leaves = [t for t in inputs if t.requires_grad]
+def step_of(forward: Step, *leaves: Tensor) -> Step:
+    """One forward and backward: the loss, and the gradients."""
 
     def step() -> tuple[Tensor, ...]:
-        value = loss(*inputs)
+        value = forward()
         return value.detach(), *torch.autograd.grad(value, leaves)
 
     return step
 
 
-def three_gemms(x: Tensor, weight: Tensor, target: Tensor, rows: int = 2048) -> Step:
+def trained(build: Build) -> Build:
+    """A step in the place of its forward."""
+    return lambda inputs: step_of(build(inputs), *(t for t in inputs.values() if t.requires_grad))
+
+
+def three_gemms(inputs: Inputs, rows: int = 2048) -> Step:
     """The products that no exact loss can do without, for the tokens that count, a chunk of rows at a time.
 
     Every chunk takes the logits' gradient of the first one, and dw is that of the last one: this is a floor, no loss.
     """
-    kept = target != IGNORED
-    x, weight, target = x.detach()[kept], weight.detach(), target[kept]
+    kept = inputs["target"] != IGNORED
+    x, weight, target = inputs["x"].detach()[kept], inputs["weight"].detach(), inputs["target"][kept]
     dz = (x[:rows] @ weight.t()).softmax(-1, dtype=torch.float32)
     dz[torch.arange(len(dz), device=x.device), target[:rows]] -= 1
     dz = dz.to(x.dtype)
@@ -105,26 +81,9 @@ def three_gemms(x: Tensor, weight: Tensor, target: Tensor, rows: int = 2048) -> 
     return step
 
 
-FUSED: dict[str, Build] = {
-    GEMMS: three_gemms,
-    "liger_like": partial(step_of, fused_linear_cross_entropy),
-    "liger_like, recompute": partial(step_of, partial(fused_linear_cross_entropy, recompute=True)),
-    "liger_like, dw in fp32": partial(step_of, partial(fused_linear_cross_entropy, accum_dtype=torch.float32)),
-    EAGER: partial(step_of, torch_linear_cross_entropy),
-    "torch.compile": partial(step_of, torch.compile(torch_linear_cross_entropy, dynamic=False)),
-    "Liger": partial(step_of, liger_linear_cross_entropy),
-    "Liger, dw in fp32": partial(step_of, partial(liger_linear_cross_entropy, accum_dtype=torch.float32)),
-    "CCE": partial(step_of, cce_linear_cross_entropy),
-    "CCE, exact": partial(step_of, partial(cce_linear_cross_entropy, filter_eps=None)),
-}
+FUSED, PLAIN = OPS["fused_linear_cross_entropy"], OPS["cross_entropy"]
 CHUNKED: dict[str, Build] = {
-    str(rows): partial(step_of, partial(fused_linear_cross_entropy, chunk_rows=rows)) for rows in CHUNK_ROWS
-}
-PLAIN: dict[str, Build] = {
-    "liger_like": partial(step_of, cross_entropy),
-    EAGER: partial(step_of, torch_cross_entropy),
-    "torch.compile": partial(step_of, torch.compile(torch_cross_entropy, dynamic=False)),
-    "Liger": partial(step_of, liger_cross_entropy),
+    str(rows): trained(named(fused_linear_cross_entropy, chunk_rows=rows)) for rows in CHUNK_ROWS
 }
 
 
@@ -177,10 +136,10 @@ def time_fused(
     weight = (torch.randn(V, H, dtype=dtype, device=device) * 0.02).requires_grad_()
     target = torch.randint(V, (T,), device=device)
     target[torch.randperm(T, device=device)[: int(T * ignored)]] = IGNORED
-    inputs = (x, weight, target)
-    truth = exact(*inputs) if errors else ()
+    inputs = {"x": x, "weight": weight, "target": target}
+    truth = exact(x, weight, target) if errors else ()
     rows = [
-        {"name": name} | attempt(partial(measure_fused, build(*inputs), truth)) for name, build in contestants.items()
+        {"name": name} | attempt(partial(measure_fused, build(inputs), truth)) for name, build in contestants.items()
     ]
     settle(rows, rounds)
     print(f"{shape}, {ignored:.0%} ignored: measured", flush=True)
@@ -226,7 +185,7 @@ def time_cross_entropy(
     target = torch.randint(shape[1], shape[:1], device=device)
     rows = []
     for name, build in contestants.items():
-        step, refill = build(logits, target), partial(logits.data.copy_, source)
+        step, refill = build({"logits": logits, "target": target}), partial(logits.data.copy_, source)
         row = {"name": name} | attempt(partial(wall_ms, step, refill, repeats))
         rows.append(row | attempt(partial(kernel_ms, step, refill, repeats)))
         torch.cuda.empty_cache()
@@ -236,15 +195,16 @@ def time_cross_entropy(
 def measure_all(quick: bool) -> Row:
     """The content of a file in results/."""
     shapes, rounds = ((SMALLEST,), QUICK_ROUNDS) if quick else (SHAPES, ROUNDS)
-    fused = present(FUSED)
+    fused = {GEMMS: three_gemms, **{name: trained(build) for name, build in FUSED.contestants().items()}}
+    plain = {name: trained(build) for name, build in PLAIN.contestants().items()}
     return {
-        **environment("Liger", "CCE"),
+        **environment(*libraries((FUSED, PLAIN))),
         "fused": [
             *(time_fused(fused, shape, rounds, errors=True) for shape in shapes),
             time_fused(fused, shapes[0], rounds, ignored=0.75),
         ],
         "chunk_rows": time_fused(CHUNKED, shapes[0], rounds),
-        "cross_entropy": time_cross_entropy(present(PLAIN), (8192, 128256), REPEATS * rounds),
+        "cross_entropy": time_cross_entropy(plain, (8192, 128256), REPEATS * rounds),
     }
 
 

@@ -31,6 +31,8 @@ def heading(result: Row) -> list[str]:
     absent = [name for name, version in result["versions"].items() if version is None]
     count = f"{result['gpus']} x" if "gpus" in result else "One"
     parts = [f"### {count} {result['gpu']}, {result['date']}\n", f"{versions}.\n"]
+    if state := result.get("state"):  # of the GPU
+        parts.append(f"{', '.join(f'{name} {value}' for name, value in state.items())}.\n")
     if absent:
         parts.append(f"Not installed, so not measured: {', '.join(absent)}.\n")
     return parts
@@ -53,4 +55,8 @@ def results(prefix: str) -> list[Row]:
 
 def digest(prefix: str) -> str:
     """Of the files of results that a picture was drawn from; the picture carries it as its comment."""
-    return hashlib.sha256(b"".join(path.read_bytes() for path in result_files(prefix))).hexdigest()
+    return digest_of(result_files(prefix))
+
+
+def digest_of(files: Iterable[Path]) -> str:
+    return hashlib.sha256(b"".join(path.read_bytes() for path in files)).hexdigest()

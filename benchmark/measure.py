@@ -5,20 +5,35 @@ import importlib.metadata
 import json
 import random
 import re
+import shutil
 import statistics
-from collections.abc import Callable, Iterable, Mapping
-from typing import Any, TypeVar
+import subprocess
+import time
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from functools import partial
+from typing import Any, NamedTuple, TypeVar
 
 import torch
+from torch import Tensor
 
 from benchmark.markdown import RESULTS, Row
 
 T = TypeVar("T")
+Inputs = dict[str, Tensor]
 Step = Callable[[], Any]
+Build = Callable[[Inputs], Step]  # of a forward; what it imports is no part of the host's time
 Timer = Callable[[], list[float]]
 
-PACKAGES = {"Liger": "liger-kernel", "CCE": "cut-cross-entropy", "fla": "fla-core"}  # what a contestant needs
+PACKAGES = {  # what a contestant needs
+    "Liger": "liger-kernel",
+    "CCE": "cut-cross-entropy",
+    "fla": "fla-core",
+    "quack": "quack-kernels",
+    "Unsloth": "unsloth",
+    "flash-attn-4": "flash-attn-4",
+}
 WARMUP = 3
+GPU_STATE = ("driver_version", "clocks.sm", "clocks.max.sm", "clocks.mem", "power.limit")  # as nvidia-smi names them
 
 
 def version(package: str) -> str | None:
@@ -33,6 +48,16 @@ def present(contestants: Mapping[str, T]) -> dict[str, T]:
     return {name: c for name, c in contestants.items() if version(PACKAGES.get(name.partition(",")[0], "torch"))}
 
 
+def gpu_state() -> dict[str, str]:
+    """Driver, clocks and power, if nvidia-smi can tell."""
+    if not torch.cuda.is_available() or shutil.which("nvidia-smi") is None:
+        return {}
+    gpu = f"GPU-{torch.cuda.get_device_properties().uuid}"
+    command = ["nvidia-smi", f"--id={gpu}", f"--query-gpu={','.join(GPU_STATE)}", "--format=csv,noheader"]
+    told = subprocess.run(command, capture_output=True, text=True).stdout.strip().split(", ")
+    return dict(zip(GPU_STATE, told, strict=True)) if len(told) == len(GPU_STATE) else {}
+
+
 def environment(*peers: str) -> Row:
     """What a file of results begins with."""
     packages = ("torch", "triton", *(PACKAGES.get(peer, peer) for peer in peers))
@@ -40,6 +65,7 @@ def environment(*peers: str) -> Row:
         "gpu": torch.cuda.get_device_name() if torch.cuda.is_available() else "no GPU",
         "date": datetime.date.today().isoformat(),
         "versions": {name: version(name) for name in packages},
+        "state": gpu_state(),
     }
 
 
@@ -70,15 +96,15 @@ def gpu_times(step: Step, repeats: int, prepare: Step = lambda: None) -> list[fl
     return [start.elapsed_time(end) for start, end in pairs]
 
 
-def captured(step: Step, times: int = 1) -> torch.cuda.CUDAGraph:
-    """A CUDA graph of ``step``, that many times."""
+def captured(step: Step, times: int = 1, pool: Any = None) -> torch.cuda.CUDAGraph:
+    """A CUDA graph of ``step``, that many times, in memory that it may share with graphs whose results nobody reads."""
     torch.cuda.set_sync_debug_mode("error")  # finds a step that waits for the GPU: a failed capture would outlive it
     try:
         step()
     finally:
         torch.cuda.set_sync_debug_mode("default")
     graph = torch.cuda.CUDAGraph()
-    with torch.cuda.graph(graph):
+    with torch.cuda.graph(graph, pool=pool):
         for _ in range(times):
             step()
     return graph
@@ -113,14 +139,90 @@ def settle(rows: Iterable[Row], rounds: int, wait: Step = torch.cuda.synchronize
         row[key] = statistics.median(several)
 
 
+class Setting:
+    """Inputs and upstream gradients of one contestant, and the forward that it builds of them."""
+
+    def __init__(self, build: Build, inputs: Inputs, upstream: Sequence[Tensor]) -> None:
+        self.filling = [t.detach() for t in (*inputs.values(), *upstream)]
+        copies = {name: t.detach().clone().requires_grad_(t.requires_grad) for name, t in inputs.items()}
+        self.leaves = {name: t for name, t in copies.items() if t.requires_grad}
+        self.upstream = [t.clone() for t in upstream]
+        self.filled = [t.detach() for t in (*copies.values(), *self.upstream)]
+        self.forward = build(copies)
+
+    def step(self) -> tuple[Tensor, ...]:
+        return torch.autograd.grad(self.forward(), [*self.leaves.values()], self.upstream)
+
+    def refill(self) -> None:
+        for kept, original in zip(self.filled, self.filling, strict=True):
+            kept.copy_(original)
+
+
+def upstream_of(fn: Callable[..., Any], inputs: Inputs) -> list[Tensor]:
+    """Random gradients of what ``fn`` returns, with the strides of the first input of that shape, if there is one; of a
+    loss 1, as in training.
+    """
+    outputs = fn(**inputs)
+    like = (
+        next((t for t in inputs.values() if t.shape == output.shape), output)
+        for output in (outputs if isinstance(outputs, tuple) else (outputs,))
+    )
+    return [torch.randn_like(t, requires_grad=False) if t.dim() else torch.ones_like(t) for t in like]
+
+
+def microseconds(step: Step, steps: int, finish: Step = lambda: None) -> list[float]:
+    """The mean of so many steps in a row, as the host sees it."""
+    start = time.perf_counter()
+    for _ in range(steps):
+        step()
+    finish()
+    return [(time.perf_counter() - start) / steps * 1e6]
+
+
+class Repeats(NamedTuple):
+    """Steps of a graph, its replays in a round, and eager steps in a round."""
+
+    graph: int
+    replays: int
+    eager: int
+
+
+def wall_us(setting: Setting, steps: int) -> list[float]:
+    setting.refill()
+    torch.cuda.synchronize()
+    return microseconds(setting.step, steps, torch.cuda.synchronize)
+
+
+def kernel_us(graph: torch.cuda.CUDAGraph, repeats: Repeats, refill: Step) -> list[float]:
+    return [ms / repeats.graph * 1e3 for ms in gpu_times(graph.replay, repeats.replays, refill)]
+
+
+def kernel_timers(setting: Setting, repeats: Repeats, pool: Any) -> Row:
+    steps = {"forward_us": setting.forward, "us": setting.step}
+    return {
+        key: partial(kernel_us, captured(step, repeats.graph, pool), repeats, setting.refill)
+        for key, step in steps.items()
+    }
+
+
+def gpu_row(setting: Setting, repeats: Repeats, pool: Any = None) -> Row:
+    """Peak memory, and timers of the wall time and, if a graph of the kernels can be had, of theirs."""
+    row = {"mib": peak_mib(setting.step)[0], "wall_us": partial(wall_us, setting, repeats.eager)}
+    return row | attempt(partial(kernel_timers, setting, repeats, pool))
+
+
 def rounded(result: Row) -> Row:
     """With four digits, which are more than a repetition would confirm."""
     numbers: Row = json.loads(json.dumps(result), parse_float=lambda digits: float(f"{float(digits):.4g}"))
     return numbers
 
 
+def slug(name: str) -> str:
+    """For the name of a file."""
+    return re.sub("[^a-z0-9]+", "-", name.lower())
+
+
 def save(result: Row, prefix: str) -> None:
     RESULTS.mkdir(exist_ok=True)
     name = f"{result['gpu']} {result['gpus']}x" if "gpus" in result else result["gpu"]
-    slug = re.sub("[^a-z0-9]+", "-", name.lower())
-    (RESULTS / f"{prefix}-{slug}.json").write_text(json.dumps(result, indent=1) + "\n")
+    (RESULTS / f"{prefix}-{slug(name)}.json").write_text(json.dumps(result, indent=1) + "\n")

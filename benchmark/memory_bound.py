@@ -29,186 +29,44 @@ Libraries that are not installed are left out; the report names them.
 """
 
 import argparse
-import time
-from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Iterable, Mapping, Sequence
 from functools import partial
-from pkgutil import resolve_name
 from typing import Any
 from unittest.mock import patch
 
 import torch
-import torch.nn.functional as F  # noqa: N812
 from torch import Tensor
 from triton.runtime.jit import JITFunction
 
+from benchmark import contestants as table
+from benchmark.contestants import SPECS, named, torch_rms_norm
 from benchmark.markdown import Row
 from benchmark.measure import (
+    Build,
+    Inputs,
+    Repeats,
+    Setting,
     Step,
     attempt,
-    captured,
     environment,
-    gpu_times,
-    peak_mib,
-    present,
+    gpu_row,
+    microseconds,
     rounded,
     save,
     settle,
+    upstream_of,
 )
 from benchmark.memory_bound_report import tables, write_report
 from liger_like import testing
 from liger_like.ops import _common
 
-Build = Callable[[testing.Inputs], Step]  # of a forward; what it imports is no part of the host's time
 Contest = tuple[testing.OpSpec, str, Mapping[str, Build]]
 
-SPECS = {spec.name: spec for spec in testing.SPECS}
-GRAPH_STEPS, REPLAYS, EAGER_STEPS, HOST_STEPS = 5, 4, 20, 50
+REPEATS = Repeats(graph=5, replays=4, eager=20)
+HOST_STEPS = 50
 ROUNDS, QUICK_ROUNDS = 7, 1
-EPS = 1e-6
 HOST_SIZES = {"lead": (16,), "N": 1024, "B": 1, "H": 8, "Hk": 2, "S": 16, "D": 64, "R": 64}
-LIGER, FLA_NORM = "liger_kernel.transformers.functional:", "fla.modules.norm.layernorm:"
-
-
-def torch_rms_norm(x: Tensor, weight: Tensor) -> Tensor:
-    return F.rms_norm(x, weight.shape, weight, EPS)
-
-
-def torch_add_rms_norm(x: Tensor, residual: Tensor, weight: Tensor) -> tuple[Tensor, Tensor]:
-    s = x + residual
-    return torch_rms_norm(s, weight), s
-
-
-def torch_layer_norm(x: Tensor, weight: Tensor, bias: Tensor) -> Tensor:
-    return F.layer_norm(x, weight.shape, weight, bias)
-
-
-def torch_swiglu(gate: Tensor, up: Tensor | None = None) -> Tensor:
-    gate, up = gate.chunk(2, -1) if up is None else (gate, up)
-    return F.silu(gate) * up
-
-
-def torch_geglu(gate: Tensor, up: Tensor | None = None, approximate: str = "tanh") -> Tensor:
-    gate, up = gate.chunk(2, -1) if up is None else (gate, up)
-    return F.gelu(gate, approximate=approximate) * up
-
-
-def torch_rope(q: Tensor, k: Tensor, cos: Tensor, sin: Tensor) -> tuple[Tensor, Tensor]:
-    """In the dtype of q and k, as the models of transformers do it."""
-    cos, sin = cos.unsqueeze(1), sin.unsqueeze(1)
-
-    def rotate(x: Tensor) -> Tensor:
-        x1, x2 = x.chunk(2, -1)
-        return x * cos + torch.cat((-x2, x1), -1) * sin
-
-    return rotate(q), rotate(k)
-
-
-def torch_qk_norm_rope(
-    q: Tensor, k: Tensor, q_weight: Tensor, k_weight: Tensor, cos: Tensor, sin: Tensor
-) -> tuple[Tensor, Tensor]:
-    """With the norm of Qwen3 in transformers: in fp32, rounded before the weight."""
-
-    def norm(x: Tensor, weight: Tensor) -> Tensor:
-        h = x.float()
-        return weight * (h * torch.rsqrt(h.pow(2).mean(-1, keepdim=True) + EPS)).to(x.dtype)
-
-    return torch_rope(norm(q, q_weight), norm(k, k_weight), cos, sin)
-
-
-def named(function: Callable[..., Any] | str, **more: Any) -> Build:
-    """Calls a function, or what a name stands for, with the inputs by their names."""
-    return lambda inputs: partial(resolve_name(function) if isinstance(function, str) else function, **inputs, **more)
-
-
-def in_order(function: str, **more: Any) -> Build:
-    """Calls what a name stands for with the inputs in their order."""
-    return lambda inputs: partial(resolve_name(function), *inputs.values(), **more)
-
-
-def glu(function: str, packed: str = "") -> Build:
-    """Calls a function of gate and up, for packed inputs one of both, if there is one, else that of their halves."""
-
-    def build(inputs: testing.Inputs) -> Step:
-        gate_up = tuple(inputs.values())
-        if len(gate_up) == 2 or packed:
-            return partial(resolve_name(function if len(gate_up) == 2 else packed), *gate_up)
-        halves = resolve_name(function)
-        return lambda: halves(*gate_up[0].chunk(2, -1))
-
-    return build
-
-
-def liger_qk_norm_rope(inputs: testing.Inputs) -> Step:
-    """As in a patched Qwen3: the norms on [B, S, H, D], before the heads are transposed."""
-    norm, rope = resolve_name(LIGER + "liger_rms_norm"), resolve_name(LIGER + "liger_rope")
-    q, k, q_weight, k_weight, cos, sin = inputs.values()
-
-    def forward() -> Any:
-        pairs = (q, q_weight), (k, k_weight)
-        return rope(*(norm(x.transpose(1, 2), weight, EPS).transpose(1, 2) for x, weight in pairs), cos, sin)
-
-    return forward
-
-
-def fla_rope(inputs: testing.Inputs) -> Step:
-    """On [B, S, H, D], with cos and sin [S, R / 2] that all sequences share."""
-    rotary = resolve_name("fla.modules.rotary.ops:rotary_embedding")
-    q, k, *angles = inputs.values()
-    cos, sin = (t[0].chunk(2, -1)[0].contiguous() for t in angles)
-    return lambda: tuple(rotary(x.transpose(1, 2), cos, sin).transpose(1, 2) for x in (q, k))
-
-
-@dataclass(frozen=True)
-class Op:
-    """A row of ``testing.SPECS`` with its peers: a function in plain torch, which is compiled, too, and libraries."""
-
-    spec: testing.OpSpec
-    torch: Callable[..., Any]
-    libraries: Mapping[str, Build]
-    options: Mapping[str, Any] = field(default_factory=dict)
-
-    def contestants(self) -> dict[str, Build]:
-        compiled = torch.compile(self.torch, dynamic=False, fullgraph=True)
-        functions = {"liger_like": self.spec.fn, "torch": self.torch, "torch.compile": compiled}
-        return {name: named(fn, **self.options) for name, fn in functions.items()} | present(self.libraries)
-
-
-OPS = {
-    "rms_norm": Op(
-        SPECS["rms_norm"],
-        torch_rms_norm,
-        {
-            "Liger": in_order(LIGER + "liger_rms_norm", eps=EPS),
-            "fla": named(FLA_NORM + "rms_norm", bias=None, eps=EPS),
-        },
-    ),
-    "add_rms_norm": Op(
-        SPECS["add_rms_norm"],
-        torch_add_rms_norm,
-        {
-            "Liger": in_order(LIGER + "liger_fused_add_rms_norm", eps=EPS),
-            "fla": named(FLA_NORM + "rms_norm", bias=None, eps=EPS, prenorm=True),
-        },
-    ),
-    "layer_norm": Op(
-        SPECS["layer_norm"],
-        torch_layer_norm,
-        {"Liger": in_order(LIGER + "liger_layer_norm", eps=1e-5), "fla": named(FLA_NORM + "layer_norm")},
-    ),
-    "swiglu": Op(
-        SPECS["swiglu"],
-        torch_swiglu,
-        {
-            "Liger": glu(LIGER + "liger_swiglu", packed="liger_kernel.ops:LigerFusedGateUpSiLUMulFunction.apply"),
-            "fla": glu("fla.modules.activations:swiglu"),
-        },
-    ),
-    "geglu": Op(SPECS["geglu"], torch_geglu, {"Liger": glu(LIGER + "liger_geglu")}),
-    "geglu_exact": Op(SPECS["geglu"], torch_geglu, {}, {"approximate": "none"}),
-    "rope": Op(SPECS["rope"], torch_rope, {"Liger": in_order(LIGER + "liger_rope"), "fla": fla_rope}),
-    "qk_norm_rope": Op(SPECS["qk_norm_rope"], torch_qk_norm_rope, {"Liger": liger_qk_norm_rope}),
-}
+OPS = {name: op for name, op in table.OPS.items() if {"N", "R"} & op.spec.bench_shapes[0].keys()}
 
 
 class _Empty(torch.autograd.Function):
@@ -225,7 +83,7 @@ class _Empty(torch.autograd.Function):
         return dx, dw, None
 
 
-def empty(inputs: testing.Inputs) -> Step:
+def empty(inputs: Inputs) -> Step:
     x, weight = inputs.values()
     return partial(_Empty.apply, x, weight, [torch.empty_like(t, requires_grad=False) for t in (x, x, weight)])
 
@@ -233,67 +91,11 @@ def empty(inputs: testing.Inputs) -> Step:
 FLOOR: dict[str, Build] = {"empty autograd.Function": empty, "torch's rms_norm": named(torch_rms_norm)}
 
 
-class Setting:
-    """Inputs and upstream gradients of one contestant, and the forward that it builds of them."""
-
-    def __init__(self, build: Build, inputs: testing.Inputs, upstream: Sequence[Tensor]) -> None:
-        self.filling = [t.detach() for t in (*inputs.values(), *upstream)]
-        copies = {name: t.detach().clone().requires_grad_(t.requires_grad) for name, t in inputs.items()}
-        self.leaves = [t for t in copies.values() if t.requires_grad]
-        self.upstream = [t.clone() for t in upstream]
-        self.filled = [t.detach() for t in (*copies.values(), *self.upstream)]
-        self.forward = build(copies)
-
-    def step(self) -> tuple[Tensor, ...]:
-        return torch.autograd.grad(self.forward(), self.leaves, self.upstream)
-
-    def refill(self) -> None:
-        for kept, original in zip(self.filled, self.filling, strict=True):
-            kept.copy_(original)
+def row(build: Build, inputs: Inputs, upstream: Sequence[Tensor]) -> Row:
+    return gpu_row(Setting(build, inputs, upstream), REPEATS)
 
 
-def upstream_of(fn: Callable[..., Any], inputs: testing.Inputs) -> list[Tensor]:
-    """Random gradients of what ``fn`` returns, with the strides of the first input of that shape, if there is one."""
-    outputs = fn(**inputs)
-    like = (
-        next((t for t in inputs.values() if t.shape == output.shape), output)
-        for output in (outputs if isinstance(outputs, tuple) else (outputs,))
-    )
-    return [torch.randn_like(t, requires_grad=False) for t in like]
-
-
-def microseconds(step: Step, steps: int, finish: Step = lambda: None) -> list[float]:
-    """The mean of so many steps in a row, as the host sees it."""
-    start = time.perf_counter()
-    for _ in range(steps):
-        step()
-    finish()
-    return [(time.perf_counter() - start) / steps * 1e6]
-
-
-def wall_us(setting: Setting) -> list[float]:
-    setting.refill()
-    torch.cuda.synchronize()
-    return microseconds(setting.step, EAGER_STEPS, torch.cuda.synchronize)
-
-
-def kernel_us(graph: torch.cuda.CUDAGraph, refill: Step) -> list[float]:
-    return [ms / GRAPH_STEPS * 1e3 for ms in gpu_times(graph.replay, REPLAYS, refill)]
-
-
-def kernel_timers(setting: Setting) -> Row:
-    steps = {"forward_us": setting.forward, "us": setting.step}
-    return {key: partial(kernel_us, captured(step, GRAPH_STEPS), setting.refill) for key, step in steps.items()}
-
-
-def gpu_row(build: Build, inputs: testing.Inputs, upstream: Sequence[Tensor]) -> Row:
-    """Peak memory, and timers of the wall time and, if a graph of the kernels can be had, of theirs."""
-    setting = Setting(build, inputs, upstream)
-    row = {"mib": peak_mib(setting.step)[0], "wall_us": partial(wall_us, setting)}
-    return row | attempt(partial(kernel_timers, setting))
-
-
-def host_row(build: Build, inputs: testing.Inputs, upstream: Sequence[Tensor]) -> Row:
+def host_row(build: Build, inputs: Inputs, upstream: Sequence[Tensor]) -> Row:
     setting = Setting(build, inputs, upstream)
     setting.step()
     steps = {"forward_us": setting.forward, "us": setting.step}
@@ -315,7 +117,7 @@ def time_shape(name: str, shape: Mapping[str, Any], rounds: int) -> Row:
     inputs = op.spec.inputs(torch.bfloat16, "cuda", **shape)
     upstream = upstream_of(op.spec.fn, inputs)
     rows = [
-        {"name": contestant} | attempt(partial(gpu_row, build, inputs, upstream))
+        {"name": contestant} | attempt(partial(row, build, inputs, upstream))
         for contestant, build in op.contestants().items()
     ]
     settle(rows, rounds)
@@ -364,7 +166,7 @@ def host_alone(names: Iterable[str]) -> Row:
         nothing = patch.object(JITFunction, "run", lambda *_, **__: None)
         with patch.object(_common, "INTERPRET", True), nothing:  # as if the kernels were interpreted
             host = time_host(ours, ROUNDS, "cpu", lambda: None)
-    return {**environment("Liger", "fla"), "ops": [], "host": host}
+    return {**environment(*table.libraries(OPS.values())), "ops": [], "host": host}
 
 
 def measure_all(names: Iterable[str], quick: bool) -> Row:
@@ -372,7 +174,7 @@ def measure_all(names: Iterable[str], quick: bool) -> Row:
     rounds = QUICK_ROUNDS if quick else ROUNDS
     cases = [(name, shape) for name in names for shape in OPS[name].spec.bench_shapes[: 1 if quick else None]]
     return {
-        **environment("Liger", "fla"),
+        **environment(*table.libraries(OPS.values())),
         "ops": [time_shape(name, shape, rounds) for name, shape in cases],
         "host": time_host(contests(names), rounds),
     }

@@ -48,7 +48,8 @@ def losses(names: Sequence[str], shape: Mapping[str, int]) -> Iterator[Row]:
     weight = distribute_tensor(whole, mesh, [Shard(0)])
     del whole
     for name in names:
-        step = step_of(LOSSES[name], x.requires_grad_(), weight.requires_grad_(), target)
+        leaves = x.requires_grad_(), weight.requires_grad_()
+        step = step_of(partial(LOSSES[name], *leaves, target), *leaves)
         with loss_parallel() if name.startswith("loss_parallel") else nullcontext():
             mib, (loss, *_) = peak_mib(step) if GPU else (0.0, step())
             row = {"ms": median(step, REPEATS), "loss": loss.item()}

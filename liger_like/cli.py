@@ -1,4 +1,7 @@
-"""The command line ``liger-like``; it needs the ``cli`` extra (rich, typer), and ``doctor`` the ``hf`` extra, too."""
+"""The command line ``liger-like``; it needs the ``cli`` extra (rich, typer), and ``doctor`` the ``hf`` extra, too.
+
+``bench`` needs the ``bench`` extra and the repository: what it measures with is in no wheel.
+"""
 
 import dataclasses
 import importlib.metadata
@@ -91,5 +94,32 @@ def main() -> None:
             Console().print(table(diagnosis), *(f"warning: {text}" for text in diagnosis.warnings), sep="\n")
             Console().print(f"kernels: {kernels()}")
         raise typer.Exit(int(not diagnosis.sound))
+
+    @app.command()
+    def bench(
+        op: Annotated[list[str], typer.Option(help="An op; may be repeated. All, if none is given.")] = [],  # noqa: B006
+        peer: Annotated[list[str], typer.Option(help="A peer; may be repeated.")] = [],  # noqa: B006
+        shape: Annotated[list[str], typer.Option(help="A model, or a sweep of sizes; may be repeated.")] = [],  # noqa: B006
+        quick: Annotated[bool, typer.Option(help="A shape of each op, one round; without a GPU tiny ones.")] = False,
+        out: Annotated[Path, typer.Option(help="The folder of the csv, the Markdown and the picture.")] = Path(
+            ".cache/bench"
+        ),
+        report: Annotated[bool, typer.Option(help="Only write what benchmark/results/ says; needs no GPU.")] = False,
+    ) -> None:
+        """Measure every op against every peer that is installed."""
+        sys.path.append(str(Path(__file__).parents[1]))
+        try:
+            from benchmark import bench, bench_report
+        except ModuleNotFoundError as error:
+            if error.name == "benchmark":
+                sys.exit("liger-like: the benchmarks are in the repository, not in the package: use a clone of it")
+            sys.exit(missing(error, "bench"))
+        if report:
+            bench_report.write_report()
+            return
+        try:
+            print(bench.run(op, peer, shape, quick, out))
+        except ValueError as error:
+            raise typer.BadParameter(str(error)) from error
 
     app(prog_name="liger-like")

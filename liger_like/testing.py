@@ -73,9 +73,13 @@ class Comparison:
     torch: float
     norm: float
 
+    def allowed(self, k: float = 1.1) -> float:
+        """The largest error that the rule allows."""
+        return k * self.torch + 1e-6 * self.norm
+
     def passes(self, k: float = 1.1) -> bool:
         """Whether the rule holds (never for a NaN)."""
-        return self.kernel <= k * self.torch + 1e-6 * self.norm
+        return self.kernel <= self.allowed(k)
 
 
 def run(fn: Callable[..., Any], inputs: Mapping[str, Tensor], options: Mapping[str, Any], seed: int = 0) -> Inputs:

@@ -1,5 +1,6 @@
 """The benchmarks: a report is that of its results, and what they hold for exact, or for a peer, is."""
 
+from functools import partial
 from typing import Any
 
 import pytest
@@ -7,8 +8,8 @@ import torch
 from torch.nn.attention.flex_attention import flex_attention
 
 from benchmark import (
-    attention,
     attention_report,
+    contestants,
     curves,
     losses,
     losses_report,
@@ -44,7 +45,7 @@ RESULT = {
             "kept": kept,
             "rows": [
                 {"name": losses.GEMMS, "ms": 2.0, "mib": 10.0},
-                {"name": losses.EAGER, "ms": 4.0, "mib": 30.4} | errors,
+                {"name": losses_report.EAGER, "ms": 4.0, "mib": 30.4} | errors,
                 {"name": "ours", "ms": 3.0, "mib": 20.0} | ({"errors": ERRORS | {"dw": 5e-4}} if errors else {}),
                 {"name": "theirs", "reason": "out of | memory"},
             ],
@@ -114,7 +115,7 @@ def test_exact() -> None:
     torch.manual_seed(0)
     x, weight = (torch.randn(n, 8, dtype=torch.float64).requires_grad_() for n in (7, 11))
     target = torch.randint(11, (7,))
-    expected = losses.step_of(fused_linear_cross_entropy_ref, x, weight, target)()
+    expected = losses.step_of(partial(fused_linear_cross_entropy_ref, x, weight, target), x, weight)()
     for got, true in zip(losses.exact(x, weight, target, rows=3), expected, strict=True):
         torch.testing.assert_close(got, true)
 
@@ -258,7 +259,7 @@ CASES = [
 
 
 @pytest.mark.parametrize(("op", "shape"), CASES)
-def test_bytes(op: memory_bound.Op, shape: dict[str, int]) -> None:
+def test_bytes(op: contestants.Plain, shape: dict[str, int]) -> None:
     inputs = op.spec.inputs(torch.float32, "cpu", **shape)
     results = testing.run(op.spec.ref, inputs, op.options)
     size = {name: t.nbytes for name, t in (inputs | results).items()}
@@ -270,12 +271,12 @@ def test_bytes(op: memory_bound.Op, shape: dict[str, int]) -> None:
 
 
 @pytest.mark.parametrize(("op", "shape"), CASES)
-def test_peers_in_torch(op: memory_bound.Op, shape: dict[str, int]) -> None:
+def test_peers_in_torch(op: contestants.Plain, shape: dict[str, int]) -> None:
     torch.manual_seed(0)
     inputs = op.spec.inputs(torch.float32, "cpu", **shape)
-    upstream = memory_bound.upstream_of(op.spec.fn, inputs)
-    contestants = op.contestants()
-    ours, theirs = (memory_bound.Setting(contestants[name], inputs, upstream) for name in ("liger_like", "torch"))
+    upstream = measure.upstream_of(op.spec.fn, inputs)
+    builds = op.contestants()
+    ours, theirs = (measure.Setting(builds[name], inputs, upstream) for name in ("liger_like", "torch"))
     torch.testing.assert_close(ours.forward(), theirs.forward())
     torch.testing.assert_close(ours.step(), theirs.step(), rtol=1e-4, atol=1e-4)
 
@@ -283,10 +284,10 @@ def test_peers_in_torch(op: memory_bound.Op, shape: dict[str, int]) -> None:
 def test_refill() -> None:
     spec = memory_bound.OPS["rope"].spec
     inputs = spec.inputs(torch.float32, "cpu", **memory_bound.small_shapes(spec)[0])
-    upstream = memory_bound.upstream_of(spec.fn, inputs)
+    upstream = measure.upstream_of(spec.fn, inputs)
     for like, gradient in zip((inputs["q"], inputs["k"]), upstream, strict=True):
         assert (like.shape, like.stride()) == (gradient.shape, gradient.stride())
-    setting = memory_bound.Setting(memory_bound.named(spec.fn), inputs, upstream)
+    setting = measure.Setting(contestants.named(spec.fn), inputs, upstream)
     expected = setting.step()
     for tensor in setting.filled:
         tensor.fill_(float("nan"))
@@ -312,10 +313,8 @@ def test_time_on_a_host_without_gpu(monkeypatch):
     ],
 )
 def test_attention_and_flex_see_the_same_keys(name, shape, options):
-    case = attention.Case(attention.SPECS[name], {**shape, "H": 2, "Hk": 2, "D": 16}, options)
-    inputs = case.spec.inputs(torch.float32, "cpu", **case.shape)
-    q, k, v = (inputs[n].detach() for n in ("q", "k", "v"))
-    ours = attention.contestants(case, inputs)["liger_like"](q, k, v)
-    batch = [(t if t.dim() == 4 else t.unsqueeze(0)).transpose(1, 2) for t in (q, k, v)]
-    expected = flex_attention(*batch, block_mask=attention.block_mask(case, inputs)).transpose(1, 2)
-    torch.testing.assert_close(ours, expected.reshape(ours.shape))
+    op = contestants.Attention(contestants.SPECS[name], options)
+    inputs = {name: t.detach() for name, t in op.spec.inputs(torch.float32, "cpu", **shape, H=2, Hk=2, D=16).items()}
+    ours = op.contestants()["liger_like"](inputs)()
+    theirs = partial(flex_attention, block_mask=contestants.block_mask(inputs, **options))
+    torch.testing.assert_close(ours, contestants.heads_first(theirs, inputs))
