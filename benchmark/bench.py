@@ -204,10 +204,15 @@ def merged(earlier: Row, now: Row) -> Row:
 
 
 def show(case: Row, console: Console) -> None:
+    """What there is of the columns."""
+    rows = [bench_report.cells(case, row) for row in case["rows"]]
+    columns = [column for column in zip(bench_report.COLUMNS, *rows, strict=True) if {*column[1:]} != {"-"}][2:]
     title = f"{case['op']}, {case['shape']} ({case['of']})"
-    table = Table(*bench_report.COLUMNS[2:], title=title, box=box.SIMPLE, pad_edge=False)
-    for row in case["rows"]:
-        table.add_row(*bench_report.cells(case, row)[2:])
+    table = Table(title=title, title_justify="left", box=box.SIMPLE, pad_edge=False)
+    for name, *_ in columns:
+        table.add_column(name, overflow="fold", max_width=32)
+    for row in zip(*(cells for _, *cells in columns), strict=True):
+        table.add_row(*row)
     console.print(table)
 
 

@@ -4,6 +4,8 @@ import csv
 import json
 import math
 import sys
+import time
+from functools import partial
 from types import SimpleNamespace
 
 import pytest
@@ -112,6 +114,58 @@ def test_what_is_wrong_has_no_time(monkeypatch):
     assert [row["name"] for row in others if row.keys() - {"name", "reason", "error"}] == []
     assert 1.1 < others[0]["error"] < 10
     assert math.isnan(others[1]["error"])
+
+
+def waiting(inputs):
+    forward = gated()(inputs)
+    forward.waits = True
+    return forward
+
+
+@no_gpu
+def test_rows_of_a_gpu(monkeypatch):
+    """By a clock that says 10 us of a forward and 40 of both; one contestant cannot be captured."""
+    several, pools = measure.Repeats(graph=5, replays=4, eager=2), []
+
+    def captured(step, times, pool):
+        forward = step.__self__.forward if hasattr(step, "__self__") else step
+        if hasattr(forward, "waits"):
+            raise RuntimeError("waits")
+        pools.append(pool)
+        return SimpleNamespace(replay=lambda: (0.01 if step is forward else 0.04) * times)
+
+    def gpu_times(step, repeats, prepare):
+        prepare()
+        return [step()] * repeats
+
+    builds = {"liger_like": gated(), "waiting": waiting, "inexact": BUILDS["inexact"]}
+    op = SimpleNamespace(spec=contestants.SPECS["swiglu"], options={}, contestants=lambda: builds)
+    monkeypatch.setitem(contestants.OPS, "swiglu", op)
+    monkeypatch.setattr(bench, "GPU", True)
+    monkeypatch.setattr(bench, "repeats", lambda setting: several)
+    monkeypatch.setattr(torch.cuda, "synchronize", lambda: None)
+    monkeypatch.setattr(torch.cuda, "graph_pool_handle", lambda: "pool")
+    monkeypatch.setattr(measure, "captured", captured)
+    monkeypatch.setattr(measure, "gpu_times", gpu_times)
+    monkeypatch.setattr(measure, "peak_mib", lambda step: (3.0, step()))
+    case = bench.measure(Case("swiglu", {"lead": (16,), "N": 64}, []), builds, CEILINGS, 1)
+    ours, waits, inexact = case["rows"]
+    assert [ours[key] for key in bench_report.TIMES[:3]] == pytest.approx([10, 30, 40])
+    assert ours["rate"] == pytest.approx(8 * 16 * 64 * 2 / 40e3)
+    assert waits["reason"] == "RuntimeError: waits"
+    assert waits["rate"] == pytest.approx(8 * 16 * 64 * 2 / waits["wall_us"] / 1e3)
+    assert not {"us", "forward_us", "backward_us"} & waits.keys()
+    assert all(row["mib"] == 3 and row["wall_us"] > 0 and row["host_us"] > 0 for row in (ours, waits))
+    assert inexact.keys() == {"name", "error", "reason"}
+    assert pools == ["pool", "pool"]
+
+
+@no_gpu
+def test_repeats_fill_a_round():
+    setting = measure.Setting(gated(), contestants.SPECS["swiglu"].inputs(torch.float32, "cpu", (2,), 8), [])
+    for seconds, expected in ((0, (5, 4, 20)), (0.007, (3, 3, 3)), (0.03, (1, 1, 1))):
+        setting.step = partial(time.sleep, seconds)
+        assert bench.repeats(setting) == expected
 
 
 def test_torch_is_never_wrong():
