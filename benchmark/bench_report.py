@@ -29,8 +29,8 @@ def stem(result: Row) -> str:
 def cells(case: Row, row: Row) -> list[str]:
     """A reason stands in the place of the first time that is missing."""
     times = [number(row.get(key), ".1f") for key in TIMES]
-    if "reason" in row:
-        times[0] = row["reason"]
+    if "reason" in row and "-" in times:
+        times[times.index("-")] = row["reason"]
     rate = f"{row['rate']:.4g} {case['unit']}" if "rate" in row else "-"
     share, mib, error = (
         number(row.get(key), spec) for key, spec in (("share", ".0%"), ("mib", ".0f"), ("error", ".2f"))

@@ -125,18 +125,26 @@ def peak_mib(step: Callable[[], T]) -> tuple[float, T]:
 def settle(rows: Iterable[Row], rounds: int, wait: Step = torch.cuda.synchronize) -> None:
     """Put the median of its times in the place of every timer in ``rows``.
 
-    In each round every timer runs once, in another order: the GPU's clock depends on what ran before.
+    In each round every timer runs once, in another order: the GPU's clock depends on what ran before. Memory may be
+    short by then: one that fails leaves a reason.
     """
     times: list[tuple[Row, str, Timer, list[float]]] = [
         (row, key, value, []) for row in rows for key, value in row.items() if callable(value)
     ]
     order = random.Random(0)
     for _ in range(rounds):
-        for _, _, timer, several in order.sample(times, len(times)):
+        for row, _, timer, several in order.sample(times, len(times)):
             wait()
-            several += timer()
+            row |= attempt(partial(_add, timer, several))
     for row, key, _, several in times:
-        row[key] = statistics.median(several)
+        del row[key]
+        if several:
+            row[key] = statistics.median(several)
+
+
+def _add(timer: Timer, several: list[float]) -> Row:
+    several += timer()
+    return {}
 
 
 class Setting:

@@ -240,6 +240,22 @@ def test_settle() -> None:
     assert all({*calls[i + 1 : i + 4 : 2]} == {"a", "b"} for i in (0, 4, 8))
 
 
+def test_settle_what_fails() -> None:
+    answers = iter(([1.0], RuntimeError("CUDA out of memory"), [3.0]))
+
+    def timer() -> list[float]:
+        if isinstance(answer := next(answers), Exception):
+            raise answer
+        return answer
+
+    def never() -> list[float]:
+        raise ValueError("never")
+
+    rows = [{"us": timer}, {"us": never, "mib": 1.0}]
+    measure.settle(rows, 3, wait=lambda: None)
+    assert rows == [{"us": 2.0, "reason": "out of memory"}, {"mib": 1.0, "reason": "ValueError: never"}]
+
+
 # what a backward reads besides the upstream gradients, and the gradients that are another one again
 READ = {
     "rms_norm": ("x", "weight"),
