@@ -217,13 +217,16 @@ def show(case: Row, console: Console) -> None:
     console.print(table)
 
 
-def run(ops: Collection[str], peers: Collection[str], names: Collection[str], quick: bool, folder: Path) -> Path:
-    """Measure, show, and write the files into ``folder``; which one has the results."""
+def complaint(ops: Collection[str], peers: Collection[str], names: Collection[str], quick: bool) -> str:
+    """What keeps ``run`` from it, if anything does."""
     for given, known in ((ops, OPS), (peers, PEERS), (names, SHAPES)):
         if unknown := {*given} - {*known}:
-            raise ValueError(f"no {', '.join(sorted(unknown))}; there are {', '.join(known)}")
-    if not (GPU or quick):
-        raise ValueError("needs a GPU (all but --quick and --report)")
+            return f"no {', '.join(sorted(unknown))}; there are {', '.join(known)}"
+    return "" if GPU or quick else "needs a GPU (all but --quick and --report)"
+
+
+def run(ops: Collection[str], peers: Collection[str], names: Collection[str], quick: bool, folder: Path) -> Path:
+    """Measure, show, and write the files into ``folder``; which one has the results."""
     chosen = cases(ops or OPS, names or SHAPES)
     if quick:
         chosen = [*{case.op: case for case in reversed(chosen)}.values()][::-1]

@@ -97,29 +97,28 @@ def main() -> None:
 
     @app.command()
     def bench(
-        op: Annotated[list[str], typer.Option(help="An op; may be repeated. All, if none is given.")] = [],  # noqa: B006
-        peer: Annotated[list[str], typer.Option(help="A peer; may be repeated.")] = [],  # noqa: B006
-        shape: Annotated[list[str], typer.Option(help="A model, or a sweep of sizes; may be repeated.")] = [],  # noqa: B006
-        quick: Annotated[bool, typer.Option(help="A shape of each op, one round; without a GPU tiny ones.")] = False,
-        out: Annotated[Path, typer.Option(help="The folder of the csv, the Markdown and the picture.")] = Path(
-            ".cache/bench"
-        ),
-        report: Annotated[bool, typer.Option(help="Only write what benchmark/results/ says; needs no GPU.")] = False,
+        op: Annotated[list[str] | None, typer.Option(help="An op; may be repeated. All, if none is given.")] = None,
+        peer: Annotated[list[str] | None, typer.Option(help="A peer; may be repeated.")] = None,
+        shape: Annotated[list[str] | None, typer.Option(help="A model, or a sweep; may be repeated.")] = None,
+        quick: Annotated[bool, typer.Option("--quick", help="A shape of each op; without a GPU a tiny one.")] = False,
+        out: Annotated[Path, typer.Option(help="The folder for csv, Markdown and picture.")] = Path(".cache/bench"),
+        report: Annotated[bool, typer.Option("--report", help="Only write what benchmark/results/ says.")] = False,
     ) -> None:
         """Measure every op against every peer that is installed."""
         sys.path.append(str(Path(__file__).parents[1]))
         try:
             from benchmark import bench, bench_report
+
+            if report:
+                bench_report.write_report()
+                return
+            chosen = op or (), peer or (), shape or (), quick
+            if complaint := bench.complaint(*chosen):
+                raise typer.BadParameter(complaint)
+            print(bench.run(*chosen, out))
         except ModuleNotFoundError as error:
             if error.name == "benchmark":
                 sys.exit("liger-like: the benchmarks are in the repository, not in the package: use a clone of it")
             sys.exit(missing(error, "bench"))
-        if report:
-            bench_report.write_report()
-            return
-        try:
-            print(bench.run(op, peer, shape, quick, out))
-        except ValueError as error:
-            raise typer.BadParameter(str(error)) from error
 
     app(prog_name="liger-like")

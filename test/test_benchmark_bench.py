@@ -42,6 +42,7 @@ def test_all_of_it_without_a_gpu(monkeypatch, tmp_path):
     assert float(lines[0]["wall_us"]) == result["cases"][0]["rows"][0]["wall_us"]
     assert path.with_suffix(".md").read_text() == bench_report.tables(result)
     assert markdown.digest_of([path]).encode() in path.with_suffix(".png").read_bytes()
+    monkeypatch.setattr(bench_report, "draw", lambda *_: None)  # which takes seconds
     assert run(monkeypatch, *arguments, "--op", "rms_norm") == 0
     again = json.loads(path.read_text())
     assert again["cases"][1:] == result["cases"][1:]
