@@ -49,6 +49,7 @@ from benchmark.measure import (
     attempt,
     environment,
     gpu_row,
+    locked,
     microseconds,
     rounded,
     settle,
@@ -162,21 +163,28 @@ def rated(row: Row, work: float, ceiling: float) -> Row:
     return {**row, **backward, "rate": work / us, "share": work / us / ceiling}
 
 
-def measure(case: Case, names: Collection[str], ceilings: Mapping[str, float], rounds: int) -> Row:
-    """A row of each contestant whose name, up to a comma, is one of ``names``."""
-    op = OPS[case.op]
-    torch.compiler.reset()
-    builds = {name: build for name, build in op.contestants().items() if name.partition(",")[0] in names}
-    truth = Truth(op, fewer(case.shape))
+def rows_of(op: Plain | Attention, shape: Shape, builds: Mapping[str, Build], rounds: int) -> list[Row]:
+    """Errors of each contestant, and where they are small enough times."""
+    truth = Truth(op, fewer(shape))
     rows = [{"name": name, **attempt(partial(truth.check, build))} for name, build in builds.items()]
     del truth
-    inputs = make_inputs(op, case.shape)
+    inputs = make_inputs(op, shape)
     upstream = upstream_of(partial(op.spec.fn, **op.options), inputs)
     pool = torch.cuda.graph_pool_handle() if GPU else None
     for row in rows:
         if "reason" not in row:
             row |= attempt(partial(timers, builds[row["name"]], inputs, upstream, pool))
     settle(rows, rounds, wait)
+    return rows
+
+
+def measure(case: Case, names: Collection[str], ceilings: Mapping[str, float], rounds: int) -> Row:
+    """A row of each contestant whose name, up to a comma, is one of ``names``."""
+    op = OPS[case.op]
+    torch.compiler.reset()
+    builds = {name: build for name, build in op.contestants().items() if name.partition(",")[0] in names}
+    outcome = attempt(lambda: {"rows": rows_of(op, case.shape, builds, rounds)})
+    rows = outcome.get("rows", [{"name": name, **outcome} for name in builds])  # a reason is that of them all
     forward, backward, flops = op.spec.cost(DTYPE.itemsize, **case.shape, **op.options)
     unit, work = ("TFLOP/s", flops / 1e6) if flops else ("GB/s", (forward + backward) / 1e3)
     rows = [rated(row, work, ceilings[unit]) for row in rows]
@@ -241,9 +249,11 @@ def run(ops: Collection[str], peers: Collection[str], names: Collection[str], qu
         for case in chosen:
             progress.update(task, description=f"{case.op}, {shape_text(case.shape)}")
             row = measure(case, {bench_report.OURS, *(peers or PEERS)}, ceilings, QUICK_ROUNDS if quick else ROUNDS)
-            earlier = json.loads(path.read_text()) if path.exists() else {}  # others may run at the same time
-            path.write_text(json.dumps(merged(earlier, rounded({**of_run, "cases": [row]})), indent=1) + "\n")
+            with locked(folder):  # other processes may measure other ops
+                earlier = json.loads(path.read_text()) if path.exists() else {}
+                path.write_text(json.dumps(merged(earlier, rounded({**of_run, "cases": [row]})), indent=1) + "\n")
             show(row, progress.console)
             progress.advance(task)
-    bench_report.write_beside(path)
+    with locked(folder):
+        bench_report.write_beside(path)
     return path

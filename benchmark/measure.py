@@ -1,16 +1,20 @@
 """What the benchmarks share: how to time, and what to do with what was measured."""
 
 import datetime
+import fcntl
 import importlib.metadata
 import json
+import os
 import random
 import re
 import shutil
 import statistics
 import subprocess
 import time
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from functools import partial
+from pathlib import Path
 from typing import Any, NamedTuple, TypeVar
 
 import torch
@@ -223,6 +227,17 @@ def rounded(result: Row) -> Row:
     """With four digits, which are more than a repetition would confirm."""
     numbers: Row = json.loads(json.dumps(result), parse_float=lambda digits: float(f"{float(digits):.4g}"))
     return numbers
+
+
+@contextmanager
+def locked(folder: Path) -> Iterator[None]:
+    """One process after the other: what it read there is still so when it writes."""
+    lock = os.open(folder, os.O_RDONLY)
+    try:
+        fcntl.flock(lock, fcntl.LOCK_EX)
+        yield
+    finally:
+        os.close(lock)
 
 
 def slug(name: str) -> str:

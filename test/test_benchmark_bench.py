@@ -1,8 +1,10 @@
 """``liger-like bench``: what it measures without a GPU, what it refuses to time, the files it writes, and its peers."""
 
 import csv
+import fcntl
 import json
 import math
+import os
 import sys
 from types import SimpleNamespace
 
@@ -23,11 +25,21 @@ CEILINGS = {"GB/s": 10.0, "TFLOP/s": 1.0}
 @no_gpu
 def test_all_of_it_without_a_gpu(monkeypatch, tmp_path):
     monkeypatch.setattr(_common, "INTERPRET", False)
+
+    def merged(*results, true=bench.merged):
+        other = os.open(tmp_path, os.O_RDONLY)
+        with pytest.raises(BlockingIOError):
+            fcntl.flock(other, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        os.close(other)
+        return true(*results)
+
+    monkeypatch.setattr(bench, "merged", merged)
     arguments = ["bench", "--quick", "--peer", "torch", "--out", str(tmp_path)]
     assert run(monkeypatch, *arguments) == 0
     (path,) = tmp_path.glob("*.json")
     result = json.loads(path.read_text())
     assert [case["op"] for case in result["cases"]] == [*contestants.OPS]
+    assert result["cases"][0]["of"] == "Llama-3.2-1B, hidden"
     for case in result["cases"]:
         rows = {row["name"]: row for row in case["rows"]}
         assert {"liger_like"} < rows.keys() == {n for n in rows if n.partition(",")[0] in ("liger_like", "torch")}
@@ -128,6 +140,15 @@ def test_on_a_gpu(op):
             assert "reason" not in ours
         else:
             assert "synchroniz" in ours["reason"]
+
+
+def test_a_shape_that_cannot_be_measured(monkeypatch):
+    def out_of_memory(*_):
+        raise RuntimeError("CUDA out of memory")
+
+    monkeypatch.setattr(bench, "Truth", out_of_memory)
+    rows = bench.measure(cases(["swiglu"], SHAPES)[0], {"liger_like", "torch"}, CEILINGS, 1)["rows"]
+    assert rows == [{"name": name, "reason": "out of memory"} for name in ("liger_like", "torch")]
 
 
 def waiting(inputs):
