@@ -85,6 +85,5 @@ def cases(ops: Iterable[str], names: Iterable[str]) -> list[Case]:
     for op in ops:
         for name, shapes in SHAPES.items():
             for shape in shapes.get(op, ()):
-                of = found.setdefault(f"{op} {sorted(shape.items())}", Case(op, shape, [])).of
-                of += [] if name in of else [name]
+                found.setdefault(f"{op} {sorted(shape.items())}", Case(op, shape, [])).of.append(name)
     return [case for case in found.values() if {*case.of} & {*names}]
