@@ -97,6 +97,7 @@ def with_tables(notes: str, measured: Iterable[Row]) -> str:
 
 def draw(result: Row, path: Path, comment: str) -> None:
     """By op a panel, by contestant a line: the share of the ceiling over the shapes."""
+    from matplotlib import colormaps
     from matplotlib.figure import Figure
 
     ops = [*dict.fromkeys(case["op"] for case in result["cases"])]
@@ -111,8 +112,7 @@ def draw(result: Row, path: Path, comment: str) -> None:
             shares = [{row["name"]: row for row in case["rows"]}.get(name, {}).get("share") for case in shapes]
             if any(share is not None for share in shares):
                 y = [float("nan") if share is None else 100 * share for share in shares]
-                style = f"C{color}o{'-' if name == OURS else ':'}"
-                ax.plot(y, style, label=name, markersize=4)
+                ax.plot(y, "o-" if name == OURS else "o:", color=colormaps["tab20"](color), label=name, markersize=4)
         ax.set_xticks(range(len(shapes)), [case["shape"] for case in shapes], rotation=60, ha="right", fontsize=7)
         ax.set(title=op, ylabel=f"% of the ceiling in {shapes[0]['unit']}", ylim=(0, None))
         ax.legend(fontsize=7)
