@@ -18,7 +18,15 @@ from transformers import AutoModelForCausalLM, PreTrainedConfig, PreTrainedModel
 
 from benchmark.markdown import Row
 from benchmark.processes import DEVICE, GPU, median, reset_peak, times, worst
-from benchmark.training import SELECTIVE, Preparation, nothing, patch, patch_and_select, patch_by_liger
+from benchmark.training import (
+    SELECTIVE,
+    Preparation,
+    nothing,
+    patch,
+    patch_and_keep_attention,
+    patch_and_select,
+    patch_by_liger,
+)
 from liger_like.parallel import context_parallel
 
 WARMUP, STEPS = 2, 4
@@ -43,6 +51,7 @@ TRAINED = {
     "transformers, compiled layers": Contestant(compile_layers),
     "liger_like": Contestant(patch),
     SELECTIVE: Contestant(patch_and_select),
+    "liger_like, attention kept": Contestant(patch_and_keep_attention),
     "Liger": Contestant(patch_by_liger),
 }
 CLIMBING = {

@@ -95,9 +95,15 @@ def patch(model: PreTrainedModel) -> None:
     patching.patch(model)
 
 
-def patch_and_select(model: PreTrainedModel) -> None:
+def patch_and_select(model: PreTrainedModel, *save: str) -> None:
+    """Of a checkpointed layer these are kept; without any, what the policy keeps by default."""
     patch(model)
-    model.gradient_checkpointing_enable({"use_reentrant": False, "context_fn": checkpoint_policy()})
+    policy = checkpoint_policy(save) if save else checkpoint_policy()
+    model.gradient_checkpointing_enable({"use_reentrant": False, "context_fn": policy})
+
+
+def patch_and_keep_attention(model: PreTrainedModel) -> None:
+    patch_and_select(model, "attention", "loss")
 
 
 def patch_and_compile(model: PreTrainedModel) -> None:
