@@ -18,7 +18,7 @@ from transformers import AutoModelForCausalLM, PreTrainedConfig, PreTrainedModel
 
 from benchmark.markdown import Row
 from benchmark.processes import DEVICE, GPU, median, reset_peak, times, worst
-from benchmark.training import SELECTIVE, Preparation, nothing, patch, patch_and_select, patch_by_liger
+from benchmark.training import SELECTIVE, Preparation, nothing, patch, patch_and_select, patch_by_liger, tokens_of
 from liger_like.parallel import context_parallel
 
 WARMUP, STEPS = 2, 4
@@ -89,10 +89,6 @@ def step_of(contestant: Contestant, config: PreTrainedConfig) -> Callable[[Tenso
         return loss.detach()
 
     return step
-
-
-def tokens_of(config: PreTrainedConfig, batch: int, seq: int) -> Tensor:
-    return torch.randint(config.vocab_size, (batch, seq), device=DEVICE)
 
 
 def train(settings: Sequence[tuple[int, int]], contestant: Contestant, config: PreTrainedConfig) -> Iterator[Row]:
