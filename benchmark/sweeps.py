@@ -1,4 +1,4 @@
-"""Training steps of Llama-3.2-1B's shape: by batch and by sequence, patched in part, and the memory and time inside one.
+"""Training steps of Llama-3.2-1B's shape: by batch and by sequence, patched in part, and what is inside one.
 
     make bench-sweeps                                 measures, writes results/ and from it the report and the pictures
     python -m benchmark.sweeps --parts batch          some of it; results/ keeps what it has of the rest
@@ -12,7 +12,7 @@ is larger. What is measured is written at once.
 
 import argparse
 import functools
-from collections.abc import Collection, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterator, Mapping
 from functools import partial
 from typing import Any, NamedTuple
 
@@ -73,7 +73,7 @@ def sweep(prepare: Preparation, config: PreTrainedConfig, shapes: Collection[Sha
     clear()
 
     @functools.cache
-    def step() -> Any:
+    def step() -> Callable[..., None]:
         return trainer(build(prepare, config, checkpointing=True))
 
     def measured(batch: int, seq: int) -> Row:

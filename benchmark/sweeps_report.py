@@ -8,6 +8,10 @@ from benchmark.markdown import NOTES, README, RESULTS, Row, between, digest, hea
 
 BEGIN = "<!-- sweeps: written by `python -m benchmark.sweeps --report` -->\n"
 END = "<!-- /sweeps -->\n"
+ABOUT = """\
+Steps of Llama-3.2-1B's shape (`make bench-sweeps`): checkpointed, by batch and by sequence, a cross where the next one
+failed; and what is allocated during one that is not checkpointed.
+"""
 
 SWEEPS = "batch", "sequence"
 COLORS = {"transformers": "tab:red", "Liger": "tab:green", "liger_like": "tab:blue"}
@@ -173,14 +177,14 @@ PICTURES = {
 }
 
 
-def path_of(name: str) -> Path:
+def file_of(name: str) -> Path:
     return RESULTS / f"{name}.png"
 
 
 def links(names: Collection[str], page: Path, measured: Collection[Row]) -> list[str]:
     """The pictures that there are."""
     return [
-        f"![{picture.text}]({path_of(name).relative_to(page.parent)})\n"
+        f"![{picture.text}]({file_of(name).relative_to(page.parent)})\n"
         for name, picture in PICTURES.items()
         if name in names and picture.of(measured)
     ]
@@ -193,7 +197,8 @@ def with_tables(notes: str, measured: Collection[Row]) -> str:
 
 def with_overview(readme: str, measured: Collection[Row]) -> str:
     """``readme`` with what was swept, and the memory of a step, between the markers."""
-    return between(readme, BEGIN, END, "\n".join(links(("sweeps", "memory"), README, measured)))
+    pictures = links(("sweeps", "memory"), README, measured)
+    return between(readme, BEGIN, END, "\n".join([ABOUT, *pictures] if pictures else []))
 
 
 def write_report() -> None:
@@ -207,4 +212,4 @@ def write_report() -> None:
             figure = Figure(figsize=(picture.size[0], picture.size[1] * len(shown)), layout="constrained")
             for part, result in zip(figure.subfigures(len(shown), squeeze=False).flat, shown, strict=True):
                 picture.draw(part, result)
-            figure.savefig(path_of(name), dpi=120, metadata={"Comment": digest("sweeps")})
+            figure.savefig(file_of(name), dpi=120, metadata={"Comment": digest("sweeps")})

@@ -35,6 +35,7 @@ GROUP_OF = {
     "model": OTHER,
 }
 PRODUCTS = re.compile(r"aten::(add|badd)?b?mm_?$|_add_products")
+FORWARD = 0  # the scope of an event, but for the engine's own
 SUMS = "aten::add", "aten::add_"  # of the gradients of what was used twice, where the engine itself calls them
 GROUPS = ("matrix products", "attention", "norms", "RoPE", "GLU", "loss", "optimizer", OTHER)
 
@@ -130,7 +131,7 @@ def times_of(events: Sequence[Any]) -> dict[str, float]:
     forward = {  # the last one: those before it under the same number have no backward
         event.sequence_nr: event
         for event in sorted(events, key=lambda event: event.time_range.start)
-        if event.sequence_nr >= 0 and not event.fwd_thread
+        if event.sequence_nr >= 0 and event.scope == FORWARD and not event.name.startswith(ENGINE)
     }
     totals = dict.fromkeys(GROUPS, 0.0)
     for event in events:

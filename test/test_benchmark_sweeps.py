@@ -211,7 +211,7 @@ def test_kernels(monkeypatch):
 
     def event(name, parent=None, *kernels):
         several = [Kernel(kernel, 0, us) for kernel, us in kernels]
-        numbers = {"sequence_nr": -1, "fwd_thread": 0, "time_range": SimpleNamespace(start=0)}
+        numbers = {"sequence_nr": -1, "scope": 0, "time_range": SimpleNamespace(start=0)}
         return SimpleNamespace(name=name, cpu_parent=parent, kernels=several, **numbers)
 
     loss = event("benchmark: loss", None, ("benchmark: loss", 1e6))
@@ -378,7 +378,8 @@ def test_report(results):
     sweeps_report.write_report()
     notes, readme = sweeps_report.NOTES, sweeps_report.README
     assert "old" not in notes.read_text() + readme.read_text()
-    assert "![" not in notes.read_text() + readme.read_text()
+    assert "![" not in notes.read_text()
+    assert readme.read_text() == f"before\n{sweeps_report.BEGIN}{sweeps_report.END}after\n"
     parts = {part: RESULT["parts"][part] for part in ("batch", "profile")}
     measure.update(RESULT | {"parts": parts}, "sweeps", sweeps.PARTS)
     sweeps_report.write_report()
@@ -394,14 +395,15 @@ def test_report(results):
 
 def test_pictures_are_current():
     for name, picture in sweeps_report.PICTURES.items():
-        path = sweeps_report.path_of(name)
+        path = sweeps_report.file_of(name)
         assert path.exists() == bool(picture.of(markdown.results("sweeps")))
         assert not path.exists() or markdown.digest("sweeps").encode() in path.read_bytes()
 
 
 def test_lines_end_where_the_next_shape_failed():
     figure = Figure()
-    sweeps_report.draw_sweeps(figure, RESULT)
+    others = {name: [] for name in sweeps.CONTESTANTS}
+    sweeps_report.draw_sweeps(figure, RESULT | {"parts": {"batch": RESULT["parts"]["batch"], "sequence": others}})
     throughput, _, memory, _ = figure.axes
     for ax, first, last in ((throughput, 10.24, 40.96), (memory, 10.0, 20.0)):
         theirs, cross, ours = (line.get_xydata().tolist() for line in ax.lines)
