@@ -187,15 +187,17 @@ def test_groups_of_a_step(prepare, expected, monkeypatch):
 
 
 def test_sums_that_the_engine_makes(monkeypatch):
-    """Where a gradient is summed since a weight was spread, that is the weight's, where two gradients are, no one's."""
+    """Where a gradient is summed since a weight was spread, that is the weight's, where two gradients are, no one's.
+
+    What has no backward, under the number of the norm, is not what the norm's backward belongs to.
+    """
     x, w = torch.randn(4, 8, requires_grad=True), torch.randn(8, requires_grad=True)
-    norm, glu, both = (
-        traces._recorded(group, function)
-        for group, function in (("norms", torch.mul), ("GLU", torch.tanh), ("loss", torch.add))
-    )
+    functions = {"norms": torch.mul, "GLU": torch.tanh, "loss": torch.add, "RoPE": torch.cos}
+    norm, glu, both, rope = (traces._recorded(group, function) for group, function in functions.items())
 
     def step():
         y = x.clone()
+        rope(torch.ones(4))
         both(norm(y, w), glu(y)).backward(torch.ones(4, 8))
 
     several = events_of(step)
@@ -226,6 +228,16 @@ def test_kernels(monkeypatch):
         "optimizer": 5.0,
         "other": 6.0,
     }
+
+
+def test_phases():
+    model = training.build(training.nothing, CONFIG, checkpointing=False)
+    weight, tokens = model.lm_head.weight, training.tokens_of(CONFIG, 2, 8)
+    before, told = weight.detach().clone(), []
+    training.trainer(model)(
+        tokens, lambda phase: told.append((phase, weight.grad is not None, torch.equal(weight, before)))
+    )
+    assert told == [("forward", False, True), ("backward", True, True), ("optimizer", False, False)]
 
 
 @pytest.fixture
