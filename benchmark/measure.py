@@ -1,12 +1,15 @@
 """What the benchmarks share: how to time, and what to do with what was measured."""
 
 import datetime
+import fcntl
 import importlib.metadata
 import json
+import os
 import random
 import re
 import statistics
 from collections.abc import Callable, Iterable, Mapping
+from pathlib import Path
 from typing import Any, TypeVar
 
 import torch
@@ -119,8 +122,31 @@ def rounded(result: Row) -> Row:
     return numbers
 
 
-def save(result: Row, prefix: str) -> None:
-    RESULTS.mkdir(exist_ok=True)
+def path_of(result: Row, prefix: str) -> Path:
     name = f"{result['gpu']} {result['gpus']}x" if "gpus" in result else result["gpu"]
     slug = re.sub("[^a-z0-9]+", "-", name.lower())
-    (RESULTS / f"{prefix}-{slug}.json").write_text(json.dumps(result, indent=1) + "\n")
+    return RESULTS / f"{prefix}-{slug}.json"
+
+
+def save(result: Row, prefix: str) -> None:
+    RESULTS.mkdir(exist_ok=True)
+    path_of(result, prefix).write_text(json.dumps(result, indent=1) + "\n")
+
+
+def merged(earlier: Row, now: Row, order: Mapping[str, Iterable[str]]) -> Row:
+    """What was measured now, and what was earlier of the other parts and contestants; those of each part in order."""
+    found = {part: earlier.get("parts", {}).get(part, {}) | now["parts"].get(part, {}) for part in order}
+    parts = {part: {name: found[part][name] for name in names if name in found[part]} for part, names in order.items()}
+    return now | {"parts": parts}
+
+
+def update(result: Row, prefix: str, order: Mapping[str, Iterable[str]]) -> None:
+    """Save it ``merged`` with what the file has by now: other processes may measure other contestants."""
+    RESULTS.mkdir(exist_ok=True)
+    folder = os.open(RESULTS, os.O_RDONLY)
+    fcntl.flock(folder, fcntl.LOCK_EX)
+    try:
+        path = path_of(result, prefix)
+        save(merged(json.loads(path.read_text()) if path.exists() else {}, result, order), prefix)
+    finally:
+        os.close(folder)  # ends the lock

@@ -26,6 +26,7 @@ from benchmark.training import (
     patch_and_keep_attention,
     patch_and_select,
     patch_by_liger,
+    tokens_of,
 )
 from liger_like.parallel import context_parallel
 
@@ -98,10 +99,6 @@ def step_of(contestant: Contestant, config: PreTrainedConfig) -> Callable[[Tenso
         return loss.detach()
 
     return step
-
-
-def tokens_of(config: PreTrainedConfig, batch: int, seq: int) -> Tensor:
-    return torch.randint(config.vocab_size, (batch, seq), device=DEVICE)
 
 
 def train(settings: Sequence[tuple[int, int]], contestant: Contestant, config: PreTrainedConfig) -> Iterator[Row]:
