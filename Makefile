@@ -16,7 +16,7 @@ endif
 OLDEST := $(addprefix test/test_,coverage.py patches_vision.py patching_recognition.py)
 
 .PHONY: demo test test-oldest check compile-check mutants sanitize coverage tune
-.PHONY: bench bench-losses bench-ops bench-attention bench-training bench-sharded bench-curves
+.PHONY: bench bench-losses bench-ops bench-attention bench-training bench-sweeps bench-sharded bench-curves
 
 demo: $(ready)
 	$(py) examples/train.py
@@ -57,6 +57,9 @@ bench-attention: $(ready)
 
 bench-training: $(ready)
 	$(py) -m benchmark.training
+
+bench-sweeps: $(ready)
+	$(py) -m benchmark.sweeps
 
 # on all GPUs of the machine
 bench-sharded: $(ready)

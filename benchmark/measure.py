@@ -245,7 +245,26 @@ def slug(name: str) -> str:
     return re.sub("[^a-z0-9]+", "-", name.lower())
 
 
+def path_of(result: Row, prefix: str) -> Path:
+    name = f"{result['gpu']} {result['gpus']}x" if "gpus" in result else result["gpu"]
+    return RESULTS / f"{prefix}-{slug(name)}.json"
+
+
 def save(result: Row, prefix: str) -> None:
     RESULTS.mkdir(exist_ok=True)
-    name = f"{result['gpu']} {result['gpus']}x" if "gpus" in result else result["gpu"]
-    (RESULTS / f"{prefix}-{slug(name)}.json").write_text(json.dumps(result, indent=1) + "\n")
+    path_of(result, prefix).write_text(json.dumps(result, indent=1) + "\n")
+
+
+def merged(earlier: Row, now: Row, order: Mapping[str, Iterable[str]]) -> Row:
+    """What was measured now, and what was earlier of the other parts and contestants; those of each part in order."""
+    found = {part: earlier.get("parts", {}).get(part, {}) | now["parts"].get(part, {}) for part in order}
+    parts = {part: {name: found[part][name] for name in names if name in found[part]} for part, names in order.items()}
+    return now | {"parts": parts}
+
+
+def update(result: Row, prefix: str, order: Mapping[str, Iterable[str]]) -> None:
+    """Save it ``merged`` with what the file has by now: other processes may measure other contestants."""
+    RESULTS.mkdir(exist_ok=True)
+    with locked(RESULTS):
+        path = path_of(result, prefix)
+        save(merged(json.loads(path.read_text()) if path.exists() else {}, result, order), prefix)

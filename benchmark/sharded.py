@@ -17,8 +17,8 @@ from typing import Any, NamedTuple
 import torch
 from transformers import PreTrainedConfig
 
-from benchmark.markdown import Row, results
-from benchmark.measure import environment, present, rounded, save
+from benchmark.markdown import Row
+from benchmark.measure import environment, merged, present, rounded, update
 from benchmark.processes import GPU, Processes
 from benchmark.sharded_models import CLIMBING, LADDER, TRAINED, climb, train
 from benchmark.sharded_ops import LOSSES, METHODS, attentions, losses
@@ -79,13 +79,6 @@ def measure(part: str, names: Collection[str], sizes: Sizes, processes: Processe
         yield from ((name, [row]) for name, row in zip(names, rows, strict=True))
 
 
-def merged(earlier: Row, now: Row) -> Row:
-    """What was measured now, and what was earlier of the other parts and contestants."""
-    found = {part: earlier.get("parts", {}).get(part, {}) | now["parts"].get(part, {}) for part in PARTS}
-    parts = {part: {name: found[part][name] for name in names if name in found[part]} for part, names in PARTS.items()}
-    return now | {"parts": parts}
-
-
 def main() -> None:
     parser = argparse.ArgumentParser(prog="python -m benchmark.sharded")
     contestants = list(dict.fromkeys(name for part in PARTS.values() for name in part))
@@ -100,15 +93,13 @@ def main() -> None:
             parser.error("needs GPUs (all but --quick and --report)")
         processes = Processes(torch.cuda.device_count() if GPU else 2, options.timeout)
         result = environment("transformers", "Liger") | {"gpus": processes.count, "parts": {}}
-        here = (result["gpu"], result["gpus"])
-        earlier = {} if options.quick else next((r for r in results("sharded") if (r["gpu"], r["gpus"]) == here), {})
         for part in options.parts:
             for name, rows in measure(part, options.contestants, QUICK if options.quick else FULL, processes):
                 print(f"{part}, {name}: {rows}", flush=True)
                 result["parts"].setdefault(part, {})[name] = rows
                 if not options.quick:
-                    save(merged(earlier, rounded(result)), "sharded")
-        print(tables(merged({}, rounded(result))))
+                    update(rounded(result), "sharded", PARTS)
+        print(tables(merged({}, rounded(result), PARTS)))
         if options.quick:
             return
     write_report()

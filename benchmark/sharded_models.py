@@ -18,7 +18,16 @@ from transformers import AutoModelForCausalLM, PreTrainedConfig, PreTrainedModel
 
 from benchmark.markdown import Row
 from benchmark.processes import DEVICE, GPU, median, reset_peak, times, worst
-from benchmark.training import SELECTIVE, Preparation, nothing, patch, patch_and_select, patch_by_liger
+from benchmark.training import (
+    SELECTIVE,
+    Preparation,
+    nothing,
+    patch,
+    patch_and_keep_attention,
+    patch_and_select,
+    patch_by_liger,
+    tokens_of,
+)
 from liger_like.parallel import context_parallel
 
 WARMUP, STEPS = 2, 4
@@ -43,6 +52,7 @@ TRAINED = {
     "transformers, compiled layers": Contestant(compile_layers),
     "liger_like": Contestant(patch),
     SELECTIVE: Contestant(patch_and_select),
+    "liger_like, attention kept": Contestant(patch_and_keep_attention),
     "Liger": Contestant(patch_by_liger),
 }
 CLIMBING = {
@@ -89,10 +99,6 @@ def step_of(contestant: Contestant, config: PreTrainedConfig) -> Callable[[Tenso
         return loss.detach()
 
     return step
-
-
-def tokens_of(config: PreTrainedConfig, batch: int, seq: int) -> Tensor:
-    return torch.randint(config.vocab_size, (batch, seq), device=DEVICE)
 
 
 def train(settings: Sequence[tuple[int, int]], contestant: Contestant, config: PreTrainedConfig) -> Iterator[Row]:

@@ -20,10 +20,12 @@ from typing import NamedTuple
 from unittest import mock
 
 import torch
+from torch import Tensor
 from transformers import AutoModelForCausalLM, Gemma2Config, PreTrainedConfig, PreTrainedModel, Qwen3Config
 
 from benchmark.markdown import Row, results
 from benchmark.measure import Step, attempt, environment, gpu_times, present, rounded, save, settle
+from benchmark.processes import DEVICE, reset_peak, times
 from benchmark.training_report import tables, write_report
 from examples.train import CONFIGS
 from liger_like import patching
@@ -84,20 +86,26 @@ SETTINGS = (
 SETTINGS_OF_FORMS = Setting("Llama-3.2-1B", 4, 1024), Setting("Qwen3-1.7B", 4, 2048)
 
 
-def nothing(model: PreTrainedModel) -> None: ...
+def nothing(_: object) -> None: ...
 
 
 def compile_it(model: PreTrainedModel) -> None:
-    model.compile()
+    model.compile(dynamic=False)
 
 
 def patch(model: PreTrainedModel) -> None:
     patching.patch(model)
 
 
-def patch_and_select(model: PreTrainedModel) -> None:
+def patch_and_select(model: PreTrainedModel, *save: str) -> None:
+    """Of a checkpointed layer these are kept; without any, what the policy keeps by default."""
     patch(model)
-    model.gradient_checkpointing_enable({"use_reentrant": False, "context_fn": checkpoint_policy()})
+    policy = checkpoint_policy(save) if save else checkpoint_policy()
+    model.gradient_checkpointing_enable({"use_reentrant": False, "context_fn": policy})
+
+
+def patch_and_keep_attention(model: PreTrainedModel) -> None:
+    patch_and_select(model, "attention", "loss")
 
 
 def patch_and_compile(model: PreTrainedModel) -> None:
@@ -141,36 +149,57 @@ def clear() -> None:
     gc.collect()  # models hold reference cycles: without this the last one would count into the next one's memory
     torch.compiler.reset()
     torch.cuda.empty_cache()
-    torch.cuda.reset_peak_memory_stats()
+    reset_peak()
 
 
-def step_of(prepare: Preparation, setting: Setting) -> Step:
-    """A training step of a new model."""
+def build(prepare: Preparation, config: PreTrainedConfig, checkpointing: bool) -> PreTrainedModel:
     torch.manual_seed(0)
-    config = MODELS[setting.model]
-    with torch.device("cuda"):
+    with torch.device(DEVICE):
         model = AutoModelForCausalLM.from_config(config, dtype=torch.bfloat16).train()
-        tokens = torch.randint(config.vocab_size, (setting.batch, setting.seq))
-    if setting.checkpointing:
+    if checkpointing:
         model.gradient_checkpointing_enable()
     prepare(model)
+    return model
+
+
+def tokens_of(config: PreTrainedConfig, batch: int, seq: int) -> Tensor:
+    return torch.randint(config.vocab_size, (batch, seq), device=DEVICE)
+
+
+def trainer(model: PreTrainedModel) -> Callable[..., None]:
+    """A training step on tokens [B, S], which tells the names of its phases as they end."""
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-5, fused=True)
 
-    def step() -> None:
-        model(input_ids=tokens, labels=tokens, use_cache=False).loss.backward()
+    def step(tokens: Tensor, ended: Callable[[str], None] = nothing) -> None:
+        loss = model(input_ids=tokens, labels=tokens, use_cache=False).loss
+        ended("forward")
+        loss.backward()
+        ended("backward")
         optimizer.step()
         optimizer.zero_grad()
+        ended("optimizer")
 
-    gpu_times(step, WARMUP)
     return step
 
 
-def train(prepare: Preparation, setting: Setting) -> Row:
+def step_of(prepare: Preparation, setting: Setting) -> Step:
+    """A training step of a new model, warm."""
+    config = MODELS[setting.model]
+    train_on = trainer(build(prepare, config, setting.checkpointing))
+    step = partial(train_on, tokens_of(config, setting.batch, setting.seq))
+    times(step, WARMUP)
+    return step
+
+
+def row_of(step: Step, tokens: int, repeats: int) -> Row:
     """Step time, tokens/s and peak memory."""
-    clear()
-    ms = statistics.median(gpu_times(step_of(prepare, setting), STEPS))
-    tokens = setting.batch * setting.seq
+    ms = statistics.median(times(step, repeats))
     return {"ms": ms, "tokens": tokens / ms * 1e3, "gib": torch.cuda.max_memory_allocated() / 2**30}
+
+
+def train(prepare: Preparation, setting: Setting) -> Row:
+    clear()
+    return row_of(step_of(prepare, setting), setting.batch * setting.seq, STEPS)
 
 
 def compare_forms(setting: Setting) -> list[Row]:

@@ -206,16 +206,24 @@ def _require_tables(tables: str, module: nn.Module, model: nn.Module) -> None:
         config, names = getattr(embedding, "config", None), [*called]
         if needed != {"config"} or config is None or names not in (_CALLED, [*_CALLED, "layer_type"]):
             raise UnrecognisedError(f"{where(cls)} is not built from a config and called on (x, position_ids)")
-        with torch.device("cpu"):
-            fresh = cls(config)
-            ids = torch.arange(3)[None]
-            if hasattr(fresh, "mrope_section"):  # of time, height and width
-                ids = ids.expand(3, 1, 3)
-            for kind in [{"layer_type": kind} for kind in fresh.rope_type] if "layer_type" in called else [{}]:
-                for table in fresh(torch.zeros(1), ids, **kind):
-                    parts = table.chunk(2, dim=-1) if tables == "full" else (table[..., ::2], table[..., 1::2])
-                    if not torch.equal(*parts):
-                        raise UnrecognisedError(f"the {_PARTS[tables]} of {cls.__name__}'s cos or sin differ")
+        try:
+            with torch.device("cpu"):
+                found = _tables(cls(config), "layer_type" in called)
+        except Exception as error:  # of any kind: it is the model's own code, and it would not run either
+            raise UnrecognisedError(f"{where(cls)} raises {type(error).__name__}: {error}") from error
+        for table in found:
+            parts = table.chunk(2, dim=-1) if tables == "full" else (table[..., ::2], table[..., 1::2])
+            if not torch.equal(*parts):
+                raise UnrecognisedError(f"the {_PARTS[tables]} of {cls.__name__}'s cos or sin differ")
+
+
+def _tables(embedding: Any, layered: bool) -> list[Tensor]:
+    """Every cos and sin of three positions; ``layered``: each type of layers has its own."""
+    ids = torch.arange(3)[None]
+    if hasattr(embedding, "mrope_section"):  # of time, height and width
+        ids = ids.expand(3, 1, 3)
+    kinds = [{"layer_type": kind} for kind in embedding.rope_type] if layered else [{}]
+    return [table for kind in kinds for table in embedding(torch.zeros(1), ids, **kind)]
 
 
 _CALLED = ["self", "x", "position_ids"]

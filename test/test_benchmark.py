@@ -18,6 +18,7 @@ from benchmark import (
     memory_bound,
     memory_bound_report,
     sharded_report,
+    sweeps_report,
     training,
     training_report,
 )
@@ -29,6 +30,7 @@ REPORTS: dict[str, Any] = {
     "memory-bound": memory_bound_report,
     "attention": attention_report,
     "training": training_report,
+    "sweeps": sweeps_report,
     "sharded": sharded_report,
     "curves": curves,
 }

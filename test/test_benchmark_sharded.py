@@ -6,7 +6,7 @@ import torch.distributed as dist
 from distributed import run
 from transformers import AutoModelForCausalLM
 
-from benchmark import sharded, sharded_models, sharded_ops, sharded_report
+from benchmark import measure, sharded, sharded_models, sharded_ops, sharded_report
 from benchmark.training import SELECTIVE, nothing
 
 SIZES = sharded.QUICK
@@ -142,4 +142,4 @@ def test_tables():
     parts = RESULT["parts"]
     earlier = {"parts": {**parts, "loss": {"liger_like": []}, "longest": {"Liger": parts["longest"]["Liger"]}}}
     now = {"loss": parts["loss"], "longest": {"transformers": parts["longest"]["transformers"]}}
-    assert sharded_report.tables(sharded.merged(earlier, RESULT | {"parts": now})) == TABLES
+    assert sharded_report.tables(measure.merged(earlier, RESULT | {"parts": now}, sharded.PARTS)) == TABLES

@@ -45,6 +45,7 @@ def test_accuracy(spec, options, dtype, device, poisoned):
 
 VIEWS = {
     "transposed": lambda t: t.transpose(0, 1).contiguous().transpose(0, 1),
+    "turned": lambda t: t.mT.contiguous().mT,
     "sliced": lambda t: torch.nn.functional.pad(t, (3, 5))[..., 3:-5],
     "offset": lambda t: torch.cat((t.flatten()[:1], t.flatten()))[1:].view(t.shape),
     "expanded": lambda t: t[:1].expand(t.shape),
@@ -73,6 +74,34 @@ def test_any_strides(spec, view, device, poisoned):
 
     inputs = spec.inputs(torch.float32, device, **small(spec))
     assert_accurate(on_views(spec.fn), on_views(spec.ref), lambda: inputs, spec.options[-1], k=spec.k)
+
+
+class Viewed(torch.autograd.Function):
+    """The identity, whose gradient has other strides, or equal rows."""
+
+    @staticmethod
+    def forward(ctx, x, view):
+        ctx.view = VIEWS[view]
+        return x.view_as(x)
+
+    @staticmethod
+    def backward(ctx, upstream):
+        return ctx.view(upstream) if upstream.dim() > 1 else upstream, None
+
+
+@each_op
+@pytest.mark.parametrize("view", VIEWS)
+def test_any_strides_upstream(spec, view, device, poisoned):
+    def viewed(fn):
+        def call(**kwargs):
+            out = fn(**kwargs)
+            out = out if isinstance(out, tuple) else (out,)
+            return tuple(t if t is None or not t.requires_grad else Viewed.apply(t, view) for t in out)
+
+        return call
+
+    inputs = spec.inputs(torch.float32, device, **small(spec))
+    assert_accurate(viewed(spec.fn), viewed(spec.ref), lambda: inputs, spec.options[-1], k=spec.k)
 
 
 @each_op

@@ -2,6 +2,7 @@
 
 import copy
 import functools
+import inspect
 import pickle
 import warnings
 from collections import Counter
@@ -18,6 +19,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.checkpoint import checkpoint
 
 import liger_like
+from liger_like.ops.glu import glu_linear
 from liger_like.parallel import checkpoint_policy
 
 MATMULS = ("mm", "addmm", "bmm")
@@ -123,10 +125,35 @@ def test_hugging_face(save, device):
     with Count() as count:
         got = results(checkpointed(model, save), inputs)
     torch.testing.assert_close(got, expected, rtol=0, atol=0)
-    again = {name: count.counts[name] - plain.counts[name] for name in (*ONCE, "matmul")}
-    kept = {"attention_fwd": 0, "matmul": 0} if save else {"attention_fwd": 1, "matmul": 6}
+    names = ("rms_norm_fwd", "rope", "attention_fwd", "glu_linear_fwd", "linear_cross_entropy", "matmul")
+    again = [count.counts[name] - plain.counts[name] for name in names]
     # the last product and what it multiplies are not made again: nothing needs them
-    assert again == {"rms_norm_fwd": 2, "rope": 1, "glu_fwd": 0, "linear_cross_entropy": 0} | kept
+    assert again == ([2, 1, 0, 0, 0, 0] if save else [2, 1, 1, 0, 0, 6])
+
+
+GATED = (*inspect.signature(checkpoint_policy).parameters["save"].default, "glu_linear")
+
+
+@pytest.mark.parametrize(
+    ("save", "behind", "again"),
+    [(GATED[:-1], torch.nn.Identity, 0), (GATED[:-1], torch.nn.LayerNorm, 1), (GATED, torch.nn.LayerNorm, 0)],
+)
+def test_the_product_behind_a_gated_unit(save, behind, again, device):
+    """It is not kept by itself, and made again where what follows keeps it."""
+    linear, norm = torch.nn.Linear(8, 4, device=device), behind(4).to(device)
+    gate, up = (torch.randn(8, device=device, requires_grad=True) for _ in range(2))
+    upstream = torch.randn(4, device=device)
+
+    def layer(gate, up):
+        return norm(glu_linear("silu", linear, gate, up))
+
+    leaves = (gate, up, linear.weight)
+    expected = torch.autograd.grad(layer(gate, up), leaves, upstream)
+    with Count() as count:
+        out = checkpoint(layer, gate, up, use_reentrant=False, context_fn=checkpoint_policy(save))
+        got = torch.autograd.grad(out, leaves, upstream)
+    torch.testing.assert_close(got, expected, rtol=0, atol=0)
+    assert count.counts["glu_linear_fwd"] == 1 + again
 
 
 def test_compiled(device):
@@ -171,7 +198,7 @@ def sharded(rank):
     for name, parameter in model.named_parameters():
         mean = sum(result[name] for result in expected) / 2
         torch.testing.assert_close(parameter.grad.full_tensor(), mean, rtol=1e-5, atol=1e-5)
-    assert [count.counts[name] for name in ONCE] == [5, 3, 1, 1, 1]
+    assert [count.counts[name] for name in (*ONCE, "glu_linear_fwd")] == [5, 3, 1, 0, 1, 1]
 
 
 def test_fsdp2():

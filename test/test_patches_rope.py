@@ -155,6 +155,19 @@ def test_tables_of_unequal_neighbours_are_left_alone(device, monkeypatch):
     assert "neighbours" in row.reason
 
 
+def test_an_embedding_that_does_not_run_is_reported(device, monkeypatch):
+    """As one whose sections are not those of its heads: the model itself does not run."""
+    model = tiny("Llama", device)
+
+    def torn(self, x, position_ids):
+        return x.split([2, 3])
+
+    monkeypatch.setattr(type(model.model.rotary_emb), "forward", torn)
+    (row,) = rows(patch(model), "rope")
+    assert row.status == "skipped"
+    assert "LlamaRotaryEmbedding raises RuntimeError: split_with_sizes" in row.reason
+
+
 def test_the_nearest_embedding_counts(device):
     """A rotary embedding of another part of the model says nothing of this one."""
     model = tiny("Llama", device)

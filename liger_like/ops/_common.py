@@ -162,6 +162,12 @@ def dense(x: Tensor) -> Tensor:
     return x if x.stride(-1) == 1 else x.contiguous()
 
 
+def empty_dense_like(x: Tensor, dtype: torch.dtype | None = None) -> Tensor:
+    """Of the strides of ``x``, if it is dense, as transposed heads are; but with a contiguous last dimension."""
+    like = torch.empty_like(x, dtype=dtype)
+    return like if like.stride(-1) == 1 else torch.empty_like(like, memory_format=torch.contiguous_format)
+
+
 def packed(vector: Tensor | None) -> Tensor | None:
     """``vector`` with stride 1, as kernels read vectors; copies only where it has another."""
     return None if vector is None else vector.contiguous()

@@ -195,6 +195,18 @@ def _glu_bwd_y_for_dy(
     return _backward(dy, gate, up, act, needs, True)
 
 
+def _linear_outputs(gate: Tensor, up: Tensor | None, weight: Tensor, bias: Tensor | None, act: str) -> Tensor:
+    return gate.new_empty(*gate.shape[:-1], weight.shape[0])
+
+
+@op("glu_linear_fwd(Tensor gate, Tensor? up, Tensor weight, Tensor? bias, str act) -> Tensor", _linear_outputs)
+def _glu_linear_fwd(gate: Tensor, up: Tensor | None, weight: Tensor, bias: Tensor | None, act: str) -> Tensor:
+    """An op, so that a policy of checkpoints that keeps products can tell this one from them: most layers only add it
+    to their input, so that no backward needs it.
+    """
+    return nn.functional.linear(_glu_fwd(gate, up, act), weight, bias)
+
+
 class _GLU(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, gate: Tensor, up: Tensor | None, act: str) -> Tensor:
@@ -243,7 +255,7 @@ class _Product(torch.autograd.Function):
     def forward(
         ctx: Any, kept: Tensor, gate: Tensor, up: Tensor | None, weight: Tensor, bias: Tensor | None, act: str
     ) -> Tensor:
-        return nn.functional.linear(_glu_fwd(gate, up, act), weight, bias)
+        return _glu_linear_fwd(gate, up, weight, bias, act)
 
     @staticmethod
     @once_differentiable

@@ -33,6 +33,7 @@ from liger_like.ops.rope import (
     angles,
     check,
     dense,
+    empty_dense_like,
     head_blocks,
     heads_and_tokens,
     launch_fwd,
@@ -156,7 +157,7 @@ def _norm_outputs(
     casting_mode: str, *args: Any,
 ) -> tuple[Tensor, Tensor]:  # fmt: skip
     q_out, k_out = (
-        torch.empty_like(x, dtype=x.dtype if casting_mode == "gemma" else torch.promote_types(x.dtype, w.dtype))
+        empty_dense_like(x, x.dtype if casting_mode == "gemma" else torch.promote_types(x.dtype, w.dtype))
         for x, w in ((q, q_weight), (k, k_weight))
     )
     return q_out, k_out
@@ -180,7 +181,7 @@ def _qk_norm_rope_fwd(
 def _norm_grads(
     dq_out: Tensor, dk_out: Tensor, q: Tensor, k: Tensor, q_weight: Tensor, k_weight: Tensor, *args: Any
 ) -> tuple[Tensor, Tensor, Tensor]:
-    dq, dk = (torch.empty_like(t) if args[-1][0] else t.new_empty(0) for t in (q, k))
+    dq, dk = (empty_dense_like(t) if args[-1][0] else t.new_empty(0) for t in (q, k))
     dtype = torch.promote_types(q_weight.dtype, k_weight.dtype)
     return dq, dk, q_weight.new_empty((2, q.shape[-1]), dtype=dtype)
 

@@ -18,6 +18,7 @@ from triton import next_power_of_2
 
 from liger_like.ops._common import (
     dense,
+    empty_dense_like,
     launch,
     on_shards,
     once_differentiable,
@@ -269,7 +270,7 @@ def launch_fwd(
 
 
 def _outputs(q: Tensor, k: Tensor, *args: Any) -> tuple[Tensor, Tensor]:
-    return torch.empty_like(q), torch.empty_like(k)  # dense views, such as transposed heads, keep their strides
+    return empty_dense_like(q), empty_dense_like(k)
 
 
 @op(

@@ -30,6 +30,7 @@ OPS: dict[str, tuple[OpOverload, ...]] = {
     "loss": (_ours.linear_cross_entropy.default, _ours.cross_entropy_fwd.default),
     "norm": (_ours.rms_norm_fwd.default, _ours.add_rms_norm_fwd.default, _ours.layer_norm_fwd.default),
     "glu": (_ours.glu_fwd.default,),
+    "glu_linear": (_ours.glu_linear_fwd.default,),
     "rope": (_ours.rope.default, _ours.qk_norm_rope_fwd.default),
 }
 
@@ -46,10 +47,12 @@ def checkpoint_policy(
     """A ``context_fn`` for ``torch.utils.checkpoint.checkpoint(..., use_reentrant=False)`` by which the backward makes
     all again but what ``save`` names.
 
-    ``save`` is a tuple of groups out of "matmul", "attention", "loss", "norm", "glu", "rope", torch's and this
-    package's ops alike, and of single ops such as ``torch.ops.aten.mm.default``. What is saved is computed once; norms,
-    activations and RoPE cost little to make again and much to keep. ``()`` makes all again, as without a policy;
-    without one torch.compile keeps, in torch 2.11, the results of this package's ops.
+    ``save`` is a tuple of groups out of "matmul", "attention", "loss", "norm", "glu", "glu_linear", "rope", torch's and
+    this package's ops alike, and of single ops such as ``torch.ops.aten.mm.default``. What is saved is computed once;
+    norms, activations and RoPE cost little to make again and much to keep. "glu_linear" is the last product of a
+    patched gated MLP, which is made again only where something needs it: a norm behind it, as in Gemma 2 and OLMo 2,
+    for which it is worth to be named. ``("attention", "loss")`` keeps little, for long sequences. ``()`` makes all
+    again, as without a policy; without one torch.compile keeps, in torch 2.11, the results of this package's ops.
 
     For Hugging Face models: ``model.gradient_checkpointing_enable({"use_reentrant": False, "context_fn":
     checkpoint_policy()})``, rather than TrainingArguments, which some reports write as JSON.
