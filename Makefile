@@ -39,8 +39,9 @@ compile-check: $(ready) .cache/triton-3.6.0
 	$(py) test/compile_check.py $(GPUS)
 	PYTHONPATH=.cache/triton-3.6.0:$(PYTHONPATH) $(py) test/compile_check.py $(or $(OLDEST_GPUS),$(GPUS))
 
+# make mutants, or some of them, make mutants ARGS="rope.py --workers 32"
 mutants: $(ready)
-	$(py) test/mutants.py
+	$(py) test/mutants.py $(ARGS)
 
 bench: $(ready)
 	$(py) -m liger_like bench --out benchmark/results

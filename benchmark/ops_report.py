@@ -42,13 +42,17 @@ def cross_entropy(result: Row, op: str) -> Iterator[Case]:
     yield f"{case['M']} x {case['V']}", times
 
 
+def fused_shape(case: Row) -> str:
+    kept = "" if case["kept"] == case["T"] else f", {case['kept']} labels not ignored"
+    return f"T {case['T']} H {case['H']} V {case['V']}{kept}"
+
+
 def fused_loss(result: Row, _: str) -> Iterator[Case]:
     for case in result["fused"]:
-        kept = "" if case["kept"] == case["T"] else f", {case['kept']} labels not ignored"
         costs = {
             row["name"]: f"{number(row.get('ms'), '.1f')}, {number(row.get('mib'), '.0f')}" for row in case["rows"]
         }
-        yield f"T {case['T']} H {case['H']} V {case['V']}{kept}", costs
+        yield fused_shape(case), costs
 
 
 def attention(result: Row, op: str) -> Iterator[Case]:

@@ -1,6 +1,8 @@
-"""Writes what ``testing.SPECS`` says of the ops into README and docs/ops.md: ``python -m benchmark.report``."""
+"""Writes what ``testing.SPECS`` and results/ say of the ops into README, docs/ops.md and NOTES.md:
+``python -m benchmark.report``.
+"""
 
-from benchmark import ops_report
+from benchmark import ops_report, slower_report
 from benchmark.markdown import README, between, table
 from liger_like import testing
 
@@ -21,3 +23,4 @@ def with_table(readme: str) -> str:
 if __name__ == "__main__":
     README.write_text(with_table(README.read_text()))
     ops_report.PAGE.write_text(ops_report.with_ops(ops_report.PAGE.read_text()))
+    slower_report.write_report()

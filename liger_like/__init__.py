@@ -3,6 +3,7 @@
 from typing import TYPE_CHECKING, Any
 
 from liger_like import nn
+from liger_like._explain import Explanation, explain
 from liger_like.ops import (
     LossOutput,
     add_rms_norm,
@@ -25,10 +26,12 @@ __version__ = "0.1.0"
 
 __all__ = [
     "AutoModelForCausalLM",
+    "Explanation",
     "LossOutput",
     "PatchReport",
     "add_rms_norm",
     "cross_entropy",
+    "explain",
     "flash_attention",
     "flash_attention_varlen",
     "fused_linear_cross_entropy",

@@ -8,6 +8,7 @@ Each launch is then specialised and compiled by Triton as it would be on the tar
 compile, spills registers, or needs more shared memory than the GPU has.
 """
 
+import functools
 import itertools
 import multiprocessing
 import os
@@ -16,7 +17,7 @@ import subprocess
 import sys
 import tempfile
 from collections import defaultdict
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Mapping
 from concurrent.futures import Future, ProcessPoolExecutor
 from concurrent.futures.process import BrokenProcessPool
 from typing import Any, NamedTuple
@@ -27,12 +28,13 @@ import triton
 from rich.console import Console
 from rich.progress import track
 from rich.table import Table
+from torch import Tensor
 from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource, make_backend
 from triton.experimental.gluon._runtime import GluonASTSource
 from triton.runtime.jit import JITFunction, create_function_from_signature
 
-from liger_like import testing
+from liger_like import _cases, testing
 from liger_like.ops import _accumulate, _common, _tiles
 from liger_like.ops.attention import _backward_hopper, _backward_hopper_256, _forward_hopper, _hopper
 from liger_like.ops.attention import _tiles as _attention_tiles
@@ -78,6 +80,12 @@ ONLY = {
 MAY_SPILL = {"_attention_bwd_hopper_kernel": 16}
 
 
+@functools.cache
+def binder(kernel: JITFunction[Any], target: GPUTarget) -> Any:
+    """What Triton's launcher calls with the arguments of ``kernel``."""
+    return create_function_from_signature(kernel.signature, kernel.params, make_backend(target))
+
+
 class Launch(NamedTuple):
     """A kernel, what it was called with, and the GPUs that it may be called on like that."""
 
@@ -86,12 +94,14 @@ class Launch(NamedTuple):
     options: dict[str, Any]
     gpus: tuple[str, ...]
 
+    def bind(self, target: GPUTarget) -> tuple[dict[str, Any], list[Any], dict[str, Any]]:
+        """The arguments, what Triton specialises on of each, and the options: what it tells kernels apart by."""
+        return binder(self.kernel, target)(*self.args, **self.options, debug=False)
+
     def specialise(self, target: GPUTarget) -> tuple[ASTSource, dict[str, Any]]:
         """The source and options that Triton's launcher would compile on ``target``."""
-        backend = make_backend(target)
-        bind = create_function_from_signature(self.kernel.signature, self.kernel.params, backend)
-        bound, specialization, options = bind(*self.args, **self.options, debug=False)
-        options, *source = self.kernel._pack_args(backend, options, bound, specialization, options)
+        bound, specialization, options = self.bind(target)
+        options, *source = self.kernel._pack_args(make_backend(target), options, bound, specialization, options)
         kind = GluonASTSource if self.kernel.is_gluon() else ASTSource
         return kind(self.kernel, *source), options.__dict__
 
@@ -107,6 +117,7 @@ class Cost(NamedTuple):
     shared: float
 
 
+@functools.lru_cache(2)  # of the last kernel, which may be asked for twice
 def dump(kernel: Any, option: str) -> str:
     """What is in the machine code of a compiled kernel."""
     with tempfile.NamedTemporaryFile(suffix=".cubin") as file:
@@ -200,6 +211,21 @@ def attention_calls(
                 yield spec, dtype, shape | {"D": D, "Dv": Dv}, options | flag
 
 
+def unfilled(*shape: int, dtype: torch.dtype, grad: bool = True, **_: Any) -> Tensor:
+    """In place of random numbers."""
+    return torch.empty(shape, dtype=dtype, requires_grad=grad)
+
+
+def differentiate(
+    spec: testing.OpSpec, dtype: torch.dtype, shape: Mapping[str, Any], options: Mapping[str, Any]
+) -> None:
+    """Run an op forward and backward, on tensors that start where tensors of their own do."""
+    inputs = {name: t if t.requires_grad else t.clone() for name, t in spec.inputs(dtype, "cpu", **shape).items()}
+    result = spec.fn(**inputs, **options)
+    outputs = [t for t in (result if isinstance(result, tuple) else (result,)) if t is not None and t.requires_grad]
+    torch.autograd.backward(outputs, [t.new_empty(t.shape) for t in outputs])
+
+
 def run_glu_linear(dtypes: Iterable[torch.dtype]) -> None:
     """Gated units before a linear layer, which have another backward; packed is one tensor of twice the width."""
     for dtype, width, act, packed in itertools.product(dtypes, WIDTHS, GLUS, (1, 2)):
@@ -209,20 +235,23 @@ def run_glu_linear(dtypes: Iterable[torch.dtype]) -> None:
 
 def record() -> list[Launch]:
     """Run the ops over dtypes, options and widths; return their launches, each specialisation once."""
-    launches: dict[str, Launch] = {}
+    launches: dict[tuple[Any, ...], Launch] = {}
     made: list[Launch] = []
     gpus: tuple[str, ...] = tuple(TARGETS)
 
     def run(kernel: JITFunction[Any], *args: Any, grid: Any, warmup: bool, **options: Any) -> None:
         made.append(Launch(kernel, args, options, ONLY.get(kernel, gpus)))
-        source, compiled_with = made[-1].specialise(TARGETS["sm_90"][0])
-        launches.setdefault(f"{source.hash()} {compiled_with}", made[-1])
+        launches.setdefault((kernel, *map(str, made[-1].bind(TARGETS["sm_90"][0])[1:])), made[-1])
 
-    # on CPU tensors the ops launch what they believe to be the interpreter
-    with patch.object(JITFunction, "run", run), patch.object(_common, "INTERPRET", True):
+    # on CPU tensors, which nobody fills, the ops launch what they believe to be the interpreter
+    with (
+        patch.object(JITFunction, "run", run),
+        patch.object(_common, "INTERPRET", True),
+        patch.object(_cases, "_randn", unfilled),
+    ):
         for spec, dtype, shape, options in calls():
             made.clear()
-            testing.run(spec.fn, spec.inputs(dtype, "cpu", **shape), options)
+            differentiate(spec, dtype, shape, options)
             if not made:
                 sys.exit(f"{spec.name} launched no kernel for {dtype}, {shape}, {options}")
         run_glu_linear(DTYPES)
@@ -230,13 +259,13 @@ def record() -> list[Launch]:
         with patch.object(_tiles, "architecture", lambda device: 9), patch.dict(_tiles._CHOSEN, clear=True):
             for spec, dtype, shape, options in calls():
                 if dtype != torch.float32 and "V" not in shape:
-                    testing.run(spec.fn, spec.inputs(dtype, "cpu", **shape), options)
+                    differentiate(spec, dtype, shape, options)
             run_glu_linear(_hopper.DTYPES)
         for name, members in CLASSES.items():
             gpus = members
             with patch.object(_attention_tiles, "gpu_class", lambda device, name=name: name):
                 for spec, dtype, shape, options in attention_calls():
-                    testing.run(spec.fn, spec.inputs(dtype, "cpu", **shape), options)
+                    differentiate(spec, dtype, shape, options)
         gpus = ("sm_90",)
         with (
             patch.object(_attention_tiles, "gpu_class", lambda device: "hopper"),
@@ -244,7 +273,7 @@ def record() -> list[Launch]:
         ):
             whole = attention_calls(_hopper.WIDTHS, _hopper.DTYPES)
             for spec, dtype, shape, options in (*whole, *attention_calls([(96, 96), (160, 80)], [torch.bfloat16])):
-                testing.run(spec.fn, spec.inputs(dtype, "cpu", **shape), options)
+                differentiate(spec, dtype, shape, options)
         # products that on a CPU are torch's; M and N with and without 16 as a divisor
         flags, factors = (False, True), (None, torch.ones(1))
         for architecture, again, factor, M, N in itertools.product((9, 10), flags, factors, (128, 136), (64, 72)):
@@ -284,20 +313,29 @@ def verdict(gpu: str, future: Future[Cost]) -> tuple[Cost | None, str]:
     return result, ""
 
 
+def variant(launch: Launch) -> str:
+    """What tells launches of a kernel apart, but for which of the dtypes of two bytes it is."""
+    return str(launch.bind(TARGETS["sm_90"][0])[1:]).replace("bf16", "fp16")
+
+
 def plan() -> list[tuple[int, str]]:
     """Launches and GPUs to compile: every tile for every GPU that may get it.
 
-    The variants of a tile (dtypes, options, alignments) are spread over the GPUs: all for all would take an hour.
+    The variants of a tile (dtypes, options, alignments) are spread over the GPUs: all for all would take an hour. Of
+    kernels for few GPUs, which were chosen with care, each variant is compiled, for bf16 and fp16 in turn: registers
+    and shared memory were the same for both.
     """
     tiles = defaultdict(list)
     for index, launch in enumerate(LAUNCHES):
         tile = {key: value for key, value in launch.options.items() if key.startswith(TILE_OPTIONS)}
-        # a kernel for few GPUs, which were chosen with care: every variant
-        tiles[launch.kernel, str(tile), index if launch.kernel in ONLY else launch.gpus].append(index)
+        tiles[launch.kernel, str(tile), variant(launch) if launch.kernel in ONLY else launch.gpus].append(index)
     jobs = []
     for turn, variants in enumerate(tiles.values()):
         gpus = LAUNCHES[variants[0]].gpus
-        if LAUNCHES[variants[0]].kernel.__name__.startswith("_attention") and len(gpus) > 1:
+        if LAUNCHES[variants[0]].kernel in ONLY:
+            jobs += [(variants[turn % len(variants)], gpu) for gpu in gpus]
+            continue
+        if LAUNCHES[variants[0]].kernel.__name__.startswith("_attention"):
             gpus = (gpus[turn % len(gpus)],)  # these take seconds: one GPU of a class in turn
         turns = max(len(gpus), min(len(variants), SHARE))
         jobs += [(variants[i * len(variants) // turns], gpus[i % len(gpus)]) for i in range(turns)]

@@ -1,5 +1,6 @@
 """Processes of a test that talk over torch.distributed."""
 
+import multiprocessing
 import os
 import tempfile
 from datetime import timedelta
@@ -7,21 +8,35 @@ from unittest import mock
 
 import torch
 import torch.distributed as dist
-from torch.multiprocessing import spawn
+import triton
+from torch.multiprocessing import start_processes
+
+from liger_like.ops import _common
+
+# what most workers import takes longer than what they do: a process is imported once, its copies are the workers
+PRELOADED = ("liger_like", "transformers.models.llama.modeling_llama", "accelerate", "torch.distributed.fsdp")
 
 
 def run(worker, world_size, *args, backend="gloo"):
     """Call ``worker(rank, *args)``, a function of a module, in ``world_size`` processes of one process group.
 
     What one of them raises ends all of them, and is raised here with its traceback. Over gloo alone they see no GPU,
-    which FSDP and accelerate would choose.
+    which FSDP and accelerate would choose, and are copies of one process.
     """
-    without_gpus = {} if "nccl" in backend else {"CUDA_VISIBLE_DEVICES": ""}
-    with tempfile.TemporaryDirectory() as folder, mock.patch.dict(os.environ, without_gpus):
-        spawn(_work, (worker, world_size, args, backend, f"{folder}/store"), nprocs=world_size)
+    on_gpus = "nccl" in backend
+    with tempfile.TemporaryDirectory() as folder, mock.patch.dict(os.environ):
+        if not on_gpus:
+            os.environ["CUDA_VISIBLE_DEVICES"] = ""
+        args = worker, world_size, args, backend, f"{folder}/store", dict(os.environ)
+        os.environ["TRITON_INTERPRET"] = str(int(_common.INTERPRET))  # kernels are decorated once for all
+        multiprocessing.set_forkserver_preload([*PRELOADED])
+        start_processes(_work, args, nprocs=world_size, start_method="spawn" if on_gpus else "forkserver")
 
 
-def _work(rank, worker, world_size, args, backend, store):
+def _work(rank, worker, world_size, args, backend, store, environment):
+    os.environ.clear()  # the copied process's
+    os.environ.update(environment)
+    _common.INTERPRET = triton.knobs.runtime.interpret  # as an import would read it now
     torch.set_num_threads(1)
     torch.manual_seed(0)
     if "nccl" in backend:
@@ -43,15 +58,18 @@ def as_torchrun_does():
 
 
 def as_accelerate_launches(config, *options):
-    """What ``accelerate launch`` tells each process of the file ``config``; the CPU passes for an accelerator, as it
-    leaves FSDP out where there is none.
+    """What ``accelerate launch`` tells each process of the file ``config``; where there are several, the CPU passes for
+    an accelerator, as it leaves FSDP out where there is none.
     """
     from accelerate import DistributedType, PartialState
     from accelerate.commands.launch import _validate_launch_command, launch_command_parser
-    from accelerate.utils.launch import prepare_multi_gpu_env
+    from accelerate.utils.launch import prepare_multi_gpu_env, prepare_simple_launcher_cmd_env
 
     arguments = ["--config_file", str(config), "--main_process_port", "0", *options, "script"]
     arguments, *_ = _validate_launch_command(launch_command_parser().parse_args(arguments))
+    if dist.get_world_size() == 1:
+        os.environ |= prepare_simple_launcher_cmd_env(arguments)[1]
+        return
     as_torchrun_does()
     os.environ |= prepare_multi_gpu_env(arguments) | {"ACCELERATE_TORCH_DEVICE": "cpu"}
     PartialState._prepare_backend = lambda *_: ("gloo", DistributedType.MULTI_GPU)

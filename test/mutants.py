@@ -1,24 +1,27 @@
 """Plants one bug at a time in a copy of the tree and runs the tests there: each bug must fail one of them.
 
-    python test/mutants.py [WORD ...]    # only the bugs whose file or reason holds one of the words
+    python test/mutants.py [WORD ...]      # only the bugs whose file or reason holds one of the words
+    python test/mutants.py --cpu           # as where there is no GPU: in as many processes as there are cores
+    python test/mutants.py --workers 32 --limit 600    # processes; seconds for the tests of one bug
 
-Exit code 1: a planted bug survived. A bug that only a GPU shows (GPU_ONLY) is planted where there is one.
+Exit code 1: a planted bug survived. A bug that only a GPU shows is planted where there is one. The fate of each goes to
+MUTANTS.md as soon as it is known; those of bugs that were not planted now stay there.
 """
 
+import argparse
 import os
 import shutil
 import subprocess
 import sys
 import tempfile
-import time
-from concurrent.futures import ThreadPoolExecutor
+from concurrent.futures import ThreadPoolExecutor, as_completed
 from pathlib import Path
 from typing import NamedTuple
 
 import torch
 from attention_mutants import ATTENTION
-from rich.console import Console
-from rich.table import Table
+from mutants_report import CAUGHT, NEEDS_GPU, SURVIVED, TIMED_OUT, Fate, keep
+from rich.progress import track
 
 ROOT = Path(__file__).parents[1]
 OPS = "liger_like/ops"
@@ -338,11 +341,13 @@ MUTANTS = [
 ]
 
 
-def plant(mutant: Mutant, folder: Path) -> None:
+def plant(mutant: Mutant | None, folder: Path) -> None:
     """Copy the tree to ``folder`` with the bug in it."""
     shutil.copytree(
         ROOT, folder, symlinks=True, ignore=shutil.ignore_patterns(".*", "build", "*.egg-info", "__pycache__")
     )
+    if mutant is None:
+        return
     path = folder / OPS / mutant.file
     source = path.read_text()
     if source.count(mutant.old) != 1:
@@ -350,12 +355,19 @@ def plant(mutant: Mutant, folder: Path) -> None:
     path.write_text(source.replace(mutant.old, mutant.new))
 
 
-def first_failure(tree: Path, mutants: list[Mutant]) -> str:
-    """Run the tests of the ops that the mutants are in, and return the first that fails, or nothing."""
+def first_failure(tree: Path, words: str, limit: float, cpu: bool) -> str:
+    """Run the tests that pytest's -k finds by ``words``, and return the first that fails, or nothing.
+
+    ``cpu``: without a GPU, so that kernels are interpreted; what is written goes beside the tree, where no other tests
+    write. On a GPU one bug follows the other, and what the compilers keep serves the next.
+    """
     command = [sys.executable, "-m", "pytest", "-x", "--tb=no", "-p", "no:cacheprovider", *FILES]
-    command += ["-k", " or ".join({TESTS[mutant.file]: None for mutant in mutants})]
+    command += ["-k", words]
     env = os.environ | {"PYTHONPATH": str(tree), "OMP_NUM_THREADS": "1", "COLUMNS": "200"}
-    run = subprocess.run(command, cwd=tree, env=env, capture_output=True, text=True)
+    if cpu:
+        own = {"TMPDIR": str(tree.parent), "TRITON_CACHE_DIR": str(tree.parent / "triton")}
+        env |= own | {"CUDA_VISIBLE_DEVICES": ""}
+    run = subprocess.run(command, cwd=tree, env=env, capture_output=True, text=True, timeout=limit)
     if run.returncode < 0:
         return "the process crashed"
     if run.returncode > 1:
@@ -365,34 +377,49 @@ def first_failure(tree: Path, mutants: list[Mutant]) -> str:
     )
 
 
-def hunt(mutant: Mutant) -> tuple[str, str, float]:
-    """Return the fate of a bug, the test that caught it and the seconds it took."""
-    if mutant.gpu_only and not torch.cuda.is_available():
-        return "needs a GPU", "", 0.0
-    start = time.monotonic()
+def hunt(mutant: Mutant | None, words: str, limit: float, cpu: bool) -> Fate:
+    """The fate of a bug; without one, of the tests themselves."""
+    if mutant and mutant.gpu_only and cpu:
+        return Fate(NEEDS_GPU)
     with tempfile.TemporaryDirectory() as folder:
         tree = Path(folder, "tree")
         plant(mutant, tree)
-        test = first_failure(tree, [mutant])
-    return ("caught" if test else "SURVIVED"), test, time.monotonic() - start
+        try:
+            test = first_failure(tree, words, limit, cpu)
+        except subprocess.TimeoutExpired:
+            return Fate(TIMED_OUT)
+    return Fate(CAUGHT, test) if test else Fate(SURVIVED)
 
 
 def main() -> None:
-    """Plant every bug that the command line names, print the score and exit with 1 if one survived."""
-    words = sys.argv[1:] or [""]
-    mutants = [m for m in MUTANTS if any(word in m.file or word in m.why for word in words)]
-    if test := first_failure(ROOT, mutants):
-        sys.exit(f"{test} fails without a planted bug")
-    with ThreadPoolExecutor(1 if torch.cuda.is_available() else os.cpu_count()) as pool:
-        results = list(pool.map(hunt, mutants))
-    table = Table("file", "bug", "fate", "by", "s")
-    for mutant, (fate, by, seconds) in zip(mutants, results, strict=True):
-        table.add_row(mutant.file, mutant.why, fate, by, f"{seconds:.0f}")
-    fates = [fate for fate, *_ in results]
-    console = Console(width=160)
-    console.print(table)
-    console.print(", ".join(f"{fates.count(fate)} {fate}" for fate in sorted(set(fates))))
-    sys.exit("SURVIVED" in fates)
+    """Plant every bug that the command line names, and exit with 1 if one survived."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("words", nargs="*", default=[""])
+    parser.add_argument("--cpu", action="store_true", default=not torch.cuda.is_available())
+    parser.add_argument("--workers", type=int)
+    parser.add_argument("--limit", type=float, default=1800, help="seconds")
+    args = parser.parse_args()
+    mutants = [m for m in MUTANTS if any(word in m.file or word in m.why for word in args.words)]
+    tests = {TESTS[mutant.file]: None for mutant in mutants}
+    workers = args.workers or (os.cpu_count() if args.cpu else 1)
+    fates = []
+    with ThreadPoolExecutor(workers) as pool:
+        whole = {pool.submit(hunt, None, words, args.limit, args.cpu): words for words in tests}
+        slowest_first = reversed(mutants)
+        hunts = {pool.submit(hunt, m, TESTS[m.file], args.limit, args.cpu): m for m in slowest_first}
+        try:
+            for future in track(as_completed([*whole, *hunts]), "planting", len(whole) + len(hunts)):
+                fate = future.result()
+                if mutant := hunts.get(future):
+                    keep((mutant.file, mutant.why), fate, [(m.file, m.why) for m in MUTANTS])
+                    fates.append(fate.fate)
+                    print(mutant.file, mutant.why, *fate, sep=", ", flush=True)
+                elif fate.fate == CAUGHT:
+                    sys.exit(f"{fate.by} fails without a planted bug")
+        finally:
+            pool.shutdown(cancel_futures=True)
+    print(*(f"{fates.count(fate)} {fate}" for fate in sorted({*fates})), sep=", ")
+    sys.exit(SURVIVED in fates)
 
 
 if __name__ == "__main__":

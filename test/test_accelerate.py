@@ -40,34 +40,33 @@ def losses_in(text):
     return torch.tensor([float(loss) for loss in found])
 
 
-def train_sharded(rank, path):
-    """The example by ``fsdp2.yaml``; saved are its losses without mixed precision, and as the file asks for it."""
+def train(rank, path, config, *options):
+    """The example; saved are its losses without mixed precision, and as the file asks for it."""
     PartialState.destroy_process_group = lambda *_: None  # it is the test's
     results = []
-    for options in (["--mixed_precision", "no"], []):
+    for precision in (["--mixed_precision", "no"], []):
         AcceleratorState._reset_state(reset_partial_state=True)
-        as_accelerate_launches(FOLDER / "fsdp2.yaml", *options)
+        as_accelerate_launches(FOLDER / config, *options, *precision)
         with contextlib.redirect_stdout(io.StringIO()) as output:
             runpy.run_path(str(FOLDER / "train.py"), run_name="__main__")
-        assert AcceleratorState().is_fsdp2
+        assert AcceleratorState().is_fsdp2 == ("fsdp" in config)
         if rank == 0:
             results.append(losses_in(output.getvalue()))
     torch.save(results, f"{path}/{rank}")
 
 
 def test_two_processes_train_as_one(tmp_path, monkeypatch):
-    one = losses("single.yaml", "--cpu", "--mixed_precision", "no")
-    assert one[-1] < one[0] - 0.5
-    torch.testing.assert_close(losses("ddp_cpu.yaml"), one, rtol=1e-4, atol=1e-4)
-    in_bf16 = losses("single.yaml", "--cpu")
-    torch.testing.assert_close(in_bf16, one, rtol=0.02, atol=0.0)
-    assert not torch.equal(in_bf16, one)
     monkeypatch.delenv("TRITON_INTERPRET", raising=False)
-    run(train_sharded, 2, tmp_path)
+    run(train, 1, tmp_path, "single.yaml", "--cpu")
+    one, in_bf16 = torch.load(tmp_path / "0")
+    assert one[-1] < one[0] - 0.5
+    run(train, 2, tmp_path, "fsdp2.yaml")
     sharded, sharded_in_bf16 = torch.load(tmp_path / "0")
-    torch.testing.assert_close(sharded, one, rtol=1e-4, atol=1e-4)
-    torch.testing.assert_close(sharded_in_bf16, one, rtol=0.02, atol=0.0)
-    assert not torch.equal(sharded_in_bf16, one)
+    for got in (losses("ddp_cpu.yaml"), sharded):
+        torch.testing.assert_close(got, one, rtol=1e-4, atol=1e-4)
+    for got in (in_bf16, sharded_in_bf16):
+        torch.testing.assert_close(got, one, rtol=0.02, atol=0.0)
+        assert not torch.equal(got, one)
 
 
 @pytest.mark.gpu

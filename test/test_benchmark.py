@@ -18,6 +18,7 @@ from benchmark import (
     memory_bound,
     memory_bound_report,
     sharded_report,
+    slower_report,
     sweeps_report,
     training,
     training_report,
@@ -175,6 +176,32 @@ Time on the host:
 
 def test_memory_bound_tables() -> None:
     assert memory_bound_report.tables(MEMORY_BOUND) == MEMORY_BOUND_TABLES
+
+
+def test_what_is_faster_than_ours() -> None:
+    notes = markdown.NOTES.read_text()
+    assert slower_report.with_table(notes, [*slower_report.cases()]) == notes, "run python -m benchmark.report"
+    rows = {
+        "liger_like": {"forward_us": 2.0, "us": 6.0},
+        "liger_like, portable": {"forward_us": 1.0, "us": 1.0},
+        "theirs": {"forward_us": 1.6, "us": 6.0},
+        "others": {"forward_us": 2.1, "us": 5.0},
+        "broken": {"reason": "no GPU"},
+    }
+    slower, equal = (slower_report.Case("GPU", "norm", "8 x 16", few) for few in (rows, dict([*rows.items()][:2])))
+    assert [*slower_report.slower(slower)] == [
+        ["norm", "8 x 16", "forward", "theirs", "2.0", "1.6", "25.0%"],
+        ["norm", "8 x 16", "forward + backward", "others", "6.0", "5.0", "20.0%"],
+    ]
+    assert slower_report.content([slower, equal]).startswith("GPU: a contestant is faster for 1 of 2 shapes.\n\n| op |")
+    assert slower_report.content([equal]) == "GPU: a contestant is faster for 0 of 1 shapes.\n"
+    assert slower_report.content([]) == ""
+    assert {case.op for case in slower_report.cases()} >= {
+        *memory_bound.OPS,
+        "cross_entropy",
+        "fused_linear_cross_entropy",
+        "attention",
+    }
 
 
 TRAINING_TABLES = """### One GPU, 2026-01-01

@@ -19,12 +19,24 @@ _COMPILED: dict[tuple[Any, ...], tuple[Any, ...]] = {}
 _PLAIN = {Tensor, torch.nn.Parameter, int, float, str, bool, list, type(None)}
 KERNEL_DTYPES = (torch.float32, torch.float16, torch.bfloat16)
 F = TypeVar("F", bound=Callable[..., Any])
+REASONS: list[str] | None = None  # of ``refused``, while ``explain`` listens
 HOOKS = ("_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_pre_hooks")
+
+
+def refused(reason: str) -> bool:
+    """False, for the end of a condition that an implementation has; ``explain`` gets to know the reason."""
+    if REASONS is not None:
+        REASONS.append(reason)
+    return False
 
 
 def use_kernel(x: Tensor) -> bool:
     """Whether the Triton kernel takes ``x``; the plain-torch reference runs otherwise."""
-    return x.dtype in KERNEL_DTYPES and (x.is_cuda or (INTERPRET and x.device.type == "cpu"))
+    return (x.dtype in KERNEL_DTYPES or refused("kernels take float32, float16 and bfloat16")) and (
+        x.is_cuda
+        or (INTERPRET and x.device.type == "cpu")
+        or refused("kernels run on GPUs, and interpreted on a CPU where TRITON_INTERPRET=1")
+    )
 
 
 def op(schema: str, fake: Callable[..., Any]) -> Callable[[Callable[..., Any]], Callable[..., Any]]:

@@ -15,7 +15,7 @@ import triton
 from torch import Tensor
 from triton.runtime.errors import OutOfResources, PTXASError
 
-from liger_like.ops._common import architecture, launch, num_programs, sum_rows_kernel
+from liger_like.ops._common import architecture, launch, num_programs, refused, sum_rows_kernel
 
 AUTOTUNE = os.environ.get("LIGER_LIKE_AUTOTUNE", "0") == "1"
 
@@ -191,6 +191,7 @@ def select(kernel: str, x: Tensor, width: int, unit: int) -> Tile:
         for widest, tile in HOPPER.get(kernel, {}).items():
             if width <= widest:
                 return HOPPER_FP16.get((kernel, widest), tile) if x.dtype == torch.float16 else tile
+    refused("the table of tiles is for Hopper, two bytes, and rows that start at multiples of 16 bytes: a rule chose")
     rule = RULES[kernel]
     block_n = min(triton.next_power_of_2(width), rule.widest)
     block_m = min(32, max(1, rule.program // block_n))

@@ -21,6 +21,7 @@ from liger_like.ops._common import (
     once_differentiable,
     op,
     packed,
+    refused,
     require,
     require_choice,
     require_eps,
@@ -285,12 +286,13 @@ def qk_norm_rope(
     require_eps(eps)
     require_choice("casting_mode", casting_mode, CASTING_MODES)
     layouts = layout, cos_layout, unsqueeze_dim
-    if cos.requires_grad or sin.requires_grad or not (use_kernel(q) and use_kernel(k)):
+    learned = (cos.requires_grad or sin.requires_grad) and not refused("kernels have no gradient of cos and sin")
+    if learned or not (use_kernel(q) and use_kernel(k)):
         return qk_norm_rope_ref(
             q, k, q_weight, k_weight, cos, sin, eps, offset=offset, casting_mode=casting_mode,
             layout=layout, cos_layout=cos_layout, unsqueeze_dim=unsqueeze_dim,
         )  # fmt: skip
-    if q.shape[-1] > 256:  # registers would spill
+    if q.shape[-1] > 256 and not refused("registers would spill for heads of more than 256 features: two ops"):
         q, k = (
             rms_norm(x, weight, eps, offset=offset, casting_mode=casting_mode)
             for x, weight in ((q, q_weight), (k, k_weight))

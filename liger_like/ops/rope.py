@@ -24,6 +24,7 @@ from liger_like.ops._common import (
     once_differentiable,
     op,
     packed,
+    refused,
     require,
     require_choice,
     round_to,
@@ -369,6 +370,7 @@ def rope(
     fit. See Su et al., arXiv:2104.09864.
     """
     check(q, k, cos, sin, layout, cos_layout, unsqueeze_dim)
-    if cos.requires_grad or sin.requires_grad or not (use_kernel(q) and use_kernel(k)):
+    learned = (cos.requires_grad or sin.requires_grad) and not refused("kernels have no gradient of cos and sin")
+    if learned or not (use_kernel(q) and use_kernel(k)):
         return rope_ref(q, k, cos, sin, layout=layout, cos_layout=cos_layout, unsqueeze_dim=unsqueeze_dim)
     return _RoPE.apply(q, k, cos, sin, layout, cos_layout, unsqueeze_dim)

@@ -11,7 +11,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from liger_like.ops._common import on_shards, once_differentiable, packed, require, use_kernel
+from liger_like.ops._common import on_shards, once_differentiable, packed, refused, require, use_kernel
 from liger_like.ops.attention._backward import attention_bwd, attention_delta
 from liger_like.ops.attention._forward import attention_fwd
 
@@ -154,7 +154,8 @@ def _check(
 
 
 def _use_kernel(q: Tensor, v: Tensor) -> bool:
-    return use_kernel(q) and max(q.shape[-1], v.shape[-1]) <= MAX_HEAD_WIDTH
+    narrow = max(q.shape[-1], v.shape[-1]) <= MAX_HEAD_WIDTH
+    return use_kernel(q) and (narrow or refused(f"kernels take heads of up to {MAX_HEAD_WIDTH} features"))
 
 
 def _deterministic(asked: bool | None) -> bool:

@@ -10,7 +10,7 @@ import triton.language as tl
 from torch import Tensor
 from triton import next_power_of_2
 
-from liger_like.ops._common import dense, launch, num_programs, op, packed
+from liger_like.ops._common import dense, launch, num_programs, op, packed, refused
 from liger_like.ops.attention._blocks import (
     add_product,
     contract,
@@ -34,6 +34,8 @@ from liger_like.ops.attention._forward_hopper import attention_fwd_hopper
 from liger_like.ops.attention._hopper import on_hopper
 from liger_like.ops.attention._setup import MASKING_SCHEMA, Masking, constants_of, section_of, strides_of
 from liger_like.ops.attention._tiles import Tile, tile_for
+
+FEW = "all queries that share a key head fit into one block: its keys are split among programs instead"
 
 
 @triton.jit
@@ -177,7 +179,7 @@ def attention_fwd(q: Tensor, k: Tensor, v: Tensor, sinks: Tensor | None, *option
     (B, S, H, _), (SK, HK, DV) = q.shape, v.shape[1:]
     tile = tile_for("fwd", q, v, masking)
     few = masking.max_seqlen_q * (H // HK) <= tile.block_m
-    if not few and on_hopper(masking, q, k, v):
+    if (not few or refused(FEW)) and on_hopper(masking, q, k, v):
         attention_fwd_hopper(q, k, v, sinks, masking, out, lse)
         return out, lse
     pack = H // HK if few else 1

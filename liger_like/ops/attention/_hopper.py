@@ -23,13 +23,16 @@ from triton.experimental.gluon.language.nvidia.hopper import (
 )
 from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 
-from liger_like.ops._common import INTERPRET, architecture
+from liger_like.ops._common import INTERPRET, architecture, refused
 from liger_like.ops.attention._blocks import load_spans, schedule, zones
 from liger_like.ops.attention._setup import Masking
 
 DTYPES = torch.bfloat16, torch.float16
 # of queries and keys, and of values, that the kernels compute with; TMA fills heads that are narrower up with zeros
 WIDTHS = (64, 64), (128, 128), (192, 128), (256, 256)
+NO_WIDTHS = "the attention kernels for Hopper have no tile for heads of these widths:"
+NO_MASKS = "the attention kernels for Hopper know no bias, key_padding_mask or parts of a longer sequence"
+NO_TMA = "a tensor is empty or expanded, or its rows do not start at multiples of 16 bytes, as TMA wants them to"
 ROWS = gl.constexpr(64)  # of a warp group
 
 
@@ -47,13 +50,14 @@ def on_hopper(masking: Masking, q: Tensor, k: Tensor, v: Tensor, *others: Tensor
 
     k has the width of q, the others that of v; all have the dtype and the device of q.
     """
+    without = masking.bias, masking.key_padding_mask, masking.offsets
     return (
-        any(widths_of(q.shape[-1], v.shape[-1]))
-        and not INTERPRET
-        and architecture(q.device) == 9
-        and q.dtype in DTYPES
-        and all(t is None for t in (masking.bias, masking.key_padding_mask, masking.offsets))
-        and all(map(_moved_by_tma, (q, k, v, *others)))
+        (not INTERPRET or refused("the attention kernels for Hopper are not interpreted"))
+        and (architecture(q.device) == 9 or refused("the fastest attention kernels are for Hopper GPUs"))
+        and (q.dtype in DTYPES or refused("the attention kernels for Hopper take bfloat16 and float16"))
+        and (any(widths_of(q.shape[-1], v.shape[-1])) or refused(f"{NO_WIDTHS} q {q.shape[-1]}, v {v.shape[-1]}"))
+        and (all(t is None for t in without) or refused(NO_MASKS))
+        and (all(map(_moved_by_tma, (q, k, v, *others))) or refused(NO_TMA))
     )
 
 

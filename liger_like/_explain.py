@@ -1,0 +1,107 @@
+"""``explain``: which implementation a call runs on this machine, and why not another one."""
+
+from collections.abc import Callable, Mapping
+from typing import Any, NamedTuple
+from unittest import mock
+
+import torch
+import triton
+from torch import Tensor
+from triton.runtime.jit import JITFunction
+
+from liger_like.ops import _common, _tiles
+
+TILE = ("BLOCK", "STAGES", "GROUPS", "PACK", "PING_PONG", "num_")  # beginnings of what is shown of the constants
+
+
+class Launch(NamedTuple):
+    """A kernel, the language it is written in, its constants and options, and its programs at each time."""
+
+    kernel: str
+    language: str
+    constants: dict[str, Any]
+    programs: list[int]
+
+    def __str__(self) -> str:
+        counts = [f"{self.programs.count(n)} x {n}" for n in dict.fromkeys(self.programs)]
+        tile = [f"{name} {value}" for name, value in self.constants.items() if name.startswith(TILE)]
+        return f"{self.kernel} ({self.language}), {' + '.join(counts)} programs: {', '.join(tile)}"
+
+
+class Explanation(NamedTuple):
+    """What ``explain`` found. ``implementation``: the languages of the kernels that were launched; "plain torch", or
+    "nothing to compute" for inputs without rows.
+    """
+
+    op: str
+    implementation: str
+    launches: list[Launch]
+    reasons: list[str]
+
+    def __str__(self) -> str:
+        head = f"{self.op}: {self.implementation}"
+        return "\n  ".join([head, *map(str, self.launches), *(f"because {reason}" for reason in self.reasons)])
+
+
+def explain(
+    op: str | Callable[..., Any],
+    shape: Mapping[str, Any],
+    *,
+    dtype: torch.dtype = torch.bfloat16,
+    device: str | torch.device | None = None,
+    **options: Any,
+) -> Explanation:
+    """Run a call of ``op``, a function of ``liger_like`` or its name, forward and backward, and say what it launched.
+
+    ``shape``: sizes as ``liger_like.testing.SPECS`` has them, for random inputs of ``dtype`` on ``device`` (None: the
+    GPU if there is one, else the CPU), such as ``{"lead": (16384,), "N": 4096, "weight": True}``; or the tensors
+    themselves by the names of the arguments, of which strides, too, may decide. ``options`` are those of the op. The
+    memory is that of the call. Not to be used while another thread launches kernels.
+
+    Raises ValueError for an op that there is not.
+    """
+    from liger_like.testing import SPECS
+
+    specs = {spec.name: spec for spec in SPECS}
+    name = op if isinstance(op, str) else op.__name__
+    _common.require_choice("op", name, tuple(specs))
+    spec, device = specs[name], str(device or ("cuda" if torch.cuda.is_available() else "cpu"))
+    if any(isinstance(value, Tensor) for value in shape.values()):
+        inputs = {n: t.detach().requires_grad_(t.requires_grad) for n, t in shape.items() if isinstance(t, Tensor)}
+        options |= {n: value for n, value in shape.items() if n not in inputs}
+    else:
+        inputs = spec.inputs(dtype, device, **shape)
+    reasons: list[str] = []
+    with mock.patch.object(_common, "REASONS", reasons), mock.patch.dict(_tiles._CHOSEN, clear=not _tiles.AUTOTUNE):
+        launches = _launches(lambda: spec.fn(**inputs, **options))
+    languages = " and ".join(dict.fromkeys(launch.language for launch in launches))
+    without = "plain torch" if reasons else "nothing to compute"
+    return Explanation(name, languages or without, launches, [*dict.fromkeys(reasons)])
+
+
+def _launches(call: Callable[[], Any]) -> list[Launch]:
+    """Of a call and its backward; the same kernel with the same constants is one."""
+    runner: Any = JITFunction
+    if _common.INTERPRET:
+        runner = triton.runtime.interpreter.InterpretedFunction
+    launches: dict[str, Launch] = {}
+    true = runner.run
+
+    def run(kernel: Any, *args: Any, grid: Any, warmup: bool, **options: Any) -> Any:
+        gluon = not _common.INTERPRET and kernel.is_gluon()
+        language = "interpreted Triton" if _common.INTERPRET else "Gluon for Hopper" if gluon else "Triton"
+        launch = launches.setdefault(f"{id(kernel)} {options}", Launch(kernel.__name__, language, options, []))
+        launch.programs.append(torch.Size(grid).numel())
+        return true(kernel, *args, grid=grid, warmup=warmup, **options)
+
+    hook, hooks = (lambda _: None), _common._RUNTIME.launch_enter_hook
+    hooks.add(hook)  # so that ``_common.launch`` leaves its launches to Triton
+    try:
+        with mock.patch.object(runner, "run", run):
+            result = call()
+            outputs = [t for t in (result if isinstance(result, tuple) else (result,)) if t is not None]
+            outputs = [t for t in outputs if t.requires_grad]
+            torch.autograd.backward(outputs, [torch.ones_like(t) for t in outputs])
+    finally:
+        hooks.remove(hook)
+    return [*launches.values()]
