@@ -70,6 +70,12 @@ TESTS = {
 MUTANTS = [
     Mutant(
         "_common.py",
+        "return like if like.stride(-1) == 1 else",
+        "return like if True else",
+        "rotated heads in memory whose last dimension is not contiguous",
+    ),
+    Mutant(
+        "_common.py",
         "(offs_n < N)[None, :]\n    return",
         "(offs_n <= N)[None, :]\n    return",
         "loads a column beyond the row",
