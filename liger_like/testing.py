@@ -165,7 +165,10 @@ _CASTING: tuple[dict[str, Any], ...] = (
 _WEIGHT = {"weight": True}
 _HEADS = {"B": 2, "H": 6, "Hk": 2, "S": 7, "D": 24}
 _HF_HEADS = {"B": 4, "H": 32, "Hk": 8, "S": 4096, "D": 128, "R": 128}
-_GLU_SHAPES = _product((*_ROWS, {"lead": (3,)}), ({"N": 63}, {"N": 1025}), ({}, {"packed": True}))
+_GLU_SHAPES = (
+    *_product((*_ROWS, {"lead": (3,)}), ({"N": 63},), ({}, {"packed": True})),
+    *_product(({"lead": (1,)}, {"lead": (3,)}), ({"N": 1025},), ({}, {"packed": True})),  # more than a block
+)
 _GLU_BENCH = _product(({"lead": (16384,), "N": 14336},), ({}, {"packed": True}))
 _LOSS_OPTIONS: tuple[dict[str, Any], ...] = (
     {},

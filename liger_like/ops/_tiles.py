@@ -15,7 +15,7 @@ import triton
 from torch import Tensor
 from triton.runtime.errors import OutOfResources, PTXASError
 
-from liger_like.ops._common import architecture, launch, num_programs, refused, sum_rows_kernel
+from liger_like.ops._common import INTERPRET, architecture, launch, num_programs, refused, sum_rows_kernel
 
 AUTOTUNE = os.environ.get("LIGER_LIKE_AUTOTUNE", "0") == "1"
 
@@ -225,9 +225,9 @@ def partial_sums(total: Tensor, M: int, tile: Tile, *, whole: bool, split: int =
 def sum_partials(partial: Tensor, total: Tensor) -> None:
     """Sum what ``partial_sums`` gave, in an order that does not change."""
     if partial is not total:
-        columns = total.numel()
+        columns, block_n = total.numel(), 1024 if INTERPRET else 16  # the interpreter runs programs in turn: few
         sizes = len(partial), columns
-        launch(sum_rows_kernel, (-(-columns // 16),), (partial, total), sizes, BLOCK_P=64, BLOCK_N=16)
+        launch(sum_rows_kernel, (-(-columns // block_n),), (partial, total), sizes, BLOCK_P=64, BLOCK_N=block_n)
 
 
 def candidates(kernel: str, width: int) -> Iterator[Tile]:
