@@ -24,6 +24,7 @@ ops, shapes and peers.
 import json
 import math
 import statistics
+import sys
 from collections.abc import Collection, Iterable, Mapping
 from functools import partial
 from pathlib import Path
@@ -60,6 +61,7 @@ from liger_like.testing import Comparison
 
 PEERS = ("torch", "torch.compile", "flex_attention", *libraries(OPS.values()))
 DTYPE = torch.bfloat16
+LOG_WIDTH = 160  # of what is printed, where that is no terminal
 ROUNDS, QUICK_ROUNDS = 5, 1
 ROUND_SECONDS, MOST = 0.02, Repeats(graph=5, replays=4, eager=20)
 ELEMENTS, SCORES = 2**27, 1024  # of a tensor, and along a side of attention's scores, that are compared in float64
@@ -244,7 +246,8 @@ def run(ops: Collection[str], peers: Collection[str], names: Collection[str], qu
     ceilings = measured_ceilings()
     of_run = {**environment(*libraries(OPS.values())), "quick": quick, "ceilings": ceilings}
     path = folder / f"{bench_report.stem(of_run)}.json"
-    with Progress() as progress:
+    console = Console(width=None if sys.stdout.isatty() else LOG_WIDTH)
+    with Progress(console=console) as progress:
         task = progress.add_task("", total=len(chosen))
         for case in chosen:
             progress.update(task, description=f"{case.op}, {shape_text(case.shape)}")
@@ -252,7 +255,7 @@ def run(ops: Collection[str], peers: Collection[str], names: Collection[str], qu
             with locked(folder):  # other processes may measure other ops
                 earlier = json.loads(path.read_text()) if path.exists() else {}
                 path.write_text(json.dumps(merged(earlier, rounded({**of_run, "cases": [row]})), indent=1) + "\n")
-            show(row, progress.console)
+            show(row, console)
             progress.advance(task)
     with locked(folder):
         bench_report.write_beside(path)

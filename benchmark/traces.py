@@ -143,7 +143,8 @@ def times_of(events: Sequence[Any]) -> dict[str, float]:
 def _work(event: Any) -> list[tuple[str, float]]:
     """Names and us of the kernels that ``event`` launched, or of what it does on the host itself."""
     if GPU:
-        return [(kernel.name, kernel.duration) for kernel in event.kernels if kernel.name != event.name]  # not a range
+        kernels = ((kernel.name, kernel.duration) for kernel in event.kernels)
+        return [(name, us) for name, us in kernels if not name.startswith((PREFIX, OPTIMIZER))]  # nor a range of them
     return [(event.name, event.self_cpu_time_total)]
 
 
