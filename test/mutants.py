@@ -369,7 +369,7 @@ def first_failure(tree: Path, words: str, limit: float, cpu: bool) -> str:
     """
     command = [sys.executable, "-m", "pytest", "-x", "--tb=no", "-p", "no:cacheprovider", *FILES]
     command += ["-k", words]
-    env = os.environ | {"PYTHONPATH": str(tree), "OMP_NUM_THREADS": "1", "COLUMNS": "200"}
+    env = os.environ | {"PYTHONPATH": str(tree), "PYTEST_ADDOPTS": "", "OMP_NUM_THREADS": "1", "COLUMNS": "200"}
     if cpu:
         own = {"TMPDIR": str(tree.parent), "TRITON_CACHE_DIR": str(tree.parent / "triton")}
         env |= own | {"CUDA_VISIBLE_DEVICES": ""}
