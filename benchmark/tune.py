@@ -4,7 +4,7 @@
     make tune OP=rms_norm,rope   some
 
 The shapes are large: tiles matter where the GPU, not the host, is the limit. A width stands for those up to the next
-one; 12288 for those that leave a part of their block empty, 32768 and 14336 for those beyond.
+one; 1536, 2304, 5120 and 12288 for those that leave a part of their block empty, 32768 and 14336 for those beyond.
 """
 
 import argparse
@@ -21,8 +21,8 @@ from liger_like.ops import _tiles
 FILE = Path(_tiles.__file__)
 TABLE = re.compile(r"HOPPER: dict\[str, dict\[int, Tile\]\] = \{.*?\n?\}\n", re.DOTALL)
 ELEMENTS = 2**26
-UP_TO = {12288: 16383, 14336: 2**31, 32768: 2**31}
-NORM_WIDTHS = (64, 128, 256, 512, 1024, 2048, 4096, 8192, 12288, 16384, 32768)
+UP_TO = {1536: 2047, 2304: 4095, 5120: 8191, 12288: 16383, 14336: 2**31, 32768: 2**31}
+NORM_WIDTHS = (64, 128, 256, 512, 1024, 1536, 2048, 2304, 4096, 5120, 8192, 12288, 16384, 32768)
 GLU_WIDTHS = (64, 256, 1024, 4096, 14336)
 HEAD_WIDTHS = (64, 128, 256)
 

@@ -224,9 +224,18 @@ def store_tile(ptr, stride_m, offs_m, offs_n, M, N, value, EVEN: tl.constexpr = 
 
 
 @triton.jit
+def load_weight(ptr, offs_n, N):
+    """Elements ``offs_n`` of a vector in its dtype, zero beyond N; None without one."""
+    w = None
+    if ptr is not None:
+        w = tl.load(ptr + offs_n, mask=offs_n < N, other=0.0)
+    return w
+
+
+@triton.jit
 def load_vector(ptr, offs_n, N):
     """Elements ``offs_n`` of a vector in fp32, zero beyond N."""
-    return tl.load(ptr + offs_n, mask=offs_n < N, other=0.0).to(tl.float32)
+    return load_weight(ptr, offs_n, N).to(tl.float32)
 
 
 @triton.jit(do_not_specialize=["P"])

@@ -17,6 +17,7 @@ from liger_like.ops._common import (
     launch,
     load_tile,
     load_vector,
+    load_weight,
     on_shards,
     once_differentiable,
     op,
@@ -54,12 +55,12 @@ def _block_moments(x, n, offs_n, N, BLOCK_N: tl.constexpr, EVEN: tl.constexpr):
 
 
 @triton.jit
-def _normalise(x, mean, rstd, w_ptr, b_ptr, offs_n, N):
+def _normalise(x, mean, rstd, w, b):
     y = (x - mean[:, None]) * rstd[:, None]
-    if w_ptr is not None:
-        y *= load_vector(w_ptr, offs_n, N)[None, :]
-    if b_ptr is not None:
-        y += load_vector(b_ptr, offs_n, N)[None, :]
+    if w is not None:
+        y *= w.to(tl.float32)[None, :]
+    if b is not None:
+        y += b.to(tl.float32)[None, :]
     return y
 
 
@@ -71,10 +72,12 @@ def _layer_norm_fwd_kernel(
     offs_m = tl.program_id(0).to(tl.int64) * BLOCK_M + tl.arange(0, BLOCK_M)
     offs_n = tl.arange(0, BLOCK_N)
     if ONE_BLOCK:
+        w = load_weight(w_ptr, offs_n, N)  # on its way while the row is summed
         x = load_tile(x_ptr, stride_xm, offs_m, offs_n, M, N, EVEN)
         mean, square, _ = _block_moments(x, 0, offs_n, N, BLOCK_N, EVEN)
         rstd = tl.rsqrt(square / N + eps)
-        store_tile(y_ptr, N, offs_m, offs_n, M, N, _normalise(x, mean, rstd, w_ptr, b_ptr, offs_n, N), EVEN)
+        y = _normalise(x, mean, rstd, w, load_weight(b_ptr, offs_n, N))
+        store_tile(y_ptr, N, offs_m, offs_n, M, N, y, EVEN)
     else:
         mean = tl.zeros((BLOCK_M,), tl.float32)
         square = tl.zeros((BLOCK_M,), tl.float32)
@@ -88,7 +91,7 @@ def _layer_norm_fwd_kernel(
         rstd = tl.rsqrt(square / N + eps)
         for n in range(0, N, BLOCK_N):
             x = load_tile(x_ptr, stride_xm, offs_m, n + offs_n, M, N, EVEN)
-            y = _normalise(x, mean, rstd, w_ptr, b_ptr, n + offs_n, N)
+            y = _normalise(x, mean, rstd, load_weight(w_ptr, n + offs_n, N), load_weight(b_ptr, n + offs_n, N))
             store_tile(y_ptr, N, offs_m, n + offs_n, M, N, y, EVEN)
     tl.store(mean_ptr + offs_m, mean, mask=offs_m < M)
     tl.store(rstd_ptr + offs_m, rstd, mask=offs_m < M)

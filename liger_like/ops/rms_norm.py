@@ -18,6 +18,7 @@ from liger_like.ops._common import (
     launch,
     load_tile,
     load_vector,
+    load_weight,
     on_shards,
     once_differentiable,
     op,
@@ -82,14 +83,14 @@ def rsqrt_of_mean(square, N, eps, dtype: tl.constexpr, CASTING: tl.constexpr):
 
 
 @triton.jit
-def normalise(x, rstd, w_ptr, offs_n, N, offset, dtype: tl.constexpr, CASTING: tl.constexpr):
-    """Rows ``x`` in fp32 times ``rstd`` and, unless ``w_ptr`` is None, columns ``offs_n`` of the weight."""
+def normalise(x, rstd, w, offset, dtype: tl.constexpr, CASTING: tl.constexpr):
+    """Rows ``x`` in fp32 times ``rstd`` and, unless it is None, the weight of their columns in its own dtype."""
     y = x * rstd[:, None]
     if CASTING != "gemma":
         y = round_to(y, dtype)
-    if w_ptr is not None:
-        w = load_vector(w_ptr, offs_n, N) + offset
-        y *= (w if CASTING == "gemma" else round_to(w, w_ptr.dtype.element_ty))[None, :]
+    if w is not None:
+        factor = w.to(tl.float32) + offset
+        y *= (factor if CASTING == "gemma" else round_to(factor, w.dtype))[None, :]
     return y
 
 
@@ -102,11 +103,12 @@ def _rms_norm_fwd_kernel(
     offs_m = tl.program_id(0).to(tl.int64) * BLOCK_M + tl.arange(0, BLOCK_M)
     offs_n = tl.arange(0, BLOCK_N)
     if ONE_BLOCK:
+        w = load_weight(w_ptr, offs_n, N)  # on its way while the row is summed
         x = _load_sum(x_ptr, res_ptr, stride_xm, stride_rm, offs_m, offs_n, M, N, dtype, EVEN)
         if s_ptr is not None:
             store_tile(s_ptr, N, offs_m, offs_n, M, N, x, EVEN)
         rstd = rsqrt_of_mean(sum_of_squares(x, dtype, CASTING), N, eps, dtype, CASTING)
-        y = normalise(x, rstd, w_ptr, offs_n, N, offset, dtype, CASTING)
+        y = normalise(x, rstd, w, offset, dtype, CASTING)
         store_tile(y_ptr, N, offs_m, offs_n, M, N, y, EVEN)
     else:
         square = tl.zeros((BLOCK_M,), tl.float32)
@@ -118,7 +120,7 @@ def _rms_norm_fwd_kernel(
         rstd = rsqrt_of_mean(square, N, eps, dtype, CASTING)
         for n in range(0, N, BLOCK_N):
             x = _load_sum(x_ptr, res_ptr, stride_xm, stride_rm, offs_m, n + offs_n, M, N, dtype, EVEN)
-            y = normalise(x, rstd, w_ptr, n + offs_n, N, offset, dtype, CASTING)
+            y = normalise(x, rstd, load_weight(w_ptr, n + offs_n, N), offset, dtype, CASTING)
             store_tile(y_ptr, N, offs_m, n + offs_n, M, N, y, EVEN)
     tl.store(rstd_ptr + offs_m, rstd, mask=offs_m < M)
 

@@ -20,6 +20,7 @@ from liger_like.ops._common import (
     dense,
     empty_dense_like,
     launch,
+    load_weight,
     on_shards,
     once_differentiable,
     op,
@@ -153,10 +154,11 @@ def _turn_heads(
         rstd = rstd_of_heads(x1, x2, rest, eps, dtype, CASTING, HALF, REST)
         D: tl.constexpr = 2 * HALF + REST
         offs_1, offs_2 = pairs(HALF, IN_INTERLEAVED, BLOCK_D)
-        x1 = round_to(normalise(x1, rstd, w_ptr, offs_1, D, offset, dtype, CASTING), out_dtype)
-        x2 = round_to(normalise(x2, rstd, w_ptr, offs_2, D, offset, dtype, CASTING), out_dtype)
+        x1 = round_to(normalise(x1, rstd, load_weight(w_ptr, offs_1, D), offset, dtype, CASTING), out_dtype)
+        x2 = round_to(normalise(x2, rstd, load_weight(w_ptr, offs_2, D), offset, dtype, CASTING), out_dtype)
         if REST > 0:
-            rest = normalise(rest, rstd, w_ptr, 2 * HALF + tl.arange(0, BLOCK_R), D, offset, dtype, CASTING)
+            w = load_weight(w_ptr, 2 * HALF + tl.arange(0, BLOCK_R), D)
+            rest = normalise(rest, rstd, w, offset, dtype, CASTING)
     y1, y2 = x1 * cos - x2 * sin, x2 * cos + x1 * sin
     store_heads(y_ptr, stride_yh, offs_h, H, y1, y2, rest, HALF, REST, OUT_INTERLEAVED, BLOCK_D, BLOCK_R)
 
