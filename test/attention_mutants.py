@@ -193,6 +193,7 @@ ATTENTION = [
         "the bias of pairs that do not see one another has a gradient",
     ),
     ("_bias.py", "(H if EACH_H else 1) + own_h", "H + own_h", "the gradient of a bias for all heads lands beside it"),
+    ("_setup.py", "keys // max(1, masking.sequences)", "keys", "packed sequences count as one"),
     ("_setup.py", "0 if n == 1 else t", "t", "a broadcast bias is read as a whole one"),
     (
         "_setup.py",

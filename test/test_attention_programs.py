@@ -1,5 +1,7 @@
 """Attention: which kernels are launched, and how their work is split and ordered."""
 
+from functools import partial
+
 import pytest
 import torch
 from test_attention import DTYPES, EVERYTHING, both_ways, check
@@ -7,7 +9,7 @@ from test_attention import DTYPES, EVERYTHING, both_ways, check
 from liger_like import ops
 from liger_like._cases import attention_inputs
 from liger_like.ops import attention
-from liger_like.ops.attention import _backward, _forward, _tiles, attention_delta
+from liger_like.ops.attention import _backward, _forward, _setup, _tiles, attention_delta
 from liger_like.testing import run
 
 
@@ -89,6 +91,7 @@ def test_order_of_programs_does_not_matter(section, monkeypatch, device, poisone
     expected = run(ops.flash_attention, inputs, {"causal": True})
     for module in (_forward, _backward):
         monkeypatch.setattr(module, "section_of", lambda *_: section)
+    monkeypatch.setattr(_backward, "section_of_keys", lambda *_: section)
     for name, t in run(ops.flash_attention, inputs, {"causal": True}).items():
         assert torch.equal(t, expected[name]), name
 
@@ -99,6 +102,19 @@ def test_section_fits_the_cache():
     assert _forward.section_of(k, v, 2**30, 4) == 4
     assert _forward.section_of(k, v, 1, 4) == 8 * 4  # no more than there are: sections times blocks are 32 bits
     assert _forward.section_of(k, v, 0, 1) > 0
+
+
+def test_sections_of_keys_fill_the_gpu(monkeypatch):
+    monkeypatch.setattr(_setup, "num_programs", lambda device, each: 132 * each)
+    masking = _setup.Masking(*[None] * 6, 4096, 4096, 1.0, None, -1, 0)
+    packed = masking._replace(cu_seqlens_q=torch.zeros(9))
+    section = partial(_setup.section_of_keys, block=128, device=torch.device("cpu"))
+    assert section(masking, 4096) == 4  # with 32 blocks each
+    assert section(masking, 4097) == 4
+    assert section(masking, 2**20) == 1
+    assert section(masking, 5) == section(masking, 0) == 132
+    assert section(packed, 16384) == 8  # of eight sequences
+    assert section(packed, 5) == 132
 
 
 def test_rows_of_the_backward_are_followed_by_a_whole_block():

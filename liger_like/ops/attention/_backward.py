@@ -35,7 +35,14 @@ from liger_like.ops.attention._blocks import (
     zero_parts,
     zones,
 )
-from liger_like.ops.attention._setup import MASKING_SCHEMA, Masking, constants_of, section_of, strides_of
+from liger_like.ops.attention._setup import (
+    MASKING_SCHEMA,
+    Masking,
+    constants_of,
+    section_of,
+    section_of_keys,
+    strides_of,
+)
 from liger_like.ops.attention._tiles import tile_for
 
 ROWS = 128  # at most so many queries in a block
@@ -304,11 +311,11 @@ def _fill_dkv(
     dout: Tensor, q: Tensor, k: Tensor, v: Tensor, rows: Tensor, masking: Masking, splits: int, dk: Tensor, dv: Tensor
 ) -> None:
     """dk and dv [splits, B, Sk, Hk, ...] get what the parts of the query heads of a key head give."""
-    (B, _, H, _), (SK, HK) = q.shape, k.shape[1:3]
+    B, SK, HK, _ = k.shape
     sizes, constants = _arguments(dout, q, k, v, rows, masking)
     tile = tile_for("dkv", q, v, masking)
     blocks = masking.num_blocks(SK, tile.block_n)
-    section = section_of(q, dout, masking.max_seqlen_q * (H // HK), 1)
+    section = section_of_keys(masking, SK, tile.block_n, k.device)
     launch(
         _attention_dkv_kernel,
         (blocks * B * HK, splits),

@@ -36,7 +36,7 @@ from liger_like.ops.attention._hopper import (
     store_rows,
     widths_of,
 )
-from liger_like.ops.attention._setup import Masking, section_of
+from liger_like.ops.attention._setup import Masking, section_of_keys
 
 BLOCK_N = 2 * ROWS.value
 # widths of heads -> queries in a block, and with a softcap or spans, which take registers; wider heads do not fit
@@ -297,8 +297,8 @@ def add_gradients(
         _attention_bwd_hopper_kernel,
         (blocks * B * HK, splits),
         (rows, dk, dv, masking.cu_seqlens_q, masking.cu_seqlens_k, masking.spans),
-        (B, S, SK, rows.shape[3], masking.sequences, blocks, section_of(q, dout, masking.max_seqlen_q * (H // HK), 1),
-         splits, masking.left, masking.right),
+        (B, S, SK, rows.shape[3], masking.sequences, blocks, section_of_keys(masking, SK, BLOCK_N, k.device), splits,
+         masking.left, masking.right),
         (masking.scale,),
         (descriptor(q, block_m, width), descriptor(k, BLOCK_N, width), descriptor(v, BLOCK_N, width),
          descriptor(dout, block_m, width), descriptor(total, 64, share)),

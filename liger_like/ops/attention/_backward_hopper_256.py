@@ -43,7 +43,7 @@ from liger_like.ops.attention._hopper import (
     widths_of,
     zero_parts,
 )
-from liger_like.ops.attention._setup import Masking, section_of
+from liger_like.ops.attention._setup import Masking, section_of, section_of_keys
 
 STAGES = gl.constexpr(2)
 BLOCK_N = ROWS.value  # keys of a program for dk and dv
@@ -380,8 +380,8 @@ def fill_dkv(
         _attention_dkv_hopper_kernel,
         (blocks * B * HK, splits),
         (rows, dk, dv, masking.cu_seqlens_q, masking.cu_seqlens_k, masking.spans),
-        (B, S, SK, rows.shape[3], masking.sequences, blocks, section_of(q, dout, masking.max_seqlen_q * (H // HK), 1),
-         splits, masking.left, masking.right),
+        (B, S, SK, rows.shape[3], masking.sequences, blocks, section_of_keys(masking, SK, BLOCK_N, k.device), splits,
+         masking.left, masking.right),
         (masking.scale,),
         tuple(descriptor(x, ROWS.value, n) for x, n in ((q, width), (k, width), (v, width_v), (dout, width_v))),
         H=H,

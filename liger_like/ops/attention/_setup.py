@@ -2,7 +2,10 @@
 
 from typing import Any, NamedTuple
 
+import torch
 from torch import Tensor
+
+from liger_like.ops._common import num_programs
 
 MASKING_SCHEMA = (
     "Tensor? bias, Tensor? key_padding_mask, Tensor? cu_seqlens_q, Tensor? cu_seqlens_k, Tensor? offsets,"
@@ -69,6 +72,15 @@ def section_of(k: Tensor, v: Tensor, keys: int, group: int) -> int:
     """Heads whose keys and values stay in L2 together: 16 MiB of them."""
     each = keys * (k.shape[-1] + v.shape[-1]) * k.element_size()
     return min(max(1, (16 << 20) // max(1, each)), k.shape[0] * k.shape[2]) * group
+
+
+def section_of_keys(masking: Masking, keys: int, block: int, device: torch.device) -> int:
+    """Key heads whose blocks of keys are multiplied together: those that fill the GPU with the blocks of one sequence.
+
+    Under a causal mask the last blocks of a head have the least to do: the first ones of the next heads even that out.
+    """
+    blocks = -(-keys // max(1, masking.sequences) // block)
+    return max(1, num_programs(device, 1) // max(1, blocks))
 
 
 def constants_of(q: Tensor, k: Tensor, v: Tensor) -> dict[str, int]:
