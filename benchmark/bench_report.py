@@ -118,7 +118,7 @@ def draw(result: Row, path: Path, comment: str) -> None:
         ax.legend(fontsize=7)
     for ax in axes:
         ax.set_axis_off()
-    figure.savefig(path, dpi=100, metadata={"Comment": comment})
+    figure.savefig(path, dpi=70, metadata={"Comment": comment})
 
 
 def write_beside(path: Path) -> None:

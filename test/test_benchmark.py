@@ -179,29 +179,27 @@ def test_memory_bound_tables() -> None:
 
 
 def test_what_is_faster_than_ours() -> None:
-    notes = markdown.NOTES.read_text()
-    assert slower_report.with_table(notes, [*slower_report.cases()]) == notes, "run python -m benchmark.report"
-    rows = {
-        "liger_like": {"forward_us": 2.0, "us": 6.0},
-        "liger_like, portable": {"forward_us": 1.0, "us": 1.0},
-        "theirs": {"forward_us": 1.6, "us": 6.0},
-        "others": {"forward_us": 2.1, "us": 5.0},
-        "broken": {"reason": "no GPU"},
-    }
-    slower, equal = (slower_report.Case("GPU", "norm", "8 x 16", few) for few in (rows, dict([*rows.items()][:2])))
-    assert [*slower_report.slower(slower)] == [
-        ["norm", "8 x 16", "forward", "theirs", "2.0", "1.6", "25.0%"],
-        ["norm", "8 x 16", "forward + backward", "others", "6.0", "5.0", "20.0%"],
+    notes, measured = markdown.NOTES.read_text(), markdown.results("bench")
+    assert slower_report.with_table(notes, measured) == notes, "run python -m benchmark.report"
+    assert {case["op"] for result in measured for case in result["cases"]} == {*contestants.OPS}
+    rows = [
+        {"name": "liger_like", "forward_us": 2.0, "us": 6.0, "wall_us": 9.0},
+        {"name": "liger_like, portable", "forward_us": 1.0, "us": 1.0},
+        {"name": "theirs", "forward_us": 1.6, "us": 5.95, "wall_us": 9.1},
+        {"name": "others", "forward_us": 2.1, "us": 6.1},
+        {"name": "broken", "reason": "no GPU"},
     ]
-    assert slower_report.content([slower, equal]).startswith("GPU: a contestant is faster for 1 of 2 shapes.\n\n| op |")
-    assert slower_report.content([equal]) == "GPU: a contestant is faster for 0 of 1 shapes.\n"
+    case = {"op": "norm", "shape": "8 x 16", "rows": rows}
+    assert [*slower_report.slower(case)] == [["norm", "8 x 16", "forward", "theirs", "1.6", "2.0", "25%"]]
+    assert [*slower_report.slower({**case, "op": slower_report.IN_THE_FORWARD})] == []
+    on_the_wall = {**case, "rows": [*rows[:2], {"name": "theirs", "wall_us": 6.0}]}
+    assert [*slower_report.slower(on_the_wall)] == [["norm", "8 x 16", "wall", "theirs", "6.0", "9.0", "50%"]]
+    result = {"gpu": "GPU", "date": "2026-01-01", "cases": [case, on_the_wall, {**case, "rows": rows[:2]}]}
+    first, _, columns = slower_report.content([result]).splitlines()[:3]
+    assert first == "GPU, 2026-01-01: by the time of the kernels a contestant is faster for 1 of 3 shapes."
+    assert columns.startswith("| op |")
+    assert "|" not in slower_report.content([{**result, "cases": [{**case, "rows": rows[:2]}]}])
     assert slower_report.content([]) == ""
-    assert {case.op for case in slower_report.cases()} >= {
-        *memory_bound.OPS,
-        "cross_entropy",
-        "fused_linear_cross_entropy",
-        "attention",
-    }
 
 
 TRAINING_TABLES = """### One GPU, 2026-01-01
