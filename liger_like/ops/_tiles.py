@@ -211,9 +211,10 @@ def select(kernel: str, x: Tensor, width: int, unit: int) -> Tile:
 
 
 def row_constants(tile: Tile, N: int) -> dict[str, Any]:
-    """The constants of a kernel for rows of N, and its warps."""
+    """The constants of a kernel for rows of N, and its warps: with N among them columns beyond it cost nothing."""
     even, one_block = N % tile.block_n == 0, tile.block_n >= N
     return {
+        "N": N,
         "EVEN": even,
         "ONE_BLOCK": one_block,
         "BLOCK_M": tile.block_m,

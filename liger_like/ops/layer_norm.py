@@ -66,8 +66,8 @@ def _normalise(x, mean, rstd, w, b):
 
 @triton.jit(do_not_specialize=["M"])
 def _layer_norm_fwd_kernel(
-    x_ptr, w_ptr, b_ptr, y_ptr, mean_ptr, rstd_ptr, stride_xm, M, N, eps,
-    EVEN: tl.constexpr, ONE_BLOCK: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
+    x_ptr, w_ptr, b_ptr, y_ptr, mean_ptr, rstd_ptr, stride_xm, M, eps,
+    N: tl.constexpr, EVEN: tl.constexpr, ONE_BLOCK: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
 ):  # fmt: skip
     offs_m = tl.program_id(0).to(tl.int64) * BLOCK_M + tl.arange(0, BLOCK_M)
     offs_n = tl.arange(0, BLOCK_N)
@@ -107,9 +107,9 @@ def _products(dy_ptr, x_ptr, w_ptr, mean, rstd, stride_dym, stride_xm, offs_m, o
 
 @triton.jit(do_not_specialize=["M"])
 def _layer_norm_bwd_kernel(
-    dy_ptr, x_ptr, w_ptr, mean_ptr, rstd_ptr, dx_ptr, dparams_ptr, stride_dym, stride_xm, M, N,
-    EVEN: tl.constexpr, ONE_BLOCK: tl.constexpr, HAS_DB: tl.constexpr, STAGES: tl.constexpr, BLOCK_M: tl.constexpr,
-    BLOCK_N: tl.constexpr,
+    dy_ptr, x_ptr, w_ptr, mean_ptr, rstd_ptr, dx_ptr, dparams_ptr, stride_dym, stride_xm, M,
+    N: tl.constexpr, EVEN: tl.constexpr, ONE_BLOCK: tl.constexpr, HAS_DB: tl.constexpr, STAGES: tl.constexpr,
+    BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
 ):  # fmt: skip
     pid = tl.program_id(0)
     # persistent: a program owns fp32 rows of partial dw and db: no atomics, and sums that repeat bit for bit
@@ -181,7 +181,7 @@ def _layer_norm_fwd(x: Tensor, weight: Tensor | None, bias: Tensor | None, eps: 
             _layer_norm_fwd_kernel,
             (-(-M // tile.block_m),),
             (x, weight, bias, y, mean, rstd),
-            (stride_xm, M, N),
+            (stride_xm, M),
             (eps,),
             **row_constants(tile, N),
         )
@@ -222,7 +222,7 @@ def _layer_norm_bwd(
             _layer_norm_bwd_kernel,
             (programs,),
             (dy, x, weight, mean, rstd, dx if needs[0] else None, partial if needs[1] else None),
-            (stride_dym, stride_xm, M, N),
+            (stride_dym, stride_xm, M),
             HAS_DB=bias is not None,
             STAGES=tile.num_stages,
             **row_constants(tile, N),

@@ -96,8 +96,9 @@ def normalise(x, rstd, w, offset, dtype: tl.constexpr, CASTING: tl.constexpr):
 
 @triton.jit(do_not_specialize=["M"])
 def _rms_norm_fwd_kernel(
-    x_ptr, res_ptr, w_ptr, y_ptr, s_ptr, rstd_ptr, stride_xm, stride_rm, M, N, eps, offset,
-    CASTING: tl.constexpr, EVEN: tl.constexpr, ONE_BLOCK: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
+    x_ptr, res_ptr, w_ptr, y_ptr, s_ptr, rstd_ptr, stride_xm, stride_rm, M, eps, offset,
+    CASTING: tl.constexpr, N: tl.constexpr, EVEN: tl.constexpr, ONE_BLOCK: tl.constexpr, BLOCK_M: tl.constexpr,
+    BLOCK_N: tl.constexpr,
 ):  # fmt: skip
     dtype: tl.constexpr = x_ptr.dtype.element_ty if s_ptr is None else s_ptr.dtype.element_ty
     offs_m = tl.program_id(0).to(tl.int64) * BLOCK_M + tl.arange(0, BLOCK_M)
@@ -143,8 +144,9 @@ def _store_dx(xhat, wdy, mean, rstd, ds_ptr, dx_ptr, stride_dsm, offs_m, offs_n,
 
 @triton.jit(do_not_specialize=["M"])
 def _rms_norm_bwd_kernel(
-    dy_ptr, ds_ptr, x_ptr, w_ptr, rstd_ptr, dx_ptr, dw_ptr, stride_dym, stride_dsm, stride_xm, M, N, offset,
-    EVEN: tl.constexpr, ONE_BLOCK: tl.constexpr, STAGES: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
+    dy_ptr, ds_ptr, x_ptr, w_ptr, rstd_ptr, dx_ptr, dw_ptr, stride_dym, stride_dsm, stride_xm, M, offset,
+    N: tl.constexpr, EVEN: tl.constexpr, ONE_BLOCK: tl.constexpr, STAGES: tl.constexpr, BLOCK_M: tl.constexpr,
+    BLOCK_N: tl.constexpr,
 ):  # fmt: skip
     pid = tl.program_id(0)
     # persistent: a program owns one fp32 row of partial dw, so there are no atomics and the sum repeats bit for bit
@@ -204,7 +206,7 @@ def _launch_fwd(
             _rms_norm_fwd_kernel,
             (-(-M // tile.block_m),),
             (x, residual, weight, y, s, rstd),
-            (stride_xm, stride_rm, M, N),
+            (stride_xm, stride_rm, M),
             (eps, offset),
             CASTING=casting_mode,
             **row_constants(tile, N),
@@ -280,7 +282,7 @@ def _rms_norm_bwd(
             _rms_norm_bwd_kernel,
             (programs,),
             (dy, ds, x, weight, rstd, dx if needs[0] else None, partial if needs[1] else None),
-            (stride_dym, stride_dsm, stride_xm, M, N),
+            (stride_dym, stride_dsm, stride_xm, M),
             (offset,),
             STAGES=tile.num_stages,
             **row_constants(tile, N),
