@@ -205,8 +205,8 @@ MUTANTS = [
     ),
     Mutant(
         "cross_entropy.py",
-        "upstream = (packed(dloss.reshape(-1)), None, None)",
-        "upstream = (dloss.reshape(-1), None, None)",
+        "_load(dloss_ptr, row * stride_dlm, unit)",
+        "_load(dloss_ptr, row, unit)",
         "an expanded upstream gradient is read as dense",
     ),
     Mutant("_common.py", "None else vector.contiguous()", "None else vector", "a strided weight is read as dense"),

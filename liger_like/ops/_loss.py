@@ -3,9 +3,11 @@
 from typing import NamedTuple
 
 import torch
+import triton
+import triton.language as tl
 from torch import Tensor
 
-from liger_like.ops._common import require, require_choice
+from liger_like.ops._common import launch, op, packed, require, require_choice
 
 REDUCTIONS = ("mean", "sum", "none")
 OPTIONS_SCHEMA = "int ignore_index, float label_smoothing, float z_loss, float? softcap, float logit_scale"
@@ -80,6 +82,52 @@ def reduce_loss(
         return total / (num_items or 1)
     num_items = num_items.to(total.device)
     return total / num_items.where(num_items != 0, 1)
+
+
+@triton.jit(do_not_specialize=["M"])
+def _reduce_rows_kernel(
+    loss_ptr, target_ptr, w_ptr, items_ptr, out_ptr, factor_ptr, M, V, ignore_index, divisor,
+    COUNT: tl.constexpr, BLOCK_M: tl.constexpr,
+):  # fmt: skip
+    total, counted = tl.zeros((BLOCK_M,), tl.float32), tl.zeros((BLOCK_M,), tl.float32)
+    for m in range(0, M, BLOCK_M):
+        rows = m + tl.arange(0, BLOCK_M).to(tl.int64)
+        total += tl.load(loss_ptr + rows, mask=rows < M, other=0.0)
+        if COUNT:
+            label = tl.load(target_ptr + rows, mask=rows < M, other=0).to(tl.int64)
+            counts = (rows < M) & (label != ignore_index)
+            if w_ptr is None:
+                counted += counts.to(tl.float32)
+            else:
+                label = tl.minimum(tl.maximum(label, 0), V - 1)
+                counted += tl.load(w_ptr + label, mask=counts, other=0.0).to(tl.float32)
+    items = divisor
+    if COUNT:
+        items = tl.sum(counted, axis=0)
+    if items_ptr is not None:
+        items = tl.load(items_ptr).to(tl.float32)
+    items = tl.where(items == 0.0, 1.0, items)
+    tl.store(out_ptr, tl.sum(total, axis=0) / items)
+    tl.store(factor_ptr, 1.0 / items)
+
+
+@op(
+    "reduce_rows(Tensor loss, Tensor target, Tensor? weight, Tensor? items, int V, int ignore_index, float divisor,"
+    " bool count) -> (Tensor out, Tensor factor)",
+    lambda loss, *args: (loss.new_empty(()), loss.new_empty(())),
+)
+def reduce_rows(
+    loss: Tensor, target: Tensor, weight: Tensor | None, items: Tensor | None, V: int, ignore_index: int,
+    divisor: float, count: bool,
+) -> tuple[Tensor, Tensor]:  # fmt: skip
+    """What ``reduce_loss`` does, from the losses of all rows in one kernel: their sum over the rows that count, over
+    ``items``, or over ``divisor``, and 1 over that.
+    """
+    out, factor = loss.new_empty(()), loss.new_empty(())
+    tensors = loss, packed(target.reshape(-1)), packed(weight), items, out, factor
+    sizes = loss.numel(), V, ignore_index
+    launch(_reduce_rows_kernel, (1,), tensors, sizes, (divisor,), COUNT=count, BLOCK_M=4096, num_warps=16)
+    return out, factor
 
 
 def check_target(target: Tensor, like: Tensor, shape: tuple[int, ...]) -> None:

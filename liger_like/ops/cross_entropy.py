@@ -21,6 +21,7 @@ from torch import Tensor
 from liger_like.ops._common import (
     as_rows,
     is_last_backward,
+    launch,
     on_shards,
     once_differentiable,
     op,
@@ -36,6 +37,7 @@ from liger_like.ops._loss import (
     check_options,
     check_target,
     reduce_loss,
+    reduce_rows,
     row_losses_ref,
 )
 
@@ -69,13 +71,13 @@ def _load_scores(z_ptr, offs_v, V, logit_scale, MASKED: tl.constexpr):
 
 
 @triton.jit
-def _cap_scores(raw, inside, softcap, logit_scale):
+def _cap_scores(raw, inside, logit_scale, SOFTCAP: tl.constexpr):
     """The scores under the softcap, -inf where not ``inside``, and their slopes with respect to the logits."""
     z = raw
     slope = tl.full(raw.shape, logit_scale, tl.float32)
-    if softcap is not None:
-        capped, slope_of_tanh = tanh_and_slope(raw / softcap, True)
-        z = tl.where(inside, capped * softcap, float("-inf"))
+    if SOFTCAP is not None:
+        capped, slope_of_tanh = tanh_and_slope(raw / SOFTCAP, True)
+        z = tl.where(inside, capped * SOFTCAP, float("-inf"))
         slope *= slope_of_tanh
     return z, slope
 
@@ -115,13 +117,13 @@ def _token(order_ptr, target_ptr, ignore_index, vocabulary):
 
 @triton.jit
 def _reduce_block(
-    z_ptr, w_ptr, v, V, softcap, logit_scale, top, total, dot, smooth, best, best_raw,
+    z_ptr, w_ptr, v, V, logit_scale, top, total, dot, smooth, best, best_raw, SOFTCAP: tl.constexpr,
     ENTROPY: tl.constexpr, ARGMAX: tl.constexpr, SMOOTHING: tl.constexpr, MASKED: tl.constexpr, BLOCK_V: tl.constexpr,
 ):  # fmt: skip
     """One step of the online softmax, and of the sums beside it."""
     offs_v = v + tl.arange(0, BLOCK_V)
     raw = _load_scores(z_ptr, offs_v, V, logit_scale, MASKED)
-    z = _cap_scores(raw, offs_v < V, softcap, logit_scale)[0]
+    z = _cap_scores(raw, offs_v < V, logit_scale, SOFTCAP)[0]
     if ARGMAX:
         block_raw = tl.max(raw, axis=0)
         best = tl.where(block_raw > best_raw, v + tl.argmax(raw, axis=0), best)
@@ -142,8 +144,8 @@ def _reduce_block(
 @triton.jit
 def _cross_entropy_fwd_kernel(
     z_ptr, order_ptr, target_ptr, w_ptr, w_sum_ptr, loss_ptr, logprob_ptr, lse_ptr, entropy_ptr, argmax_ptr,
-    bad_label_ptr, stride_zm, V, ignore_index, smoothing, z_loss, softcap, logit_scale,
-    SMOOTHING: tl.constexpr, BLOCK_V: tl.constexpr,
+    bad_label_ptr, stride_zm, V, ignore_index, smoothing, z_loss, logit_scale,
+    SOFTCAP: tl.constexpr, SMOOTHING: tl.constexpr, BLOCK_V: tl.constexpr,
 ):  # fmt: skip
     row, label, counts = _token(order_ptr, target_ptr, ignore_index, V)
     if counts == 0:
@@ -162,17 +164,17 @@ def _cross_entropy_fwd_kernel(
     whole = V // BLOCK_V * BLOCK_V
     for v in range(0, whole, BLOCK_V):
         top, total, dot, smooth, best, best_raw = _reduce_block(
-            z_ptr, w_ptr, v, V, softcap, logit_scale, top, total, dot, smooth, best, best_raw,
+            z_ptr, w_ptr, v, V, logit_scale, top, total, dot, smooth, best, best_raw, SOFTCAP,
             ENTROPY, ARGMAX, SMOOTHING, False, BLOCK_V,
         )  # fmt: skip
     for v in range(whole, V, BLOCK_V):
         top, total, dot, smooth, best, best_raw = _reduce_block(
-            z_ptr, w_ptr, v, V, softcap, logit_scale, top, total, dot, smooth, best, best_raw,
+            z_ptr, w_ptr, v, V, logit_scale, top, total, dot, smooth, best, best_raw, SOFTCAP,
             ENTROPY, ARGMAX, SMOOTHING, True, BLOCK_V,
         )  # fmt: skip
     lse = top + tl.log(total)
     raw_label = _load_scores(z_ptr, label + tl.arange(0, 1), V, logit_scale, False)
-    z_label = tl.sum(_cap_scores(raw_label, label < V, softcap, logit_scale)[0], axis=0)
+    z_label = tl.sum(_cap_scores(raw_label, label < V, logit_scale, SOFTCAP)[0], axis=0)
     logprob = (z_label - top) - tl.log(total)  # exact where the label is the top; z_label - lse would cancel
     loss = z_loss * lse * lse - (1.0 - smoothing) * _load(w_ptr, label, 1.0) * logprob
     if SMOOTHING:
@@ -186,12 +188,12 @@ def _cross_entropy_fwd_kernel(
 
 @triton.jit
 def _differentiate_block(
-    z_ptr, dz_ptr, w_ptr, v, V, v_start, label, softcap, logit_scale, lse, entropy, slope_p, dentropy, hot, spread,
-    ENTROPY: tl.constexpr, SMOOTHING: tl.constexpr, MASKED: tl.constexpr, BLOCK_V: tl.constexpr,
+    z_ptr, dz_ptr, w_ptr, v, V, v_start, label, logit_scale, lse, entropy, slope_p, dentropy, hot, spread,
+    SOFTCAP: tl.constexpr, ENTROPY: tl.constexpr, SMOOTHING: tl.constexpr, MASKED: tl.constexpr, BLOCK_V: tl.constexpr,
 ):  # fmt: skip
     offs_v = v + tl.arange(0, BLOCK_V)
     raw = _load_scores(z_ptr, offs_v, V, logit_scale, MASKED)
-    z, slope = _cap_scores(raw, offs_v < V, softcap, logit_scale)
+    z, slope = _cap_scores(raw, offs_v < V, logit_scale, SOFTCAP)
     p = tl.exp(z - lse)
     dz = p * slope_p
     if ENTROPY:
@@ -207,9 +209,9 @@ def _differentiate_block(
 
 @triton.jit
 def _cross_entropy_bwd_kernel(
-    z_ptr, dz_ptr, order_ptr, target_ptr, w_ptr, w_sum_ptr, lse_ptr, entropy_ptr, dloss_ptr, dlogprob_ptr, dentropy_ptr,
-    stride_zm, stride_dzm, V, v_start, vocabulary, ignore_index, smoothing, z_loss, softcap, logit_scale, unit,
-    SMOOTHING: tl.constexpr, BLOCK_V: tl.constexpr,
+    z_ptr, dz_ptr, order_ptr, target_ptr, w_ptr, w_sum_ptr, lse_ptr, entropy_ptr, factor_ptr, dloss_ptr, dlogprob_ptr,
+    dentropy_ptr, stride_zm, stride_dzm, stride_dlm, V, v_start, vocabulary, ignore_index, smoothing, z_loss,
+    logit_scale, unit, SOFTCAP: tl.constexpr, SMOOTHING: tl.constexpr, BLOCK_V: tl.constexpr,
 ):  # fmt: skip
     z_ptr += tl.program_id(0).to(tl.int64) * stride_zm
     dz_ptr += tl.program_id(0).to(tl.int64) * stride_dzm
@@ -222,7 +224,7 @@ def _cross_entropy_bwd_kernel(
 
     lse = tl.load(lse_ptr + row)
     entropy = _load(entropy_ptr, row, 0.0)
-    dloss = _load(dloss_ptr, row, unit)
+    dloss = _load(dloss_ptr, row * stride_dlm, unit) * _load(factor_ptr, 0, 1.0)
     dentropy = _load(dentropy_ptr, row, 0.0)
     hot = dloss * (1.0 - smoothing) * _load(w_ptr, label, 1.0) - _load(dlogprob_ptr, row, 0.0)
     spread = dloss * smoothing / vocabulary
@@ -231,13 +233,13 @@ def _cross_entropy_bwd_kernel(
     whole = V // BLOCK_V * BLOCK_V
     for v in range(0, whole, BLOCK_V):
         _differentiate_block(
-            z_ptr, dz_ptr, w_ptr, v, V, v_start, label, softcap, logit_scale, lse, entropy, slope_p, dentropy, hot,
-            spread, ENTROPY, SMOOTHING, False, BLOCK_V,
+            z_ptr, dz_ptr, w_ptr, v, V, v_start, label, logit_scale, lse, entropy, slope_p, dentropy, hot, spread,
+            SOFTCAP, ENTROPY, SMOOTHING, False, BLOCK_V,
         )  # fmt: skip
     for v in range(whole, V, BLOCK_V):
         _differentiate_block(
-            z_ptr, dz_ptr, w_ptr, v, V, v_start, label, softcap, logit_scale, lse, entropy, slope_p, dentropy, hot,
-            spread, ENTROPY, SMOOTHING, True, BLOCK_V,
+            z_ptr, dz_ptr, w_ptr, v, V, v_start, label, logit_scale, lse, entropy, slope_p, dentropy, hot, spread,
+            SOFTCAP, ENTROPY, SMOOTHING, True, BLOCK_V,
         )  # fmt: skip
 
 
@@ -279,17 +281,13 @@ def launch_fwd(
     M, V = z.shape
     # beside a plain loss each thread holds twice the columns: more of the sums would spill
     plain = not options.label_smoothing and options.softcap is None and all(t is None for t in rows[3:])
-    _cross_entropy_fwd_kernel[(M,)](
-        z,
-        order,
-        packed(target),
-        packed(weight),
-        _sum(weight, options),
-        *rows,
-        _bad_label(z.device.type),
-        z.stride(0),
-        V,
-        *options,
+    launch(
+        _cross_entropy_fwd_kernel,
+        (M,),
+        (z, order, packed(target), packed(weight), _sum(weight, options), *rows, _bad_label(z.device.type)),
+        (z.stride(0), V, options.ignore_index),
+        (options.label_smoothing, options.z_loss, options.logit_scale),
+        SOFTCAP=options.softcap,
         SMOOTHING=options.label_smoothing != 0,
         **_tile(V, 4096, 1024 if plain else 512),
     )
@@ -308,33 +306,27 @@ def launch_bwd(
     options: Options,
     *,
     unit: float = 1.0,
+    factor: Tensor | None = None,
     order: Tensor | None = None,
     v_start: int = 0,
     vocabulary: int | None = None,
 ) -> None:
     """Fill ``dz``, which may be ``z`` [M, V], from what ``launch_fwd`` found.
 
-    ``upstream`` holds the gradients of loss (None: ``unit`` for all), logprob and entropy (None: 0). ``z`` may be the
-    columns from ``v_start`` on of logits of a larger ``vocabulary``.
+    ``upstream`` holds the gradients of loss (None: ``unit`` for all; a scalar is that of all, times the scalar
+    ``factor``), logprob and entropy (None: 0). ``z`` may be the columns from ``v_start`` on of logits of a larger
+    ``vocabulary``.
     """
     M, V = z.shape
-    _cross_entropy_bwd_kernel[(M,)](
-        z,
-        dz,
-        order,
-        packed(target),
-        packed(weight),
-        _sum(weight, options),
-        lse,
-        entropy,
-        *upstream,
-        z.stride(0),
-        dz.stride(0),
-        V,
-        v_start,
-        vocabulary or V,
-        *options,
-        unit,
+    labels, weights, dloss = packed(target), packed(weight), upstream[0]
+    stride_dlm = dloss.stride(0) if dloss is not None and dloss.dim() else 0
+    launch(
+        _cross_entropy_bwd_kernel,
+        (M,),
+        (z, dz, order, labels, weights, _sum(weight, options), lse, entropy, factor, *upstream),
+        (z.stride(0), dz.stride(0), stride_dlm, V, v_start, vocabulary or V, options.ignore_index),
+        (options.label_smoothing, options.z_loss, options.logit_scale, unit),
+        SOFTCAP=options.softcap,
         SMOOTHING=options.label_smoothing != 0,
         **_tile(vocabulary or V, 2048, 512),
     )
@@ -357,40 +349,55 @@ def _cross_entropy_fwd(logits: Tensor, target: Tensor, weight: Tensor | None, *s
 
 
 @op(
-    "cross_entropy_bwd(Tensor dloss, Tensor logits, Tensor lse, Tensor target, Tensor? weight, Tensor(a!) dlogits,"
-    f" {OPTIONS_SCHEMA}) -> ()",
+    "cross_entropy_bwd(Tensor dloss, Tensor? factor, Tensor logits, Tensor lse, Tensor target, Tensor? weight,"
+    f" Tensor(a!) dlogits, {OPTIONS_SCHEMA}) -> ()",
     lambda *args: None,
 )
 def _cross_entropy_bwd(
-    dloss: Tensor, logits: Tensor, lse: Tensor, target: Tensor, weight: Tensor | None, dlogits: Tensor, *scalars: Any
-) -> None:
+    dloss: Tensor, factor: Tensor | None, logits: Tensor, lse: Tensor, target: Tensor, weight: Tensor | None,
+    dlogits: Tensor, *scalars: Any,
+) -> None:  # fmt: skip
     """Fill ``dlogits``, which is contiguous and may be ``logits``."""
-    z = as_rows(logits)
-    upstream = (packed(dloss.reshape(-1)), None, None)
-    launch_bwd(z, dlogits.view(z.shape), target.reshape(-1), weight, lse, None, upstream, Options(*scalars))
+    z, dz, labels = as_rows(logits), dlogits.view(-1, logits.shape[-1]), target.reshape(-1)
+    upstream = (dloss.reshape(-1) if dloss.dim() else dloss, None, None)
+    launch_bwd(z, dz, labels, weight, lse, None, upstream, Options(*scalars), factor=factor)
 
 
 class _CrossEntropy(torch.autograd.Function):
     @staticmethod
     def forward(
-        ctx: Any, logits: Tensor, target: Tensor, weight: Tensor | None, inplace_backward: bool, *scalars: Any
+        ctx: Any,
+        logits: Tensor,
+        target: Tensor,
+        weight: Tensor | None,
+        inplace_backward: bool,
+        reduction: str,
+        num_items: int | Tensor | None,
+        *scalars: Any,
     ) -> Tensor:
         loss, lse = _cross_entropy_fwd(logits, target, weight, *scalars)
-        ctx.save_for_backward(logits, lse, target, weight)
+        factor = None
+        if reduction != "none":
+            items = num_items.to(loss.device) if isinstance(num_items, Tensor) else None
+            divisor = 1 if reduction == "sum" or num_items is None or items is not None else num_items
+            count = reduction == "mean" and num_items is None
+            V, ignore_index = logits.shape[-1], scalars[0]
+            loss, factor = reduce_rows(loss, target, weight, items, V, ignore_index, float(divisor), count)
+        ctx.save_for_backward(logits, lse, target, weight, factor)
         ctx.inplace_backward, ctx.scalars = inplace_backward, scalars
         return loss
 
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, dloss: Tensor) -> Any:
-        logits, lse, target, weight = ctx.saved_tensors  # raises if the logits were changed in place
+        logits, lse, target, weight, factor = ctx.saved_tensors  # raises if the logits were changed in place
         if ctx.inplace_backward and logits.is_contiguous() and is_last_backward():
             dlogits = logits.detach()
             torch.autograd.graph.increment_version(logits)  # whoever else saved them for a backward will raise
         else:
             dlogits = torch.empty_like(logits, memory_format=torch.contiguous_format)
-        _cross_entropy_bwd(dloss, logits, lse, target, weight, dlogits, *ctx.scalars)
-        return dlogits, None, None, None, *(None for _ in ctx.scalars)
+        _cross_entropy_bwd(dloss, factor, logits, lse, target, weight, dlogits, *ctx.scalars)
+        return dlogits, *(None for _ in range(5 + len(ctx.scalars)))
 
 
 @on_shards("liger_like.parallel.vocab_parallel_cross_entropy")
@@ -429,7 +436,6 @@ def cross_entropy(
     check_target(target, logits, logits.shape[:-1])
     check_options(options, reduction, num_items, "weight", weight, logits, V)
     if use_kernel(logits):
-        loss = _CrossEntropy.apply(logits, target, weight, inplace_backward, *options)
-    else:
-        loss = row_losses_ref(logits, target, weight, options).loss
+        return _CrossEntropy.apply(logits, target, weight, inplace_backward, reduction, num_items, *options)
+    loss = row_losses_ref(logits, target, weight, options).loss
     return loss if reduction == "none" else reduce_loss(loss.sum(), reduction, target, weight, ignore_index, num_items)
