@@ -1,11 +1,12 @@
 """The forward of ``_forward`` for Hopper, in Gluon: one warp loads by TMA, warp groups of 64 queries each multiply.
 
-A program walks over tiles: 64 queries for each warp group, of one head. Keys and values come from the last block to the
-first, into rings of STAGES buffers. The scores of a block are multiplied while the softmax of the block before is made,
-and its product with the values while that of the next is (Shah et al., arXiv:2407.08608). What a tile loads first is on
-its way while the one before is multiplied and stored.
+A program takes tiles, 64 queries of one head for each warp group, until none is left. Keys and values come from the last
+block to the first, into rings of STAGES buffers. The scores of a block are multiplied while the softmax of the block
+before is made, and its product with the values while that of the next is (Shah et al., arXiv:2407.08608). What a tile
+loads first is on its way while the one before is multiplied and stored.
 """
 
+import torch
 from torch import Tensor
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
@@ -25,11 +26,14 @@ from liger_like.ops.attention._hopper import (
     clear_rows,
     contract,
     descriptor,
+    draw_tile,
     fill,
     load_rows,
     parts_of,
+    read_tile,
     store_rows,
     tile_of,
+    tile_queue,
     widths_of,
 )
 from liger_like.ops.attention._setup import Masking, section_of
@@ -38,17 +42,19 @@ from liger_like.ops.attention._tiles import hopper_forward
 
 @gluon.jit
 def _load(
-    shared, descs, H: gl.constexpr, HK: gl.constexpr, HAS_LEFT: gl.constexpr, HAS_RIGHT: gl.constexpr,
+    shared, sources, H: gl.constexpr, HK: gl.constexpr, HAS_LEFT: gl.constexpr, HAS_RIGHT: gl.constexpr,
     SEQUENCES: gl.constexpr, BLOCK_N: gl.constexpr, STAGES: gl.constexpr, GROUPS: gl.constexpr,
 ):  # fmt: skip
-    pointers, sizes, B, S, tiles, left, right, bufs, full, empty = shared
-    q_desc, k_desc, v_desc = descs
+    pointers, sizes, B, S, tiles, left, right, bufs, full, empty, queue = shared
+    q_desc, k_desc, v_desc, taken_ptr = sources
     q_s, k_s, v_s = bufs
     q_full, k_full, v_full = full
     q_empty, k_empty, v_empty = empty
     use = 0
     turn = 0
-    for tile in range(gl.program_id(0), tiles, gl.num_programs(0)):
+    drawn = 0
+    tile = gl.program_id(0)
+    while tile < tiles:
         b, h, row, start_q, length_q, start_k, _, start, end, _, _ = tile_of(
             tile, pointers, sizes, B, S, left, right, H, HAS_LEFT, HAS_RIGHT, SEQUENCES, GROUPS * ROWS,
             BLOCK_N,
@@ -66,6 +72,8 @@ def _load(
                     fill(k_desc, b, hk, n - BLOCK_N, k_s, k_full, k_empty, use + 1, STAGES)
                 fill(v_desc, b, hk, n, v_s, v_full, v_empty, use, STAGES)
                 use += 1
+        tile = draw_tile(taken_ptr, queue, drawn)
+        drawn += 1
 
 
 @gluon.jit
@@ -110,7 +118,7 @@ def _attend(
     HAS_RIGHT: gl.constexpr, SEQUENCES: gl.constexpr, BLOCK_N: gl.constexpr, STAGES: gl.constexpr,
     GROUPS: gl.constexpr, PING_PONG: gl.constexpr, ROOM: gl.constexpr,
 ):  # fmt: skip
-    pointers, sizes, B, S, tiles, left, right, bufs, full, empty = shared
+    pointers, sizes, B, S, tiles, left, right, bufs, full, empty, queue = shared
     out_desc, out_ptr, lse_ptr, sinks_ptr, scale, out_s, turns, cleared = own
     spans_ptr = pointers[2]
     q_s, k_s, v_s = bufs
@@ -132,7 +140,9 @@ def _attend(
     turn = 0
     rounds = 0
     clears = 0
-    for tile in range(gl.program_id(0), tiles, gl.num_programs(0)):
+    read = 0
+    tile = gl.program_id(0)
+    while tile < tiles:
         b, h, row, start_q, length_q, _, length_k, start, end, inner_start, inner_end = tile_of(
             tile, pointers, sizes, B, S, left, right, H, HAS_LEFT, HAS_RIGHT, SEQUENCES, GROUPS * ROWS,
             BLOCK_N,
@@ -206,13 +216,15 @@ def _attend(
             if not ROOM:
                 tma.store_wait(0)
                 mbarrier.arrive(q_empty.index(g), count=1)
+        tile = read_tile(queue, read)
+        read += 1
     tma.store_wait(0)
 
 
 @gluon.jit(do_not_specialize=["B", "S", "SK", "count", "blocks", "section", "tiles", "left", "right"])
 def _attention_fwd_hopper_kernel(
-    q_desc, k_desc, v_desc, out_desc, out_ptr, lse_ptr, sinks_ptr, cu_q_ptr, cu_k_ptr, spans_ptr, B, S, SK, count,
-    blocks, section, tiles, left, right, scale, H: gl.constexpr, HK: gl.constexpr, D: gl.constexpr,
+    q_desc, k_desc, v_desc, out_desc, out_ptr, lse_ptr, sinks_ptr, cu_q_ptr, cu_k_ptr, spans_ptr, taken_ptr, B, S, SK,
+    count, blocks, section, tiles, left, right, scale, H: gl.constexpr, HK: gl.constexpr, D: gl.constexpr,
     DV: gl.constexpr, SOFTCAP: gl.constexpr, HAS_LEFT: gl.constexpr, HAS_RIGHT: gl.constexpr, SEQUENCES: gl.constexpr,
     BLOCK_N: gl.constexpr, STAGES: gl.constexpr, GROUPS: gl.constexpr, PING_PONG: gl.constexpr,
 ):  # fmt: skip
@@ -233,12 +245,13 @@ def _attention_fwd_hopper_kernel(
     v_empty = barriers(STAGES, GROUPS)
     turns = barriers(GROUPS, 1)
     cleared = barriers(1, GROUPS).index(0)
+    queue = tile_queue(GROUPS)
     fence_async_shared()
     sizes = SK, count, blocks, section
     bufs, full, empty = (q_s, k_s, v_s), (q_full, k_full, v_full), (q_empty, k_empty, v_empty)
-    shared = (cu_q_ptr, cu_k_ptr, spans_ptr), sizes, B, S, tiles, left, right, bufs, full, empty
+    shared = (cu_q_ptr, cu_k_ptr, spans_ptr), sizes, B, S, tiles, left, right, bufs, full, empty, queue
     own = out_desc, out_ptr, lse_ptr, sinks_ptr, scale, out_s, turns, cleared
-    descs = q_desc, k_desc, v_desc
+    sources = q_desc, k_desc, v_desc, taken_ptr
     if GROUPS == 2:
         gl.warp_specialize(
             [
@@ -246,7 +259,7 @@ def _attention_fwd_hopper_kernel(
                            PING_PONG, ROOM)),
                 (_attend, (1, shared, own, H, DV, SOFTCAP, HAS_LEFT, HAS_RIGHT, SEQUENCES, BLOCK_N, STAGES, 2,
                            PING_PONG, ROOM)),
-                (_load, (shared, descs, H, HK, HAS_LEFT, HAS_RIGHT, SEQUENCES, BLOCK_N, STAGES, 2)),
+                (_load, (shared, sources, H, HK, HAS_LEFT, HAS_RIGHT, SEQUENCES, BLOCK_N, STAGES, 2)),
             ],
             worker_num_warps=[4, 1],
             worker_num_regs=[240, 24],
@@ -260,7 +273,7 @@ def _attention_fwd_hopper_kernel(
                            PING_PONG, ROOM)),
                 (_attend, (2, shared, own, H, DV, SOFTCAP, HAS_LEFT, HAS_RIGHT, SEQUENCES, BLOCK_N, STAGES, 3,
                            PING_PONG, ROOM)),
-                (_load, (shared, descs, H, HK, HAS_LEFT, HAS_RIGHT, SEQUENCES, BLOCK_N, STAGES, 3)),
+                (_load, (shared, sources, H, HK, HAS_LEFT, HAS_RIGHT, SEQUENCES, BLOCK_N, STAGES, 3)),
             ],
             worker_num_warps=[4, 4, 1],
             worker_num_regs=[160, 160, 24],
@@ -275,11 +288,11 @@ def attention_fwd_hopper(
     widths = width, width_v = widths_of(D, DV)
     tile = hopper_forward(widths, masking)
     blocks = masking.num_blocks(S, 64 * tile.groups)
-    tiles = blocks * B * H
+    tiles, taken = blocks * B * H, torch.zeros(1, dtype=torch.int32, device=q.device)
     launch(
         _attention_fwd_hopper_kernel,
         (min(tiles, num_programs(q.device, 1)) if tile.persistent else tiles,),
-        (out, lse, sinks, masking.cu_seqlens_q, masking.cu_seqlens_k, masking.spans),
+        (out, lse, sinks, masking.cu_seqlens_q, masking.cu_seqlens_k, masking.spans, taken),
         (B, S, SK, masking.sequences, blocks, section_of(k, v, masking.max_seqlen_k, H // HK), tiles, masking.left,
          masking.right),
         (masking.scale,),

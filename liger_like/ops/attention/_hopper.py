@@ -197,6 +197,36 @@ def barriers(COUNT: gl.constexpr, ARRIVALS: gl.constexpr):
 
 
 @gluon.jit
+def tile_queue(READERS: gl.constexpr):
+    """Where one warp tells so many readers which tile a program has next, and the barriers for "full" and "empty"."""
+    tiles = gl.allocate_shared_memory(gl.int32, [2, 1], gl.SwizzledSharedLayout(1, 1, 1, [0]))
+    return tiles, barriers(2, 1), barriers(2, READERS)
+
+
+@gluon.jit
+def draw_tile(taken_ptr, queue, count):
+    """Take the next tile that no program has, and tell the readers; the count-th time."""
+    tiles, full, empty = queue
+    s = count % 2
+    mbarrier.wait(empty.index(s), count // 2 & 1 ^ 1)
+    tile = gl.num_programs(0) + gl.atomic_add(taken_ptr, 1, sem="relaxed")
+    tiles.index(s).store(gl.full([1], tile, gl.int32, gl.BlockedLayout([1], [32], [gl.num_warps()], [0])))
+    mbarrier.arrive(full.index(s), count=1)
+    return tile
+
+
+@gluon.jit
+def read_tile(queue, count):
+    """What ``draw_tile`` told, for the same ``count``."""
+    tiles, full, empty = queue
+    s = count % 2
+    mbarrier.wait(full.index(s), count // 2 & 1)
+    tile = gl.sum(tiles.index(s).load(gl.BlockedLayout([1], [32], [gl.num_warps()], [0])), 0)
+    mbarrier.arrive(empty.index(s), count=1)
+    return tile
+
+
+@gluon.jit
 def load_rows(desc, b, h, row, bufs, s, full, COUNT: gl.constexpr):
     """TMA loads rows into the s-th of so many buffers, which may be in parts; they are one arrival at ``full``."""
     PARTS: gl.constexpr = bufs.shape[0] // COUNT
