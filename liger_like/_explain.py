@@ -11,7 +11,7 @@ from triton.runtime.jit import JITFunction
 
 from liger_like.ops import _common, _tiles
 
-TILE = ("BLOCK", "STAGES", "GROUPS", "PACK", "PING_PONG", "num_")  # beginnings of what is shown of the constants
+TILE = ("BLOCK", "STAGES", "GROUPS", "PACK", "num_")  # beginnings of what is shown of the constants
 
 
 class Launch(NamedTuple):

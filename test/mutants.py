@@ -20,6 +20,7 @@ from typing import NamedTuple
 
 import torch
 from attention_mutants import ATTENTION
+from hopper_mutants import HOPPER
 from mutants_report import CAUGHT, NEEDS_GPU, SURVIVED, TIMED_OUT, Fate, keep
 from rich.progress import track
 
@@ -36,6 +37,8 @@ FILES = (
     "test/test_attention_spans.py",
     "test/test_attention.py",
     "test/test_ops.py",
+    "test/test_attention_hopper_backward.py",
+    "test/test_attention_hopper.py",
     "test/test_gpu.py",
 )  # the quickest first
 
@@ -66,6 +69,7 @@ TESTS = {
     "_accumulate.py": "test_chunked_loss",
     **{f"attention/{file}": "attention" for file, *_ in ATTENTION},
     "attention/_bias.py": "attention and (bias or parts or position)",
+    **{f"attention/{file}": "test_attention_hopper" for file, *_ in HOPPER},
 }
 MUTANTS = [
     Mutant(
@@ -343,7 +347,12 @@ MUTANTS = [
         "int32 offsets of rows",
         gpu_only=True,
     ),
+    Mutant("_loss.py", "total += tl.load(loss_ptr", "total = tl.load(loss_ptr", "the sum of the last rows alone"),
+    Mutant("_loss.py", "(rows < M) & (label != ignore_index)", "rows < M", "ignored labels count in the mean"),
+    Mutant("_loss.py", "items = tl.where(items == 0.0, 1.0, items)", "pass", "the mean of no label is NaN"),
+    Mutant("_loss.py", "tl.store(factor_ptr, 1.0 / items)", "tl.store(factor_ptr, 1.0)", "the gradient of the sum"),
     *(Mutant(f"attention/{file}", *bug) for file, *bug in ATTENTION),
+    *(Mutant(f"attention/{file}", *bug, True) for file, *bug in HOPPER),
 ]
 
 
@@ -361,14 +370,15 @@ def plant(mutant: Mutant | None, folder: Path) -> None:
     path.write_text(source.replace(mutant.old, mutant.new))
 
 
-def first_failure(tree: Path, words: str, limit: float, cpu: bool) -> str:
-    """Run the tests that pytest's -k finds by ``words``, and return the first that fails, or nothing.
+def first_failure(tree: Path, words: str, limit: float, cpu: bool, gpu_only: bool) -> str:
+    """Run the tests that pytest's -k finds by ``words``, of them all or those marked gpu, and return the first that
+    fails, or nothing.
 
     ``cpu``: without a GPU, so that kernels are interpreted; what is written goes beside the tree, where no other tests
     write. On a GPU one bug follows the other, and what the compilers keep serves the next.
     """
     command = [sys.executable, "-m", "pytest", "-x", "--tb=no", "-p", "no:cacheprovider", *FILES]
-    command += ["-k", words]
+    command += ["-k", words, *(["-m", "gpu"] if gpu_only else [])]
     env = os.environ | {"PYTHONPATH": str(tree), "PYTEST_ADDOPTS": "", "OMP_NUM_THREADS": "1", "COLUMNS": "200"}
     if cpu:
         own = {"TMPDIR": str(tree.parent), "TRITON_CACHE_DIR": str(tree.parent / "triton")}
@@ -391,7 +401,7 @@ def hunt(mutant: Mutant | None, words: str, limit: float, cpu: bool) -> Fate:
         tree = Path(folder, "tree")
         plant(mutant, tree)
         try:
-            test = first_failure(tree, words, limit, cpu)
+            test = first_failure(tree, words, limit, cpu, bool(mutant and mutant.gpu_only))
         except subprocess.TimeoutExpired:
             return Fate(TIMED_OUT)
     return Fate(CAUGHT, test) if test else Fate(SURVIVED)

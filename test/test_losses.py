@@ -5,7 +5,7 @@ import torch
 from torch.nn import functional
 
 from liger_like import ops
-from liger_like.ops._loss import Options, row_losses_ref
+from liger_like.ops._loss import Options, reduce_loss, reduce_rows, row_losses_ref
 from liger_like.testing import SPECS, assert_accurate
 
 LINEAR = next(s for s in SPECS if s.name == "fused_linear_cross_entropy")
@@ -61,6 +61,21 @@ def test_all_rows_ignored(device, reduction, num_items):
     assert loss == 0
     assert x.grad.eq(0).all()
     assert w.grad.eq(0).all()
+
+
+@pytest.mark.parametrize("rows", [1, 4096, 9000])
+@pytest.mark.parametrize("weighted", [False, True])
+@pytest.mark.parametrize(("reduction", "num_items"), [("sum", None), ("mean", None), ("mean", 7), ("mean", "tensor")])
+def test_sum_of_many_rows(rows, weighted, reduction, num_items, device):
+    loss, target = torch.randn(rows, device=device), torch.randint(0, 5, (rows,), device=device)
+    loss[::3], target[::3] = 0, -100  # of a single row, this one
+    weight = torch.rand(5, device=device) if weighted else None
+    items = torch.tensor(7, device=device) if num_items == "tensor" else None
+    counted, divisor = reduction == "mean" and num_items is None, 7.0 if num_items == 7 else 1.0
+    out, factor = reduce_rows(loss, target, weight, items, 5, -100, divisor, counted)
+    options = reduction, target, weight, -100, items if items is not None else num_items
+    for got, total in ((out, loss.double().sum()), (factor, torch.ones_like(out, dtype=torch.float64))):
+        torch.testing.assert_close(got, reduce_loss(total, *options).float())
 
 
 def test_ignored_rows_do_not_count(device):

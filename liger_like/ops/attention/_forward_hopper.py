@@ -1,6 +1,6 @@
 """The forward of ``_forward`` for Hopper, in Gluon: one warp loads by TMA, warp groups of 64 queries each multiply.
 
-A program takes tiles, 64 queries of one head for each warp group, until none is left. Keys and values come from the last
+A program takes tiles, 64 queries of a head for each warp group, until none is left. Keys and values come from the last
 block to the first, into rings of STAGES buffers. The scores of a block are multiplied while the softmax of the block
 before is made, and its product with the values while that of the next is (Shah et al., arXiv:2407.08608). What a tile
 loads first is on its way while the one before is multiplied and stored.
@@ -116,10 +116,10 @@ def _store(
 def _attend(
     g: gl.constexpr, shared, own, H: gl.constexpr, DV: gl.constexpr, SOFTCAP: gl.constexpr, HAS_LEFT: gl.constexpr,
     HAS_RIGHT: gl.constexpr, SEQUENCES: gl.constexpr, BLOCK_N: gl.constexpr, STAGES: gl.constexpr,
-    GROUPS: gl.constexpr, PING_PONG: gl.constexpr, ROOM: gl.constexpr,
+    GROUPS: gl.constexpr, ROOM: gl.constexpr,
 ):  # fmt: skip
     pointers, sizes, B, S, tiles, left, right, bufs, full, empty, queue = shared
-    out_desc, out_ptr, lse_ptr, sinks_ptr, scale, out_s, turns, cleared = own
+    out_desc, out_ptr, lse_ptr, sinks_ptr, scale, out_s, cleared = own
     spans_ptr = pointers[2]
     q_s, k_s, v_s = bufs
     q_full, k_full, v_full = full
@@ -138,7 +138,6 @@ def _attend(
     out = out_s.index(g * (out_s.shape[0] // GROUPS))._reinterpret(dtype, out_desc.block_type.shape, out_desc.layout)
     use = 0
     turn = 0
-    rounds = 0
     clears = 0
     read = 0
     tile = gl.program_id(0)
@@ -178,14 +177,9 @@ def _attend(
                 last_phase = use // STAGES & 1
                 use += 1
                 mbarrier.wait(k_full.index(use % STAGES), use // STAGES & 1)
-                if PING_PONG:  # while one group multiplies, the others make their softmax
-                    mbarrier.wait(turns.index(g), rounds & 1 ^ (1 if g == 0 else 0))
-                    rounds += 1
                 s = contract(q, parts_of(k_s, use % STAGES, STAGES), zeros)
                 mbarrier.wait(v_full.index(last), last_phase)
                 acc = warpgroup_mma(p, v_s.index(last).reshape([BLOCK_N, BLOCK_DV]), acc, is_async=True)
-                if PING_PONG:
-                    mbarrier.arrive(turns.index((g + 1) % GROUPS), count=1)
                 s = warpgroup_mma_wait(1, deps=(s,))
                 mbarrier.arrive(k_empty.index(use % STAGES), count=1)
                 p, most, total, decay = _softmax(
@@ -226,7 +220,7 @@ def _attention_fwd_hopper_kernel(
     q_desc, k_desc, v_desc, out_desc, out_ptr, lse_ptr, sinks_ptr, cu_q_ptr, cu_k_ptr, spans_ptr, taken_ptr, B, S, SK,
     count, blocks, section, tiles, left, right, scale, H: gl.constexpr, HK: gl.constexpr, D: gl.constexpr,
     DV: gl.constexpr, SOFTCAP: gl.constexpr, HAS_LEFT: gl.constexpr, HAS_RIGHT: gl.constexpr, SEQUENCES: gl.constexpr,
-    BLOCK_N: gl.constexpr, STAGES: gl.constexpr, GROUPS: gl.constexpr, PING_PONG: gl.constexpr,
+    BLOCK_N: gl.constexpr, STAGES: gl.constexpr, GROUPS: gl.constexpr,
 ):  # fmt: skip
     BLOCK_D: gl.constexpr = q_desc.block_type.shape[3]
     BLOCK_DV: gl.constexpr = v_desc.block_type.shape[3]
@@ -243,22 +237,19 @@ def _attention_fwd_hopper_kernel(
     k_empty = barriers(STAGES, GROUPS)
     v_full = barriers(STAGES, 1)
     v_empty = barriers(STAGES, GROUPS)
-    turns = barriers(GROUPS, 1)
     cleared = barriers(1, GROUPS).index(0)
     queue = tile_queue(GROUPS)
     fence_async_shared()
     sizes = SK, count, blocks, section
     bufs, full, empty = (q_s, k_s, v_s), (q_full, k_full, v_full), (q_empty, k_empty, v_empty)
     shared = (cu_q_ptr, cu_k_ptr, spans_ptr), sizes, B, S, tiles, left, right, bufs, full, empty, queue
-    own = out_desc, out_ptr, lse_ptr, sinks_ptr, scale, out_s, turns, cleared
+    own = out_desc, out_ptr, lse_ptr, sinks_ptr, scale, out_s, cleared
     sources = q_desc, k_desc, v_desc, taken_ptr
     if GROUPS == 2:
         gl.warp_specialize(
             [
-                (_attend, (0, shared, own, H, DV, SOFTCAP, HAS_LEFT, HAS_RIGHT, SEQUENCES, BLOCK_N, STAGES, 2,
-                           PING_PONG, ROOM)),
-                (_attend, (1, shared, own, H, DV, SOFTCAP, HAS_LEFT, HAS_RIGHT, SEQUENCES, BLOCK_N, STAGES, 2,
-                           PING_PONG, ROOM)),
+                (_attend, (0, shared, own, H, DV, SOFTCAP, HAS_LEFT, HAS_RIGHT, SEQUENCES, BLOCK_N, STAGES, 2, ROOM)),
+                (_attend, (1, shared, own, H, DV, SOFTCAP, HAS_LEFT, HAS_RIGHT, SEQUENCES, BLOCK_N, STAGES, 2, ROOM)),
                 (_load, (shared, sources, H, HK, HAS_LEFT, HAS_RIGHT, SEQUENCES, BLOCK_N, STAGES, 2)),
             ],
             worker_num_warps=[4, 1],
@@ -267,12 +258,9 @@ def _attention_fwd_hopper_kernel(
     else:
         gl.warp_specialize(
             [
-                (_attend, (0, shared, own, H, DV, SOFTCAP, HAS_LEFT, HAS_RIGHT, SEQUENCES, BLOCK_N, STAGES, 3,
-                           PING_PONG, ROOM)),
-                (_attend, (1, shared, own, H, DV, SOFTCAP, HAS_LEFT, HAS_RIGHT, SEQUENCES, BLOCK_N, STAGES, 3,
-                           PING_PONG, ROOM)),
-                (_attend, (2, shared, own, H, DV, SOFTCAP, HAS_LEFT, HAS_RIGHT, SEQUENCES, BLOCK_N, STAGES, 3,
-                           PING_PONG, ROOM)),
+                (_attend, (0, shared, own, H, DV, SOFTCAP, HAS_LEFT, HAS_RIGHT, SEQUENCES, BLOCK_N, STAGES, 3, ROOM)),
+                (_attend, (1, shared, own, H, DV, SOFTCAP, HAS_LEFT, HAS_RIGHT, SEQUENCES, BLOCK_N, STAGES, 3, ROOM)),
+                (_attend, (2, shared, own, H, DV, SOFTCAP, HAS_LEFT, HAS_RIGHT, SEQUENCES, BLOCK_N, STAGES, 3, ROOM)),
                 (_load, (shared, sources, H, HK, HAS_LEFT, HAS_RIGHT, SEQUENCES, BLOCK_N, STAGES, 3)),
             ],
             worker_num_warps=[4, 4, 1],
@@ -291,7 +279,7 @@ def attention_fwd_hopper(
     tiles, taken = blocks * B * H, torch.zeros(1, dtype=torch.int32, device=q.device)
     launch(
         _attention_fwd_hopper_kernel,
-        (min(tiles, num_programs(q.device, 1)) if tile.persistent else tiles,),
+        (min(tiles, num_programs(q.device, 1)),),
         (out, lse, sinks, masking.cu_seqlens_q, masking.cu_seqlens_k, masking.spans, taken),
         (B, S, SK, masking.sequences, blocks, section_of(k, v, masking.max_seqlen_k, H // HK), tiles, masking.left,
          masking.right),

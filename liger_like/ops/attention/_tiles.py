@@ -103,54 +103,31 @@ FP32: Tiles = {
 
 
 class HopperForward(NamedTuple):
-    """Warp groups of 64 queries, keys in a block, buffers for those, whether the groups take turns to multiply, and
-    whether there are as many programs as multiprocessors, which walk, or as many as tiles.
-    """
+    """Warp groups of 64 queries, keys in a block, and buffers for those."""
 
     groups: int
     block_n: int
     stages: int
-    ping_pong: bool
-    persistent: bool
 
     def constants(self) -> dict[str, int]:
         """As the kernel takes them."""
-        return {
-            "BLOCK_N": self.block_n,
-            "STAGES": self.stages,
-            "GROUPS": self.groups,
-            "PING_PONG": self.ping_pong,
-            "num_warps": 4,
-        }
+        return {"BLOCK_N": self.block_n, "STAGES": self.stages, "GROUPS": self.groups, "num_warps": 4}
 
 
-# widths of a head -> options without and with a causal mask, and for what takes more registers
+# widths of a head -> options without a mask, and with one or with what takes registers
 HOPPER_FORWARD = {
-    (64, 64): (
-        HopperForward(3, 128, 2, False, True),
-        HopperForward(2, 128, 2, False, True),
-        HopperForward(2, 128, 2, True, True),
-    ),
-    (128, 128): (
-        HopperForward(2, 128, 2, True, True),
-        HopperForward(2, 128, 2, False, True),
-        HopperForward(2, 128, 2, True, True),
-    ),
-    (192, 128): (HopperForward(2, 128, 2, True, True),) * 3,
-    (256, 256): (
-        HopperForward(2, 64, 2, False, False),
-        HopperForward(2, 64, 2, False, False),
-        HopperForward(2, 64, 2, True, False),
-    ),
+    (64, 64): (HopperForward(3, 128, 2), HopperForward(2, 128, 2)),
+    (128, 128): (HopperForward(2, 128, 2),) * 2,
+    (192, 128): (HopperForward(2, 128, 2),) * 2,
+    (256, 256): (HopperForward(2, 64, 2),) * 2,
 }
 
 
 def hopper_forward(widths: tuple[int, int], masking: Masking) -> HopperForward:
     """The options for heads of these widths: softcaps, packed sequences and spans take registers."""
-    plain, causal, rich = HOPPER_FORWARD[widths]
-    if any(x is not None for x in (masking.softcap, masking.cu_seqlens_q, masking.spans)):
-        return rich
-    return causal if masking.right >= 0 else plain
+    plain, other = HOPPER_FORWARD[widths]
+    rich = any(x is not None for x in (masking.softcap, masking.cu_seqlens_q, masking.spans))
+    return other if rich or masking.right >= 0 else plain
 
 
 @functools.cache

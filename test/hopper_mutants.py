@@ -1,0 +1,62 @@
+"""Bugs in the kernels for Hopper for ``mutants.py`` to plant, which only such a GPU shows: file in ops/attention, what
+occurs once in it, what replaces that, and why.
+"""
+
+HOPPER = [
+    (
+        "_hopper.py",
+        "gl.num_programs(0) + gl.atomic_add",
+        "gl.num_programs(0) + 1 + gl.atomic_add",
+        "a tile is not drawn",
+    ),
+    (
+        "_hopper.py",
+        "gl.where(both == 0, first, last)",
+        "gl.where(both == 0, first, first)",
+        "spans of the first row alone",
+    ),
+    ("_hopper.py", "(rows < first)[:, None]", "(rows <= first)[:, None]", "a row of the next sequence is not cleared"),
+    ("_hopper.py", "skipped = gl.program_id(1) * share", "skipped = 0 * share", "every split has the first heads"),
+    ("_hopper.py", "(rows < length) & (cols < D)", "(rows < length - 1) & (cols < D)", "the last row is not stored"),
+    ("_forward_hopper.py", "within(seen, spans, keys[None, :])", "seen", "the forward does not look at spans"),
+    (
+        "_forward_hopper.py",
+        "if (n < inner_start) | (n + BLOCK_N > inner_end):",
+        "if n + BLOCK_N > inner_end:",
+        "keys before the window are seen",
+    ),
+    ("_forward_hopper.py", "total * decay + gl.sum(p, 1)", "total + gl.sum(p, 1)", "sums of another unit are added up"),
+    ("_forward_hopper.py", "acc *= gl.convert_layout(decay, rows_o)[:, None]", "acc *= 1.0", "values of another unit"),
+    ("_forward_hopper.py", "hk = h // (H // HK)", "hk = h % HK", "queries have the keys of another group"),
+    ("_forward_hopper.py", "if PACKED and end > length_k:", "if False:", "NaN of the next sequence in the values"),
+    ("_backward_hopper.py", "within(seen, spans, queries)", "seen", "the backward does not look at spans"),
+    (
+        "_backward_hopper.py",
+        "(m < inner_start) | (m + BLOCK_M > inner_end)",
+        "m + BLOCK_M > inner_end",
+        "queries before the keys have gradients of them",
+    ),
+    ("_backward_hopper.py", "last_h, last_m = h, m", "last_h, last_m = h, start", "dq of every block for the first"),
+    ("_backward_hopper.py", "h = gl.where(m < end, h, h + 1)", "h = gl.where(m < end, h, h)", "dq for the first head"),
+    (
+        "_backward_hopper.py",
+        "p * slopes, 0.0) if PACKED else p * slopes",
+        "p, 0.0) if PACKED else p",
+        "a cap has no slope",
+    ),
+    ("_backward_hopper.py", "dk * scale, end_k - row", "dk, end_k - row", "dk of keys is not scaled"),
+    (
+        "_backward_hopper_256.py",
+        "store((p * slopes).to(dtype))",
+        "store(p.to(dtype))",
+        "of wide heads a cap has no slope",
+    ),
+    ("_backward_hopper_256.py", "dk, length, HK, D, scale", "dk, length, HK, D", "dk of wide heads is not scaled"),
+    ("_backward_hopper_256.py", "dp -= delta[None, :]", "dp -= 0.0", "delta is missing in dk of wide heads"),
+    (
+        "_backward_hopper_256.py",
+        "rows_of(parts_of(dout_s, zero, 1), g * ROWS)",
+        "rows_of(parts_of(dout_s, zero, 1), 0)",
+        "the second half of the queries has the first half's gradients",
+    ),
+]
