@@ -379,7 +379,8 @@ def first_failure(tree: Path, words: str, limit: float, cpu: bool, gpu_only: boo
     """
     command = [sys.executable, "-m", "pytest", "-x", "--tb=no", "-p", "no:cacheprovider", *FILES]
     command += ["-k", words, *(["-m", "gpu"] if gpu_only else [])]
-    env = os.environ | {"PYTHONPATH": str(tree), "PYTEST_ADDOPTS": "", "OMP_NUM_THREADS": "1", "COLUMNS": "200"}
+    path = os.pathsep.join([str(tree), os.environ.get("PYTHONPATH", "")])
+    env = os.environ | {"PYTHONPATH": path, "PYTEST_ADDOPTS": "", "OMP_NUM_THREADS": "1", "COLUMNS": "200"}
     if cpu:
         own = {"TMPDIR": str(tree.parent), "TRITON_CACHE_DIR": str(tree.parent / "triton")}
         env |= own | {"CUDA_VISIBLE_DEVICES": ""}
