@@ -17,7 +17,6 @@ from liger_like.ops._common import (
     launch,
     load_tile,
     load_vector,
-    load_weight,
     on_shards,
     once_differentiable,
     op,
@@ -55,12 +54,12 @@ def _block_moments(x, n, offs_n, N, BLOCK_N: tl.constexpr, EVEN: tl.constexpr):
 
 
 @triton.jit
-def _normalise(x, mean, rstd, w, b):
+def _normalise(x, mean, rstd, w_ptr, b_ptr, offs_n, N):
     y = (x - mean[:, None]) * rstd[:, None]
-    if w is not None:
-        y *= w.to(tl.float32)[None, :]
-    if b is not None:
-        y += b.to(tl.float32)[None, :]
+    if w_ptr is not None:
+        y *= load_vector(w_ptr, offs_n, N)[None, :]
+    if b_ptr is not None:
+        y += load_vector(b_ptr, offs_n, N)[None, :]
     return y
 
 
@@ -72,12 +71,11 @@ def _layer_norm_fwd_kernel(
     offs_m = tl.program_id(0).to(tl.int64) * BLOCK_M + tl.arange(0, BLOCK_M)
     offs_n = tl.arange(0, BLOCK_N)
     if ONE_BLOCK:
-        w = load_weight(w_ptr, offs_n, N)  # on its way while the row is summed
         x = load_tile(x_ptr, stride_xm, offs_m, offs_n, M, N, EVEN)
         mean, square, _ = _block_moments(x, 0, offs_n, N, BLOCK_N, EVEN)
         rstd = tl.rsqrt(square / N + eps)
-        y = _normalise(x, mean, rstd, w, load_weight(b_ptr, offs_n, N))
-        store_tile(y_ptr, N, offs_m, offs_n, M, N, y, EVEN)
+        # weight and bias come last: loaded before the sums they take the registers of another program
+        store_tile(y_ptr, N, offs_m, offs_n, M, N, _normalise(x, mean, rstd, w_ptr, b_ptr, offs_n, N), EVEN)
     else:
         mean = tl.zeros((BLOCK_M,), tl.float32)
         square = tl.zeros((BLOCK_M,), tl.float32)
@@ -91,7 +89,7 @@ def _layer_norm_fwd_kernel(
         rstd = tl.rsqrt(square / N + eps)
         for n in range(0, N, BLOCK_N):
             x = load_tile(x_ptr, stride_xm, offs_m, n + offs_n, M, N, EVEN)
-            y = _normalise(x, mean, rstd, load_weight(w_ptr, n + offs_n, N), load_weight(b_ptr, n + offs_n, N))
+            y = _normalise(x, mean, rstd, w_ptr, b_ptr, n + offs_n, N)
             store_tile(y_ptr, N, offs_m, n + offs_n, M, N, y, EVEN)
     tl.store(mean_ptr + offs_m, mean, mask=offs_m < M)
     tl.store(rstd_ptr + offs_m, rstd, mask=offs_m < M)
