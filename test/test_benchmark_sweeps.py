@@ -220,7 +220,8 @@ def test_kernels(monkeypatch):
     op = event("liger_like::loss", loss, ("_cross_entropy_fwd_kernel", 2e3), ("_add_products_hopper_kernel", 3e3))
     step = event("Optimizer.step#AdamW.step")
     adamw = event("aten::_fused_adamw_", step, ("adam", 5e3), (step.name, 1e6))
-    several = [loss, op, event("aten::mm", loss, ("nvjet", 4e3)), adamw]
+    whole = event("ProfilerStep#1", None, ("ProfilerStep#1", 1e6))
+    several = [whole, loss, op, event("aten::mm", loss, ("nvjet", 4e3)), step, adamw]
     times = traces.times_of([*several, event("aten::copy_", None, ("Memcpy DtoD", 6e3))])
     assert [*times] == [*traces.GROUPS]
     assert {group: ms for group, ms in times.items() if ms} == {
@@ -229,6 +230,13 @@ def test_kernels(monkeypatch):
         "optimizer": 5.0,
         "other": 6.0,
     }
+
+
+def test_the_second_step_counts(monkeypatch):
+    monkeypatch.setattr(traces, "_work", lambda event: [("work", 1e3)] * (event.name == "aten::tanh"))
+    times = iter((3, 1))
+    totals = traces.profile(lambda: [torch.ones(4).tanh() for _ in range(next(times))])
+    assert totals["other"] == 1
 
 
 def test_phases():
