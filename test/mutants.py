@@ -3,6 +3,7 @@
     python test/mutants.py [WORD ...]      # only the bugs whose file or reason holds one of the words
     python test/mutants.py --cpu           # as where there is no GPU: in as many processes as there are cores
     python test/mutants.py --workers 32 --limit 600    # processes; seconds for the tests of one bug
+    python test/mutants.py --rest          # those that MUTANTS.md does not have as caught
 
 Exit code 1: a planted bug survived. A bug that only a GPU shows is planted where there is one. The fate of each goes to
 MUTANTS.md as soon as it is known; those of bugs that were not planted now stay there.
@@ -21,7 +22,7 @@ from typing import NamedTuple
 import torch
 from attention_mutants import ATTENTION
 from hopper_mutants import HOPPER
-from mutants_report import CAUGHT, NEEDS_GPU, SURVIVED, TIMED_OUT, Fate, keep
+from mutants_report import CAUGHT, NEEDS_GPU, SURVIVED, TIMED_OUT, Fate, keep, known
 from rich.progress import track
 
 ROOT = Path(__file__).parents[1]
@@ -415,8 +416,11 @@ def main() -> None:
     parser.add_argument("--cpu", action="store_true", default=not torch.cuda.is_available())
     parser.add_argument("--workers", type=int)
     parser.add_argument("--limit", type=float, default=1800, help="seconds")
+    parser.add_argument("--rest", action="store_true", help="those that MUTANTS.md does not have as caught")
     args = parser.parse_args()
+    caught = {key for key, fate in known().items() if args.rest and fate.fate == CAUGHT}
     mutants = [m for m in MUTANTS if any(word in m.file or word in m.why for word in args.words)]
+    mutants = [m for m in mutants if (m.file, m.why) not in caught]
     tests = {TESTS[mutant.file]: None for mutant in mutants}
     workers = args.workers or (os.cpu_count() if args.cpu else 1)
     fates = []

@@ -37,9 +37,14 @@ def read(text: str) -> dict[Key, Fate]:
     return {(file, why): Fate(*fate) for file, why, *fate in cells}
 
 
+def known() -> dict[Key, Fate]:
+    """The fates in MUTANTS.md."""
+    return read(LIST.read_text()) if LIST.exists() else {}
+
+
 def keep(key: Key, fate: Fate, keys: list[Key]) -> None:
     """Write a fate down; what a GPU has told stays where there is none."""
-    fates = read(LIST.read_text()) if LIST.exists() else {}
+    fates = known()
     if fate.fate != NEEDS_GPU or key not in fates:
         fates[key] = fate
     LIST.write_text(written(fates, keys))

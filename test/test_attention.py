@@ -305,7 +305,8 @@ def test_bias_of_fewer_dimensions(axes, device):
     def fewer(fn):
         return lambda bias, **kwargs: fn(bias=bias[(0,) * (4 - len(axes))], **kwargs)
 
-    make = lambda: attention_inputs(torch.float32, device, **{**EVERYTHING, "bias": axes})  # noqa: E731
+    shape = {**EVERYTHING, "B": 2, "Dv": 8, "bias": axes}
+    make = lambda: attention_inputs(torch.float32, device, **shape)  # noqa: E731
     assert_accurate(*(fewer(f) for f in (ops.flash_attention, flash_attention_ref)), make, {}, draws=2, k=2)
 
 
