@@ -119,7 +119,12 @@ MUTANTS = [
     Mutant("rms_norm.py", "(wdy - xhat * mean[:, None])", "(wdy + xhat * mean[:, None])", "swapped sign in dx"),
     Mutant("rms_norm.py", "mean = tl.sum(wdy * xhat, axis=1) / N", "mean = tl.sum(wdy * xhat, axis=1)", "no 1/N in dx"),
     Mutant("rms_norm.py", "dw += dy * xhat", "dw = dy * xhat", "dw keeps the last rows only"),
-    Mutant("rms_norm.py", "block != pid, tl.sum", "block > pid + 1, tl.sum", "dw of wide rows starts one round late"),
+    Mutant(
+        "rms_norm.py",
+        "block != pid, tl.sum",
+        "block > pid + tl.num_programs(0), tl.sum",
+        "dw of wide rows starts one round late",
+    ),
     Mutant("rms_norm.py", "blocks - 1 - block", "blocks - block", "the first rows have no gradient"),
     Mutant("rms_norm.py", "dx += load_tile(ds_ptr", "dx -= load_tile(ds_ptr", "the residual's gradient is subtracted"),
     Mutant(

@@ -19,6 +19,18 @@ def test_layouts_of_the_tables(layout, cos_layout, device):
     assert_accurate(ROPE.fn, ROPE.ref, make, {"layout": layout, "cos_layout": cos_layout})
 
 
+@pytest.mark.parametrize("name", ["rope", "qk_norm_rope"])
+@pytest.mark.parametrize("apart", ["cos", "sin"])
+@pytest.mark.parametrize("batched", [False, True])
+def test_tables_of_different_strides(name, apart, batched, device):
+    spec = next(s for s in SPECS if s.name == name)
+    shape = {"B": 2, "H": 3, "Hk": 1, "S": 4, "D": 20, "R": 12, "batched": batched, "weights": name != "rope"}
+    inputs = spec.inputs(torch.float32, device, **shape)
+    expected = spec.fn(**inputs)
+    inputs[apart] = torch.cat((inputs[apart], torch.full_like(inputs[apart], torch.nan)), -1)[..., :12]
+    assert all(torch.equal(a, b) for a, b in zip(spec.fn(**inputs), expected, strict=True))
+
+
 def test_heads_behind_the_sequence(device):
     q, k, cos, sin = ROPE.inputs(torch.float32, device, B=2, H=3, Hk=1, S=4, D=20, R=12).values()
     before = ops.rope(q, k, cos, sin)
