@@ -43,6 +43,10 @@ compile-check: $(ready) .cache/triton-3.6.0
 mutants: $(ready)
 	$(py) test/mutants.py $(ARGS)
 
+# on a GPU, with compute-sanitizer on the path: make sanitize, or make sanitize TOOLS="memcheck synccheck"
+sanitize: $(ready)
+	$(py) test/sanitize.py $(TOOLS)
+
 bench: $(ready)
 	$(py) -m liger_like bench --out benchmark/results
 	$(py) -m liger_like bench --report

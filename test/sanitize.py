@@ -31,10 +31,13 @@ TOOLS = {
     "racecheck": (PORTABLE, "bfloat16"),
     "synccheck": (HOPPER, "bfloat16"),
 }
-# heads of the kernels for Hopper, and rows that do not fill their blocks
+# heads of the kernels for Hopper, rows that do not fill their blocks, and tiles for more programs than run at once
 HEADS: list[dict[str, Any]] = [{"H": 4, "Hk": 2, "D": D, "Dv": Dv, "sinks": True} for D, Dv in _hopper.WIDTHS]
 ATTENTION = {
-    "flash_attention": [{"B": 1, "S": 200, "Sk": 300, **heads} for heads in HEADS],
+    "flash_attention": [
+        *({"B": 1, "S": 200, "Sk": 300, **heads} for heads in HEADS),
+        {"B": 20, "S": 200, "Sk": 130, **HEADS[0]},
+    ],
     "flash_attention_varlen": [{"lengths": ((70, 70), (0, 0), (129, 130)), "behind": 9, **heads} for heads in HEADS],
 }
 

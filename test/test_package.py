@@ -6,6 +6,7 @@ import shutil
 import subprocess
 import sys
 import venv
+from itertools import pairwise
 from pathlib import Path
 
 import pytest
@@ -98,3 +99,11 @@ def test_sizes(path: Path) -> None:
         if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef):
             lines = node.end_lineno - node.lineno + 1
             assert lines <= (120 if is_kernel(node) else 80), f"{node.name} has {lines} lines"
+
+
+def test_every_target_of_make_has_a_recipe() -> None:
+    lines = (ROOT / "Makefile").read_text().splitlines()
+    targets = {name for line in lines if line.startswith(".PHONY:") for name in line.split()[1:]}
+    recipes = {line.partition(":")[0] for line, then in pairwise(lines) if then.startswith("\t")}
+    assert "sanitize" in targets
+    assert targets <= recipes
