@@ -84,6 +84,13 @@ def test_results_do_not_depend_on_the_tile(spec, device, monkeypatch):
         assert chosen
 
 
+def test_sum_of_many_partial_sums(device):
+    """As many as a large GPU has programs."""
+    partial, total = torch.randn(528, 70, device=device), torch.empty(70, device=device)
+    _tiles.sum_partials(partial, total)
+    torch.testing.assert_close(total, partial.double().sum(0).float())
+
+
 def test_tuned_table_is_read_back():
     chosen = {"a": {64: Tile(1, 2, 3, 4, 5), 16: Tile(5, 4, 3, 2, 1)}, "b": {2**31: Tile(1, 1, 1, 1, 1)}}
     source = tune.FILE.read_text()
