@@ -104,11 +104,7 @@ MUTANTS = [
         "of many partial sums the last ones count",
     ),
     Mutant(
-        "_common.py",
-        "16 | size & 15",
-        "16",
-        "a kernel for strides divisible by 16 is run with others",
-        gpu_only=True,
+        "_common.py", "16 | size & 15", "16", "a kernel for strides divisible by 16 is run with others", gpu_only=True
     ),
     Mutant(
         "_common.py", "bits & 15 or", "", "a kernel for aligned memory is run with memory that is not", gpu_only=True
@@ -325,12 +321,7 @@ MUTANTS = [
     Mutant("_accumulate.py", "tl.maximum(top - 14, 16)", "tl.maximum(top - 16, 16)", "the largest element overflows"),
     Mutant("_accumulate.py", "tl.max(tl.abs(acc), axis=1)", "tl.max(acc, axis=1)", "large negative elements overflow"),
     Mutant("_accumulate.py", "tl.cdiv(K, BLOCK_K)", "K // BLOCK_K", "the last tokens are left out"),
-    Mutant(
-        "_accumulate.py",
-        "(acc * tl.load(factor_ptr))",
-        "acc",
-        "the last product is not scaled",
-    ),
+    Mutant("_accumulate.py", "(acc * tl.load(factor_ptr))", "acc", "the last product is not scaled"),
     Mutant(
         "_accumulate.py",
         "TensorDescriptor(out, [M, N]",
