@@ -47,7 +47,8 @@ def test_all_of_it_without_a_gpu(monkeypatch, tmp_path):
             if row["name"] != "torch, cuDNN":
                 assert row["wall_us"] > 0
                 assert 0 < row["error"] <= contestants.OPS[case["op"]].spec.k
-                assert row["share"] == pytest.approx(row["rate"] / result["ceilings"][case["unit"]], rel=1e-3)
+                # three numbers of four digits, each off by up to 5e-4
+                assert row["share"] == pytest.approx(row["rate"] / result["ceilings"][case["unit"]], rel=1.5e-3)
     with path.with_suffix(".csv").open() as file:
         lines = [*csv.DictReader(file)]
     assert [line["name"] for line in lines] == [row["name"] for case in result["cases"] for row in case["rows"]]
