@@ -25,6 +25,7 @@ CEILINGS = {"GB/s": 10.0, "TFLOP/s": 1.0}
 @no_gpu
 def test_all_of_it_without_a_gpu(monkeypatch, tmp_path):
     monkeypatch.setattr(_common, "INTERPRET", False)
+    monkeypatch.setattr(bench, "rounded", lambda result: result)  # else a share is not that of what stands beside it
 
     def merged(*results, true=bench.merged):
         other = os.open(tmp_path, os.O_RDONLY)
@@ -47,8 +48,7 @@ def test_all_of_it_without_a_gpu(monkeypatch, tmp_path):
             if row["name"] != "torch, cuDNN":
                 assert row["wall_us"] > 0
                 assert 0 < row["error"] <= contestants.OPS[case["op"]].spec.k
-                # three numbers of four digits, each off by up to 5e-4
-                assert row["share"] == pytest.approx(row["rate"] / result["ceilings"][case["unit"]], rel=1.5e-3)
+                assert row["share"] == pytest.approx(row["rate"] / result["ceilings"][case["unit"]])
     with path.with_suffix(".csv").open() as file:
         lines = [*csv.DictReader(file)]
     assert [line["name"] for line in lines] == [row["name"] for case in result["cases"] for row in case["rows"]]
