@@ -70,10 +70,9 @@ def test_sum_of_many_rows(rows, weighted, reduction, num_items, device):
     loss, target = torch.randn(rows, device=device), torch.randint(0, 5, (rows,), device=device)
     loss[::3], target[::3] = 0, -100  # of a single row, this one
     weight = torch.rand(5, device=device) if weighted else None
-    items = torch.tensor(7, device=device) if num_items == "tensor" else None
-    counted, divisor = reduction == "mean" and num_items is None, 7.0 if num_items == 7 else 1.0
-    out, factor = reduce_rows(loss, target, weight, items, 5, -100, divisor, counted)
-    options = reduction, target, weight, -100, items if items is not None else num_items
+    num_items = torch.tensor(7, device=device) if num_items == "tensor" else num_items
+    options = reduction, target, weight, -100, num_items
+    out, factor = reduce_rows(loss, *options)
     for got, total in ((out, loss.double().sum()), (factor, torch.ones_like(out, dtype=torch.float64))):
         torch.testing.assert_close(got, reduce_loss(total, *options).float())
 

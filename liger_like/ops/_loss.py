@@ -112,22 +112,35 @@ def _reduce_rows_kernel(
 
 
 @op(
-    "reduce_rows(Tensor loss, Tensor target, Tensor? weight, Tensor? items, int V, int ignore_index, float divisor,"
+    "reduce_rows(Tensor loss, Tensor target, Tensor? weight, Tensor? items, int ignore_index, float divisor,"
     " bool count) -> (Tensor out, Tensor factor)",
     lambda loss, *args: (loss.new_empty(()), loss.new_empty(())),
 )
-def reduce_rows(
-    loss: Tensor, target: Tensor, weight: Tensor | None, items: Tensor | None, V: int, ignore_index: int,
-    divisor: float, count: bool,
+def _reduce_rows(
+    loss: Tensor, target: Tensor, weight: Tensor | None, items: Tensor | None, ignore_index: int, divisor: float,
+    count: bool,
 ) -> tuple[Tensor, Tensor]:  # fmt: skip
-    """What ``reduce_loss`` does, from the losses of all rows in one kernel: their sum over the rows that count, over
-    ``items``, or over ``divisor``, and 1 over that.
-    """
+    """The sum over the rows that count, over ``items``, or over ``divisor``, and 1 over that."""
     out, factor = loss.new_empty(()), loss.new_empty(())
     tensors = loss, packed(target.reshape(-1)), packed(weight), items, out, factor
-    sizes = loss.numel(), V, ignore_index
+    sizes = loss.numel(), 0 if weight is None else weight.numel(), ignore_index
     launch(_reduce_rows_kernel, (1,), tensors, sizes, (divisor,), COUNT=count, BLOCK_M=4096, num_warps=16)
     return out, factor
+
+
+def reduce_rows(
+    loss: Tensor,
+    reduction: str,
+    target: Tensor,
+    weight: Tensor | None,
+    ignore_index: int,
+    num_items: int | Tensor | None,
+) -> tuple[Tensor, Tensor]:
+    """``reduce_loss`` of the losses of all rows in one kernel, and what it multiplies each by."""
+    items = num_items.to(loss.device) if isinstance(num_items, Tensor) else None
+    divisor = 1 if num_items is None or items is not None else num_items
+    count = reduction == "mean" and num_items is None
+    return _reduce_rows(loss, target, weight, items, ignore_index, float(divisor), count)
 
 
 def check_target(target: Tensor, like: Tensor, shape: tuple[int, ...]) -> None:

@@ -378,11 +378,7 @@ class _CrossEntropy(torch.autograd.Function):
         loss, lse = _cross_entropy_fwd(logits, target, weight, *scalars)
         factor = None
         if reduction != "none":
-            items = num_items.to(loss.device) if isinstance(num_items, Tensor) else None
-            divisor = 1 if reduction == "sum" or num_items is None or items is not None else num_items
-            count = reduction == "mean" and num_items is None
-            V, ignore_index = logits.shape[-1], scalars[0]
-            loss, factor = reduce_rows(loss, target, weight, items, V, ignore_index, float(divisor), count)
+            loss, factor = reduce_rows(loss, reduction, target, weight, scalars[0], num_items)
         ctx.save_for_backward(logits, lse, target, weight, factor)
         ctx.inplace_backward, ctx.scalars = inplace_backward, scalars
         return loss
