@@ -3,6 +3,7 @@
     make bench-sweeps                                 measures, writes results/ and from it the report and the pictures
     python -m benchmark.sweeps --parts batch          some of it; results/ keeps what it has of the rest
     python -m benchmark.sweeps --contestants Liger    the same of the contestants: several processes may share the work
+    python -m benchmark.sweeps --tokens 4096          and of the shapes that are swept, by their tokens
     python -m benchmark.sweeps --quick                tiny shapes, printed only; needs no GPU
     python -m benchmark.sweeps --report               the report again, without a GPU
 
@@ -14,13 +15,14 @@ import argparse
 import functools
 from collections.abc import Callable, Collection, Iterator, Mapping
 from functools import partial
+from math import prod
 from typing import Any, NamedTuple
 
 import torch
 from transformers import PreTrainedConfig
 
 from benchmark import traces
-from benchmark.markdown import Row
+from benchmark.markdown import Row, results
 from benchmark.measure import attempt, environment, merged, present, rounded, settle, update
 from benchmark.processes import GPU, reset_peak, times
 from benchmark.sweeps_report import tables, write_report
@@ -127,6 +129,19 @@ def inside(part: str, prepare: Preparation, config: PreTrainedConfig, batch: int
         return row | {"groups": traces.profile(timed)}
 
 
+def small(sizes: Sizes, tokens: int) -> Sizes:
+    """What is swept up to so many tokens; the times of these wait for the host, which other processes may share."""
+    sweeps = {part: tuple(shape for shape in shapes if prod(shape) <= tokens) for part, shapes in sizes.sweeps.items()}
+    return sizes._replace(sweeps=sweeps)
+
+
+def large(result: Row, tokens: int) -> dict[tuple[str, str], list[Row]]:
+    """By part and contestant, the rows of more tokens that results/ has of the same GPU."""
+    parts = next((other["parts"] for other in results("sweeps") if other["gpu"] == result["gpu"]), {})
+    swept = [(part, name, rows) for part in FULL.sweeps for name, rows in parts.get(part, {}).items()]
+    return {(p, name): [row for row in rows if row["batch"] * row["sequence"] > tokens] for p, name, rows in swept}
+
+
 def measure(part: str, names: Collection[str], sizes: Sizes) -> Iterator[tuple[str, list[Row]]]:
     """The rows of each contestant of a part, those of a sweep again with each row."""
     if part in sizes.sweeps:
@@ -147,6 +162,7 @@ def main() -> None:
     contestants = list(dict.fromkeys(name for part in PARTS.values() for name in part))
     parser.add_argument("--parts", nargs="+", choices=PARTS, default=list(PARTS))
     parser.add_argument("--contestants", nargs="+", choices=contestants, default=contestants)
+    parser.add_argument("--tokens", type=int, help="of the sweeps the shapes up to so many; results/ keeps the larger")
     parser.add_argument("--quick", action="store_true", help="tiny shapes, printed only; needs no GPU")
     parser.add_argument("--report", action="store_true", help="only write the report of results/; needs no GPU")
     options = parser.parse_args()
@@ -154,12 +170,15 @@ def main() -> None:
         if not GPU and not options.quick:
             parser.error("needs a GPU (all but --quick and --report)")
         result = environment("transformers", "Liger") | {"parts": {}}
+        sizes, kept = QUICK if options.quick else FULL, {}
+        if options.tokens:
+            sizes, kept = small(sizes, options.tokens), large(result, options.tokens)
         for last in (False, True):
             for part in options.parts:
                 names = [n for n in present(PARTS[part]) if n in options.contestants and (n == LIGER) == last]
-                for name, rows in measure(part, names, QUICK if options.quick else FULL):
+                for name, rows in measure(part, names, sizes):
                     print(f"{part}, {name}: {rows[-1]}", flush=True)
-                    result["parts"].setdefault(part, {})[name] = rows
+                    result["parts"].setdefault(part, {})[name] = rows + kept.get((part, name), [])
                     if not options.quick:
                         update(rounded(result), "sweeps", PARTS)
         print(tables(merged({}, rounded(result), PARTS)))

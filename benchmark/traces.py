@@ -10,6 +10,7 @@ from typing import Any
 from unittest import mock
 
 import torch
+from torch.autograd import DeviceType
 from torch.profiler import ProfilerActivity, record_function, schedule
 from transformers import PreTrainedModel
 
@@ -141,7 +142,8 @@ def times_of(events: Sequence[Any]) -> dict[str, float]:
         if event.sequence_nr >= 0 and event.scope == FORWARD and not event.name.startswith(ENGINE)
     }
     totals = dict.fromkeys(GROUPS, 0.0)
-    ranges = {event.name for event in events}  # what an event's kernels span on the GPU has its name
+    # what an event's kernels span on the GPU has its name; the kernels are events, too, of another device
+    ranges = {event.name for event in events if event.device_type == DeviceType.CPU}
     for event in events:
         for name, us in _work(event):
             if not GPU or name not in ranges:

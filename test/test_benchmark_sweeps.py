@@ -8,6 +8,7 @@ from types import SimpleNamespace
 import pytest
 import torch
 from matplotlib.figure import Figure
+from torch.autograd import DeviceType
 from torch.autograd.profiler_util import Kernel
 from torch.profiler import ProfilerActivity
 
@@ -48,6 +49,15 @@ def test_what_is_larger_than_what_failed_is_not_tried(monkeypatch):
     assert built[0].is_gradient_checkpointing
     each = sweeps.WARMUP + sweeps.STEPS
     assert tried == [(1, 8)] * each + [(2, 8)] * each + [(4, 8)]
+
+
+def test_small_shapes_alone(monkeypatch):
+    rows = [{"batch": batch, "sequence": 8, "ms": 1.0} for batch in (1, 2, 4)]
+    found = {"gpu": "this", "parts": {"batch": {"Liger": rows}, "ablation": {"all": [{"ms": 2.0}]}}}
+    monkeypatch.setattr(sweeps, "results", lambda _: [{"gpu": "another", "parts": {}}, found])
+    assert sweeps.large({"gpu": "this"}, 16) == {("batch", "Liger"): rows[2:]}
+    assert sweeps.large({"gpu": "a new one"}, 16) == {}
+    assert sweeps.small(sweeps.QUICK, 48).sweeps == {"batch": ((1, 32),), "sequence": ((2, 16),)}
 
 
 def test_a_contestant_that_cannot_prepare_has_a_row(monkeypatch):
@@ -211,10 +221,10 @@ def test_kernels(monkeypatch):
     """What a range spans on the GPU is no kernel, and what adds products multiplies matrices."""
     monkeypatch.setattr(traces, "GPU", True)
 
-    def event(name, parent=None, *kernels):
+    def event(name, parent=None, *kernels, device_type=DeviceType.CPU):
         several = [Kernel(kernel, 0, us) for kernel, us in kernels]
         numbers = {"sequence_nr": -1, "scope": 0, "time_range": SimpleNamespace(start=0)}
-        return SimpleNamespace(name=name, cpu_parent=parent, kernels=several, **numbers)
+        return SimpleNamespace(name=name, cpu_parent=parent, kernels=several, device_type=device_type, **numbers)
 
     loss = event("benchmark: loss", None, ("benchmark: loss", 1e6))
     op = event("liger_like::loss", loss, ("_cross_entropy_fwd_kernel", 2e3), ("_add_products_hopper_kernel", 3e3))
@@ -222,7 +232,9 @@ def test_kernels(monkeypatch):
     adamw = event("aten::_fused_adamw_", step, ("adam", 5e3), (step.name, 1e6))
     whole = event("ProfilerStep#1", None, ("ProfilerStep#1", 1e6))
     several = [whole, loss, op, event("aten::mm", loss, ("nvjet", 4e3)), step, adamw]
-    times = traces.times_of([*several, event("aten::copy_", None, ("Memcpy DtoD", 6e3))])
+    several.append(event("aten::copy_", None, ("Memcpy DtoD", 6e3)))
+    on_gpu = [event(kernel.name, device_type=DeviceType.CUDA) for one in several for kernel in one.kernels]
+    times = traces.times_of([*several, *on_gpu])
     assert [*times] == [*traces.GROUPS]
     assert {group: ms for group, ms in times.items() if ms} == {
         "matrix products": 7.0,
