@@ -330,7 +330,7 @@ def test_gradients_that_nobody_needs_have_the_shape_that_is_traced(deterministic
     dout = torch.randn_like(out)
     rows, _ = attention_delta(dout, out, lse, None, None)
     for needs in itertools.product([False, True], repeat=4):
-        args = (dout, q, k, v, rows, *masking, deterministic, list(needs))
+        args = (dout, q, k, v, rows, None, *masking, deterministic, list(needs))
         op = torch.ops.liger_like.attention_bwd.default
         torch.library.opcheck(op, args, test_utils=("test_schema", "test_faketensor"))
 

@@ -3,9 +3,11 @@
 import pytest
 import torch
 from conftest import DEVICE
+from functorch.compile import min_cut_rematerialization_partition
 from hypothesis import given
 from hypothesis import strategies as st
 from test_attention import DTYPES, both_ways, check, windows
+from torch._dynamo.backends.common import aot_autograd
 from torch._dynamo.testing import CompileCounterWithBackend
 
 from liger_like import ops
@@ -166,6 +168,27 @@ def test_compile_over_lengths(device):
         for a, b in zip(*results, strict=True):
             torch.testing.assert_close(a, b, rtol=1e-6, atol=1e-6)
     assert counter.frame_count <= 2
+
+
+def test_compiled_layers_share_the_spans_of_keys(device):
+    calls = []
+
+    def keep(graph, inputs):
+        calls.append([node.target for node in graph.graph.nodes])
+        return graph
+
+    def layers(q, k, v, spans):
+        for _ in range(3):
+            q = ops.flash_attention(q, k, v, spans=spans, causal=True)
+        return q
+
+    backend = aot_autograd(fw_compiler=keep, bw_compiler=keep, partition_fn=min_cut_rematerialization_partition)
+    inputs = attention_inputs(torch.float32, device, B=1, S=20, Sk=20, H=2, Hk=1, D=16, spans=True)
+    got, expected = (run(f, inputs, {}) for f in (torch.compile(layers, backend=backend, fullgraph=True), layers))
+    for name, t in got.items():
+        torch.testing.assert_close(t, expected[name], rtol=1e-6, atol=1e-6)
+    _, backward = calls
+    assert backward.count(torch.ops.aten.searchsorted.Tensor) == 1
 
 
 @pytest.mark.parametrize("fn", [ops.flash_attention, flash_attention_ref])

@@ -20,6 +20,7 @@ from liger_like.ops.attention import _backward_hopper_256 as hopper_256
 from liger_like.ops.attention._bias import attention_dbias
 from liger_like.ops.attention._blocks import (
     add_product,
+    bounds_of_spans,
     find_rows,
     less_delta,
     load_bias,
@@ -128,17 +129,18 @@ def _attention_dkv_kernel(
     b, first_k = b.to(tl.int64), start_k + row
     rows = tl.arange(0, BLOCK_N)
     keys = row + rows
-    mask, unseen = keys < length_k, row + BLOCK_N > length_k
+    mask, unseen = keys < length_k, False  # what a key behind the last one gives is not stored
     if mask_ptr is not None:
         mask = tl.load(mask_ptr + b * SK + keys, mask=mask, other=0) != 0
         unseen = tl.min(mask.to(tl.int32)) == 0
     k = load_parts(k_ptr + b * stride_kb + hk * stride_kh + first_k * STRIDE_K, rows, STRIDE_K, mask, D)
     v = load_parts(v_ptr + b * stride_vb + hk * stride_vh + first_k * STRIDE_V, rows, STRIDE_V, mask, DV)
     shift = shift_of(offsets_ptr, index, length_q, length_k)
-    first, last = row - shift, tl.minimum(row + BLOCK_N, length_k) - 1 - shift
+    last = tl.minimum(row + BLOCK_N, length_k) - 1
     spans = spans_ptr if spans_ptr is None else load_spans(spans_ptr, b, B, SK, keys[:, None])
+    bounds = bounds_of_spans(spans_ptr, b, B, SK, row, last)
     start, end, inner_start, inner_end = zones(
-        first, last, right, left, spans, length_q, 0, 1, HAS_RIGHT, HAS_LEFT, BLOCK_M
+        row - shift, last - shift, right, left, bounds, length_q, 0, 1, HAS_RIGHT, HAS_LEFT, BLOCK_M
     )
     seen_keys = mask if mask_ptr is not None else None
     state = zero_parts(BLOCK_N, D), zero_parts(BLOCK_N, DV)
@@ -224,10 +226,11 @@ def _attention_dq_kernel(
     bias_ptr = bias_ptr if bias_ptr is None else bias_ptr + b * stride_bb + h * stride_bh
     mask_ptr = mask_ptr if mask_ptr is None else mask_ptr + b * SK
     shift = shift_of(offsets_ptr, index, length_q, length_k)
-    first, last = row + shift, tl.minimum(row + BLOCK_M, length_q) - 1 + shift
+    last = tl.minimum(row + BLOCK_M, length_q) - 1
     spans = spans_ptr if spans_ptr is None else load_spans(spans_ptr, b, B, S, queries[:, None])
+    bounds = bounds_of_spans(spans_ptr, b, B, S, row, last)
     start, end, inner_start, inner_end = zones(
-        first, last, left, right, spans, length_k, 0, 1, HAS_LEFT, HAS_RIGHT, BLOCK_N
+        row + shift, last + shift, left, right, bounds, length_k, 0, 1, HAS_LEFT, HAS_RIGHT, BLOCK_N
     )
     dq = zero_parts(BLOCK_M, D)
     for n in tl.range(start, end, BLOCK_N):
@@ -346,25 +349,25 @@ def _make_dq(dout: Tensor, q: Tensor, k: Tensor, v: Tensor, rows: Tensor, maskin
 
 
 def _grads(
-    dout: Tensor, q: Tensor, k: Tensor, v: Tensor, rows: Tensor, bias: Tensor | None, *args: Any
-) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    dout: Tensor, q: Tensor, k: Tensor, v: Tensor, rows: Tensor, key_spans: Tensor | None, bias: Tensor | None,
+    *args: Any,
+) -> tuple[Tensor, Tensor, Tensor, Tensor]:  # fmt: skip
     *_, (needs_q, needs_k, needs_v, needs_bias) = args
     dq, dk, dv = (x.new_empty(x.shape if need else 0) for x, need in ((q, needs_q), (k, needs_k), (v, needs_v)))
     return dq, dk, dv, q.new_empty(0) if bias is None or not needs_bias else bias.new_empty(bias.shape)
 
 
 @op(
-    f"attention_bwd(Tensor dout, Tensor q, Tensor k, Tensor v, Tensor rows, {MASKING_SCHEMA},"
+    f"attention_bwd(Tensor dout, Tensor q, Tensor k, Tensor v, Tensor rows, Tensor? key_spans, {MASKING_SCHEMA},"
     " bool deterministic, bool[4] needs) -> (Tensor dq, Tensor dk, Tensor dv, Tensor dbias)",
     _grads,
 )
-def attention_bwd(
-    dout: Tensor, q: Tensor, k: Tensor, v: Tensor, rows: Tensor, *args: Any
+def _attention_bwd(
+    dout: Tensor, q: Tensor, k: Tensor, v: Tensor, rows: Tensor, key_spans: Tensor | None, *args: Any
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """Gradients of q, k, v and the bias, for what ``attention_delta`` gives of whole rows; k and v may be a part."""
     *options, deterministic, needs = args
     if not (q.numel() and k.numel()):
-        empty = _grads(dout, q, k, v, rows, options[0], needs)
+        empty = _grads(dout, q, k, v, rows, key_spans, options[0], needs)
         return tuple(t.zero_() for t in empty)  # type: ignore[return-value]
     dq, dk, dv, dbias = (q.new_empty(0) for _ in needs)
     masking = Masking(*options)
@@ -374,7 +377,7 @@ def attention_bwd(
     at_once = needs[0] and (needs[1] or needs[2]) and not deterministic and hopper.has_backward(masking, q, k, v, dout)
     wide = hopper_256.takes(masking, q, k, v, dout)
     if needs[1] or needs[2]:
-        of_keys = masking._replace(spans=_spans_of_keys(masking.spans, SK))
+        of_keys = masking._replace(spans=key_spans)
         ways = (at_once, hopper.BLOCK_N), (wide, hopper_256.BLOCK_N), (True, tile_for("dkv", q, v, masking).block_n)
         block_n = next(block for takes, block in ways if takes)
         splits = _group_splits(masking.num_blocks(SK, block_n) * B * HK, group, q.device)
@@ -391,3 +394,14 @@ def attention_bwd(
     if needs[3] and masking.bias is not None:
         dbias = attention_dbias(dout, q, k, v, rows, masking)
     return dq, dk, dv, dbias
+
+
+def attention_bwd(
+    dout: Tensor, q: Tensor, k: Tensor, v: Tensor, rows: Tensor, *args: Any
+) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    """Gradients of q, k, v and the bias, for what ``attention_delta`` gives of whole rows; k and v may be a part.
+
+    The spans of keys are no part of the op, so that torch.compile makes them once for all layers of a model.
+    """
+    *options, _, _ = args
+    return _attention_bwd(dout, q, k, v, rows, _spans_of_keys(Masking(*options).spans, k.shape[1]), *args)

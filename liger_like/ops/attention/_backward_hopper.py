@@ -39,7 +39,7 @@ from liger_like.ops.attention._hopper import (
 from liger_like.ops.attention._setup import Masking, section_of_keys
 
 BLOCK_N = 2 * ROWS.value
-# widths of heads -> queries in a block, and with a softcap or spans, which take registers; wider heads do not fit
+# widths of heads -> queries in a block, and with a softcap, which takes registers; wider heads do not fit
 BLOCK_M = {(64, 64): (128, 64), (128, 128): (64, 64)}
 STAGES = 2
 
@@ -289,7 +289,7 @@ def add_gradients(
     """dq; dk and dv [splits, B, Sk, Hk, D] get what the parts of the query heads of a key head give."""
     (B, S, H, D), (SK, HK, DV) = q.shape, v.shape[1:]
     widths = width, _ = widths_of(D, DV)
-    block_m = BLOCK_M[widths][masking.softcap is not None or masking.spans is not None]
+    block_m = BLOCK_M[widths][masking.softcap is not None]
     blocks = masking.num_blocks(SK, BLOCK_N)
     share = width if block_m == BLOCK_N else width // 2
     dq, total = q.new_empty(q.shape), rows.new_zeros(q.shape)

@@ -173,13 +173,26 @@ def load_spans(ptr, b, B, total, rows):
 
 
 @triton.jit
+def bounds_of_spans(ptr, b, B, total, first, last):
+    """Of rows ``first`` to ``last``, whose spans do not fall, the least and the greatest start, and the same of their
+    ends: scalars, by which the compiler knows that all threads take the same way. None without spans.
+    """
+    bounds = None
+    if ptr is not None:
+        least_start, least_end = load_spans(ptr, b, B, total, first)
+        greatest_start, greatest_end = load_spans(ptr, b, B, total, last)
+        bounds = least_start, greatest_start, least_end, greatest_end
+    return bounds
+
+
+@triton.jit
 def zones(
-    first, last, behind, ahead, spans, length, part, num_parts, HAS_BEHIND: tl.constexpr, HAS_AHEAD: tl.constexpr,
+    first, last, behind, ahead, bounds, length, part, num_parts, HAS_BEHIND: tl.constexpr, HAS_AHEAD: tl.constexpr,
     BLOCK: tl.constexpr,
 ):  # fmt: skip
-    """Rows ``first`` to ``last`` see from ``behind`` before themselves to ``ahead`` after, in their ``spans`` unless
-    those are None, and out of ``length``: where the ``part`` of ``num_parts`` of what they see starts and ends, and
-    from where to where all see all.
+    """Rows ``first`` to ``last`` see from ``behind`` before themselves to ``ahead`` after, in spans of these
+    ``bounds``, if there are any, and out of ``length``: where the ``part`` of ``num_parts`` of what they see starts and
+    ends, and from where to where all see all.
     """
     start, end, inner_start, inner_end = 0, length, 0, length
     if HAS_AHEAD:
@@ -188,10 +201,10 @@ def zones(
     if HAS_BEHIND:
         start = tl.maximum(first - behind, 0) // BLOCK * BLOCK
         inner_start = last - behind
-    if spans is not None:
-        starts, ends = spans
-        start, end = tl.maximum(start, tl.min(starts) // BLOCK * BLOCK), tl.minimum(end, tl.max(ends))
-        inner_start, inner_end = tl.maximum(inner_start, tl.max(starts)), tl.minimum(inner_end, tl.min(ends))
+    if bounds is not None:
+        least_start, greatest_start, least_end, greatest_end = bounds
+        start, end = tl.maximum(start, least_start // BLOCK * BLOCK), tl.minimum(end, greatest_end)
+        inner_start, inner_end = tl.maximum(inner_start, greatest_start), tl.minimum(inner_end, least_end)
     start = tl.minimum(start, end)
     share = tl.cdiv(tl.cdiv(end - start, BLOCK), num_parts) * BLOCK
     start = tl.minimum(start + part * share, end)
@@ -250,12 +263,17 @@ def probabilities(a, b, bias, lse, scale, SOFTCAP: tl.constexpr):
     """p from the products of ``a`` and ``b``, for an lse that broadcasts, and the slopes of the scores."""
     ROWS: tl.constexpr = a[0].shape[0]
     COLS: tl.constexpr = b[0].shape[0]
-    if SOFTCAP is None and bias is None:
-        # the products start at what is to be subtracted: no register keeps that for later
+    EXACT: tl.constexpr = a[0].dtype == tl.float32
+    PLAIN: tl.constexpr = SOFTCAP is None and bias is None
+    if PLAIN and not EXACT:
+        # the products start at what is to be subtracted: no register keeps that for later. In fp32 each of them would
+        # be rounded to what that is
         start = tl.broadcast_to(lse * (-1.0 / scale), (ROWS, COLS))
         return tl.exp2(contract(a, b, start) * (scale * LOG2E)), 1.0
     else:
-        s, slopes = scores(contract(a, b), bias, scale, SOFTCAP, a[0].dtype == tl.float32)
+        s, slopes = scores(contract(a, b), bias, scale, SOFTCAP, EXACT)
+        if PLAIN:
+            s *= scale
         return tl.exp2((s - lse) * LOG2E), slopes
 
 

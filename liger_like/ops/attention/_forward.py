@@ -13,6 +13,7 @@ from triton import next_power_of_2
 from liger_like.ops._common import dense, launch, num_programs, op, packed, refused
 from liger_like.ops.attention._blocks import (
     add_product,
+    bounds_of_spans,
     contract,
     find_rows,
     finish,
@@ -104,8 +105,9 @@ def _attention_fwd_kernel(
     shift = shift_of(offsets_ptr, index, length_q, length_k)
     spans = spans_ptr if spans_ptr is None else load_spans(spans_ptr, b, B, S, queries[:, None])
     last = tl.minimum((row + BLOCK_M - 1) // PACK, length_q - 1)
+    bounds = bounds_of_spans(spans_ptr, b, B, S, first, last)
     start, end, inner_start, inner_end = zones(
-        first + shift, last + shift, left, right, spans, length_k, tl.program_id(1), splits, HAS_LEFT, HAS_RIGHT,
+        first + shift, last + shift, left, right, bounds, length_k, tl.program_id(1), splits, HAS_LEFT, HAS_RIGHT,
         BLOCK_N,
     )  # fmt: skip
     most = tl.full((BLOCK_M,), float("-inf"), tl.float32)

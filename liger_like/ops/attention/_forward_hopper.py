@@ -23,7 +23,7 @@ from liger_like.ops.attention._blocks import finish, load_spans, scores, unit_of
 from liger_like.ops.attention._hopper import (
     ROWS,
     barriers,
-    clear_rows,
+    clear_tail,
     contract,
     descriptor,
     draw_tile,
@@ -168,7 +168,7 @@ def _attend(
             if PACKED and end > length_k:  # 0 times what the next sequence holds may be NaN
                 mbarrier.wait(v_full.index(use % STAGES), use // STAGES & 1)
                 if g == 0:
-                    clear_rows(v_s.index(use % STAGES).reshape([BLOCK_N, BLOCK_DV]), length_k - (end - BLOCK_N))
+                    clear_tail(v_s.index(use % STAGES).reshape([BLOCK_N, BLOCK_DV]), length_k - (end - BLOCK_N))
                 mbarrier.arrive(cleared, count=1)
                 mbarrier.wait(cleared, clears & 1)
                 clears += 1

@@ -24,7 +24,7 @@ from triton.experimental.gluon.language.nvidia.hopper import (
 from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 
 from liger_like.ops._common import INTERPRET, architecture, refused
-from liger_like.ops.attention._blocks import load_spans, schedule, zones
+from liger_like.ops.attention._blocks import bounds_of_spans, schedule, zones
 from liger_like.ops.attention._setup import Masking
 
 DTYPES = torch.bfloat16, torch.float16
@@ -109,13 +109,6 @@ def find_rows(block, cu_ptr, cu_other_ptr, count, total, BLOCK: gl.constexpr, SE
 
 
 @gluon.jit
-def _spans_between(ptr, b, B, total, first, last):
-    """The spans of the first and the last row of a block; they do not fall: the least and the greatest of its rows."""
-    both = gl.arange(0, 2, gl.BlockedLayout([1], [32], [gl.num_warps()], [0]))
-    return load_spans(ptr, b.to(gl.int64), B, total, gl.where(both == 0, first, last))
-
-
-@gluon.jit
 def tile_of(
     tile, pointers, sizes, B, S, left, right, H: gl.constexpr, HAS_LEFT: gl.constexpr, HAS_RIGHT: gl.constexpr,
     SEQUENCES: gl.constexpr, BLOCK_M: gl.constexpr, BLOCK_N: gl.constexpr,
@@ -136,11 +129,9 @@ def tile_of(
         row, start_q, length_q, start_k, length_k = find_rows(block, cu_q_ptr, cu_k_ptr, count, S, BLOCK_M, SEQUENCES)
     shift = length_k - length_q
     last = gl.minimum(row + BLOCK_M, length_q) - 1
-    spans = None
-    if spans_ptr is not None:
-        spans = _spans_between(spans_ptr, b, B, S, row, last)
+    bounds = bounds_of_spans(spans_ptr, b.to(gl.int64), B, S, row, last)
     start, end, inner_start, inner_end = zones(
-        row + shift, last + shift, left, right, spans, length_k, 0, 1, HAS_LEFT, HAS_RIGHT, BLOCK_N
+        row + shift, last + shift, left, right, bounds, length_k, 0, 1, HAS_LEFT, HAS_RIGHT, BLOCK_N
     )
     end = start + gl.maximum(gl.cdiv(end - start, BLOCK_N), 1) * BLOCK_N
     return b, head % H, row, start_q, length_q, start_k, length_k, start, end, inner_start, inner_end
@@ -171,11 +162,9 @@ def keys_of(
         row, start_k, length_k, start_q, length_q = find_rows(block, cu_k_ptr, cu_q_ptr, count, SK, BLOCK_N, SEQUENCES)
     shift = length_k - length_q
     last = gl.minimum(row + BLOCK_N, length_k) - 1
-    spans = None
-    if spans_ptr is not None:
-        spans = _spans_between(spans_ptr, b, B, SK, row, last)
+    bounds = bounds_of_spans(spans_ptr, b.to(gl.int64), B, SK, row, last)
     start, end, inner_start, inner_end = zones(
-        row - shift, last - shift, right, left, spans, length_q, 0, 1, HAS_RIGHT, HAS_LEFT, BLOCK_M
+        row - shift, last - shift, right, left, bounds, length_q, 0, 1, HAS_RIGHT, HAS_LEFT, BLOCK_M
     )
     group: gl.constexpr = H // HK
     share = gl.cdiv(group, splits)
@@ -314,6 +303,21 @@ def clear_rows(buf, first):
         rows = i + gl.arange(0, 8, gl.SliceLayout(1, layout))
         x = part.load(layout)
         part.store(gl.where((rows < first)[:, None], x, gl.zeros_like(x)))
+    fence_async_shared()
+
+
+@gluon.jit
+def clear_tail(buf, first):
+    """``clear_rows`` in less time, which leaves the rows before alone, for kernels that have registers for it."""
+    layout: gl.constexpr = gl.BlockedLayout([1, 8], [2, 16], [gl.num_warps(), 1], [1, 0])
+    LENGTH: gl.constexpr = buf.shape[0]
+    WIDTH: gl.constexpr = buf.shape[1]
+    for i in gl.static_range(0, LENGTH, 32):
+        part = buf.slice(i, 32)
+        if first <= i:
+            part.store(gl.zeros([32, WIDTH], buf.dtype, layout))
+        elif first < i + 32:
+            clear_rows(part, first - i)
     fence_async_shared()
 
 
