@@ -1,6 +1,13 @@
 """Bugs in the kernels for Hopper for ``mutants.py`` to plant, which only such a GPU shows: file in ops/attention, what
-occurs once in it, what replaces that, and why.
+occurs once in it, what replaces that, and why. And pytest's -k for the tests that those of a file must fail.
 """
+
+HOPPER_TESTS = {
+    "_hopper.py": "test_attention_hopper and (documents or leaks or few_key_heads or test_packed_sequences or 4097)",
+    "_forward_hopper.py": "test_attention_hopper and (test_options or documents or leaks)",
+    "_backward_hopper.py": "test_attention_hopper_backward and test_gradients and not (192 or 256)",
+    "_backward_hopper_256.py": "test_attention_hopper_backward and test_gradients and (192 or 256)",
+}
 
 HOPPER = [
     (
@@ -11,11 +18,17 @@ HOPPER = [
     ),
     (
         "_hopper.py",
-        "gl.where(both == 0, first, last)",
-        "gl.where(both == 0, first, first)",
+        "b.to(gl.int64), B, S, row, last)",
+        "b.to(gl.int64), B, S, row, row)",
         "spans of the first row alone",
     ),
     ("_hopper.py", "(rows < first)[:, None]", "(rows <= first)[:, None]", "a row of the next sequence is not cleared"),
+    (
+        "_hopper.py",
+        "clear_rows(part, first - i)",
+        "clear_rows(part, first)",
+        "behind the first 32 rows not cleared",
+    ),
     ("_hopper.py", "skipped = gl.program_id(1) * share", "skipped = 0 * share", "every split has the first heads"),
     ("_hopper.py", "(rows < length) & (cols < D)", "(rows < length - 1) & (cols < D)", "the last row is not stored"),
     ("_forward_hopper.py", "within(seen, spans, keys[None, :])", "seen", "the forward does not look at spans"),

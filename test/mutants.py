@@ -21,7 +21,7 @@ from typing import NamedTuple
 
 import torch
 from attention_mutants import ATTENTION
-from hopper_mutants import HOPPER
+from hopper_mutants import HOPPER, HOPPER_TESTS
 from mutants_report import CAUGHT, NEEDS_GPU, SURVIVED, TIMED_OUT, Fate, keep, known
 from rich.progress import track
 
@@ -45,13 +45,20 @@ FILES = (
 
 
 class Mutant(NamedTuple):
-    """A bug: ``old`` occurs once in ``file``, which is below liger_like/ops."""
+    """A bug: ``old`` occurs once in ``file``, which is below liger_like/ops.
+
+    ``gpu_tests``: where only a GPU shows it, pytest's -k for the tests there that it must fail, instead of the file's.
+    """
 
     file: str
     old: str
     new: str
     why: str
-    gpu_only: bool = False
+    gpu_tests: str = ""
+
+    def tests(self) -> str:
+        """pytest's -k for the tests that it must fail."""
+        return self.gpu_tests or TESTS[self.file]
 
 
 # file -> pytest's -k for the tests that its bugs must fail
@@ -70,7 +77,6 @@ TESTS = {
     "_accumulate.py": "test_chunked_loss",
     **{f"attention/{file}": "attention" for file, *_ in ATTENTION},
     "attention/_bias.py": "attention and (bias or parts or position)",
-    **{f"attention/{file}": "test_attention_hopper" for file, *_ in HOPPER},
 }
 MUTANTS = [
     Mutant(
@@ -104,10 +110,10 @@ MUTANTS = [
         "of many partial sums the last ones count",
     ),
     Mutant(
-        "_common.py", "16 | size & 15", "16", "a kernel for strides divisible by 16 is run with others", gpu_only=True
+        "_common.py", "16 | size & 15", "16", "a kernel for strides divisible by 16 is run with others", "test_launch"
     ),
     Mutant(
-        "_common.py", "bits & 15 or", "", "a kernel for aligned memory is run with memory that is not", gpu_only=True
+        "_common.py", "bits & 15 or", "", "a kernel for aligned memory is run with memory that is not", "test_launch"
     ),
     Mutant("_tiles.py", '"EVEN": even', '"EVEN": True', "reads beyond rows that do not fill their block"),
     Mutant("_tiles.py", "if partial is not total:", "if False:", "partial sums are never summed"),
@@ -342,14 +348,14 @@ MUTANTS = [
         "z_ptr += tl.program_id(0).to(tl.int64) * stride_zm\n    ENTROPY",
         "z_ptr += tl.program_id(0) * stride_zm\n    ENTROPY",
         "int32 offsets of rows",
-        gpu_only=True,
+        "test_more_than_2_31_elements and cross_entropy",
     ),
     Mutant("_loss.py", "total += tl.load(loss_ptr", "total = tl.load(loss_ptr", "the sum of the last rows alone"),
     Mutant("_loss.py", "(rows < M) & (label != ignore_index)", "rows < M", "ignored labels count in the mean"),
     Mutant("_loss.py", "items = tl.where(items == 0.0, 1.0, items)", "pass", "the mean of no label is NaN"),
     Mutant("_loss.py", "tl.store(factor_ptr, 1.0 / items)", "tl.store(factor_ptr, 1.0)", "the gradient of the sum"),
     *(Mutant(f"attention/{file}", *bug) for file, *bug in ATTENTION),
-    *(Mutant(f"attention/{file}", *bug, True) for file, *bug in HOPPER),
+    *(Mutant(f"attention/{file}", *bug, HOPPER_TESTS[file]) for file, *bug in HOPPER),
 ]
 
 
@@ -393,13 +399,13 @@ def first_failure(tree: Path, words: str, limit: float, cpu: bool, gpu_only: boo
 
 def hunt(mutant: Mutant | None, words: str, limit: float, cpu: bool) -> Fate:
     """The fate of a bug; without one, of the tests themselves."""
-    if mutant and mutant.gpu_only and cpu:
+    if mutant and mutant.gpu_tests and cpu:
         return Fate(NEEDS_GPU)
     with tempfile.TemporaryDirectory() as folder:
         tree = Path(folder, "tree")
         plant(mutant, tree)
         try:
-            test = first_failure(tree, words, limit, cpu, bool(mutant and mutant.gpu_only))
+            test = first_failure(tree, words, limit, cpu, bool(mutant and mutant.gpu_tests))
         except subprocess.TimeoutExpired:
             return Fate(TIMED_OUT)
     return Fate(CAUGHT, test) if test else Fate(SURVIVED)
@@ -417,13 +423,13 @@ def main() -> None:
     caught = {key for key, fate in known().items() if args.rest and fate.fate == CAUGHT}
     mutants = [m for m in MUTANTS if any(word in m.file or word in m.why for word in args.words)]
     mutants = [m for m in mutants if (m.file, m.why) not in caught]
-    tests = {TESTS[mutant.file]: None for mutant in mutants}
+    tests = {mutant.tests(): None for mutant in mutants}
     workers = args.workers or (os.cpu_count() if args.cpu else 1)
     fates = []
     with ThreadPoolExecutor(workers) as pool:
         whole = {pool.submit(hunt, None, words, args.limit, args.cpu): words for words in tests}
         slowest_first = reversed(mutants)
-        hunts = {pool.submit(hunt, m, TESTS[m.file], args.limit, args.cpu): m for m in slowest_first}
+        hunts = {pool.submit(hunt, m, m.tests(), args.limit, args.cpu): m for m in slowest_first}
         try:
             for future in track(as_completed([*whole, *hunts]), "planting", len(whole) + len(hunts)):
                 fate = future.result()

@@ -58,5 +58,5 @@ def test_fate_of_a_bug(tmp_path, monkeypatch):
     assert mutants.hunt(None, "test_it", 100, True) == (SURVIVED, "")
     assert mutants.hunt(bug, "test_it", 100, True) == (CAUGHT, "test_it")
     assert mutants.hunt(bug, "test_it", 0.01, True).fate == mutants.TIMED_OUT
-    assert mutants.hunt(bug._replace(gpu_only=True), "test_it", 100, True).fate == NEEDS_GPU
+    assert mutants.hunt(bug._replace(gpu_tests="test_it"), "test_it", 100, True).fate == NEEDS_GPU
     assert (tmp_path / OPS / "a.py").read_text() == "value = 1\n"

@@ -19,6 +19,7 @@ CHUNK_ROWS = 2048  # tokens a chunk: enough for the products to run at full spee
 CHUNK_BYTES = 64 * 2**20  # of logits, where a small vocabulary would make chunks of CHUNK_ROWS too small
 SLICE_COLUMNS = 2048  # of logits, where nothing else has room for a slice of them
 SMALL_PRODUCT = 2**22  # elements: of these cuBLAS splits the sum over tokens, and rounds the parts to the dtype
+READS_HOST = torch.Tag.cudagraph_unsafe  # how many tokens count: torch.compile leaves such an op out of CUDA graphs
 COMPACT_BELOW = 0.75  # of the tokens kept: then the backward copies them together
 
 
@@ -98,6 +99,7 @@ def _outputs(
     " Tensor kept, Tensor dx, Tensor dw, Tensor exponents, Tensor last_logits, Tensor last_x, Tensor dbias, Tensor du,"
     " Tensor db)",
     _outputs,
+    READS_HOST,
 )
 def linear_cross_entropy_fwd(
     x: Tensor, weight: Tensor, target: Tensor, bias: Tensor | None, u: Tensor | None, b: Tensor | None,
@@ -179,6 +181,7 @@ def linear_cross_entropy_fwd(
     "linear_cross_entropy_last(Tensor(a!) dx, Tensor dw, Tensor exponents, Tensor last_logits, Tensor last_x,"
     " Tensor weight, Tensor kept, Tensor factor, Tensor(b!) out) -> ()",
     lambda *args: None,
+    READS_HOST,
 )
 def linear_cross_entropy_last(
     dx: Tensor,
@@ -228,6 +231,7 @@ def _bwd_outputs(
     f" Tensor? dentropy, Tensor(a!)? dw_sum, bool[5] needs, ScalarType dw_dtype, {SHARD_SCHEMA}, {OPTIONS_SCHEMA})"
     " -> (Tensor dx, Tensor dw, Tensor dbias, Tensor du, Tensor db)",
     _bwd_outputs,
+    READS_HOST,
 )
 def linear_cross_entropy_bwd(
     x: Tensor, weight: Tensor, target: Tensor, bias: Tensor | None, u: Tensor | None, b: Tensor | None,

@@ -39,7 +39,7 @@ def use_kernel(x: Tensor) -> bool:
     )
 
 
-def op(schema: str, fake: Callable[..., Any]) -> Callable[[Callable[..., Any]], Callable[..., Any]]:
+def op(schema: str, fake: Callable[..., Any], *tags: torch.Tag) -> Callable[[Callable[..., Any]], Callable[..., Any]]:
     """Register the decorated launcher as ``torch.ops.liger_like.<name>``; ``fake`` gives its outputs, unfilled.
 
     The launcher runs with its first tensor's GPU current, so that models spread over several GPUs launch on the
@@ -55,7 +55,7 @@ def op(schema: str, fake: Callable[..., Any]) -> Callable[[Callable[..., Any]], 
             return launch(x, *args)
 
         name = schema.partition("(")[0]
-        LIBRARY.define(schema, tags=torch.Tag.pt2_compliant_tag)
+        LIBRARY.define(schema, tags=(torch.Tag.pt2_compliant_tag, *tags))
         LIBRARY.impl(name, on_device, "CompositeExplicitAutograd")
         torch.library.register_fake(f"liger_like::{name}", fake, lib=LIBRARY)
         dispatched = getattr(torch.ops.liger_like, name).default
