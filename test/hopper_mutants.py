@@ -3,10 +3,11 @@ occurs once in it, what replaces that, and why. And pytest's -k for the tests th
 """
 
 HOPPER_TESTS = {
-    "_hopper.py": "test_attention_hopper and (documents or leaks or few_key_heads or test_packed_sequences or 4097)",
-    "_forward_hopper.py": "test_attention_hopper and (test_options or documents or leaks)",
-    "_backward_hopper.py": "test_attention_hopper_backward and test_gradients and not (192 or 256)",
-    "_backward_hopper_256.py": "test_attention_hopper_backward and test_gradients and (192 or 256)",
+    "_hopper.py": "test_attention_hopper and (documents or leaks or few_key_heads or 4097) and 64-64",
+    "_forward_hopper.py": "test_attention_hopper and not hopper_backward and (window or documents or leaks or 4097)"
+    " and not (128 or 192 or 256)",
+    "_backward_hopper.py": "hopper_backward and (test_gradients or few_key_heads) and 64-64-torch.bfloat16",
+    "_backward_hopper_256.py": "hopper_backward and (test_gradients or few_key_heads) and 256-256-torch.bfloat16",
 }
 
 HOPPER = [
