@@ -205,13 +205,18 @@ def measured_ceilings() -> dict[str, float]:
 
 
 def merged(earlier: Row, now: Row) -> Row:
-    """What was measured now, and what was earlier of the other shapes and contestants."""
+    """What was measured now, and what was earlier of the other shapes and contestants, of those versions."""
     found: dict[tuple[str, str], Row] = {}
     for case in (*earlier.get("cases", ()), *now["cases"]):
-        before = found.get((case["op"], case["shape"]), {"rows": []})
-        rows = {row["name"]: row for row in (*before["rows"], *case["rows"])}
+        known = found.get((case["op"], case["shape"]), {"rows": []})
+        rows = {row["name"]: row for row in (*known["rows"], *case["rows"])}
         found[case["op"], case["shape"]] = {**case, "rows": [*rows.values()]}
-    return {**now, "cases": sorted(found.values(), key=lambda case: [*OPS].index(case["op"]))}
+    before = earlier.get("versions", {})  # of what is not installed now
+    return {
+        **now,
+        "versions": {name: version or before.get(name) for name, version in now["versions"].items()},
+        "cases": sorted(found.values(), key=lambda case: [*OPS].index(case["op"])),
+    }
 
 
 def show(case: Row, console: Console) -> None:

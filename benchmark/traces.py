@@ -36,6 +36,7 @@ GROUP_OF = {
     "model": OTHER,
 }
 PRODUCTS = re.compile(r"aten::(add|badd)?b?mm_?$|_add_products")
+LAUNCHES = "cuda", "cuLaunch"  # how names of the driver's calls begin
 FORWARD = 0  # the scope of an event, but for the engine's own
 SUMS = "aten::add", "aten::add_"  # of the gradients of what was used twice, where the engine itself calls them
 GROUPS = ("matrix products", "attention", "norms", "RoPE", "GLU", "loss", "optimizer", OTHER)
@@ -152,9 +153,13 @@ def times_of(events: Sequence[Any]) -> dict[str, float]:
 
 
 def _work(event: Any) -> list[tuple[str, float]]:
-    """Names and us of what ``event`` launched on the GPU, or of what it does on the host itself."""
+    """Names and us of what ``event`` launched on the GPU, or of what it does on the host itself.
+
+    What the profiler notes within a launch, as that its buffer is full, has the launch's kernel as its own, too.
+    """
     if GPU:
-        return [(kernel.name, kernel.duration) for kernel in event.kernels]
+        within = event.cpu_parent and event.cpu_parent.name.startswith(LAUNCHES)
+        return [] if within else [(kernel.name, kernel.duration) for kernel in event.kernels]
     return [(event.name, event.self_cpu_time_total)]
 
 

@@ -373,15 +373,14 @@ def plant(mutant: Mutant | None, folder: Path) -> None:
     path.write_text(source.replace(mutant.old, mutant.new))
 
 
-def first_failure(tree: Path, words: str, limit: float, cpu: bool, gpu_only: bool) -> str:
-    """Run the tests that pytest's -k finds by ``words``, of them all or those marked gpu, and return the first that
-    fails, or nothing.
+def first_failure(tree: Path, words: str, limit: float, cpu: bool) -> str:
+    """Run the tests that pytest's -k finds by ``words``, and return the first that fails, or nothing.
 
     ``cpu``: without a GPU, so that kernels are interpreted; what is written goes beside the tree, where no other tests
     write. On a GPU one bug follows the other, and what the compilers keep serves the next.
     """
     command = [sys.executable, "-m", "pytest", "-x", "--tb=no", "-p", "no:cacheprovider", *FILES]
-    command += ["-k", words, *(["-m", "gpu"] if gpu_only else [])]
+    command += ["-k", words]
     path = os.pathsep.join([str(tree), os.environ.get("PYTHONPATH", "")])
     env = os.environ | {"PYTHONPATH": path, "PYTEST_ADDOPTS": "", "OMP_NUM_THREADS": "1", "COLUMNS": "200"}
     if cpu:
@@ -405,7 +404,7 @@ def hunt(mutant: Mutant | None, words: str, limit: float, cpu: bool) -> Fate:
         tree = Path(folder, "tree")
         plant(mutant, tree)
         try:
-            test = first_failure(tree, words, limit, cpu, bool(mutant and mutant.gpu_tests))
+            test = first_failure(tree, words, limit, cpu)
         except subprocess.TimeoutExpired:
             return Fate(TIMED_OUT)
     return Fate(CAUGHT, test) if test else Fate(SURVIVED)

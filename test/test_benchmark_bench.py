@@ -418,3 +418,8 @@ def test_merged():
     assert second["rows"][1]["us"] == 5.0
     assert [first, *others] == [RESULT["cases"][1], RESULT["cases"][3], RESULT["cases"][2]]
     assert bench.merged({}, now) == now
+    without = {"versions": {"torch": "2.1", "liger-kernel": None}}
+    assert bench.merged({"versions": {"torch": "2.0", "liger-kernel": "1"}}, now | without)["versions"] == {
+        "torch": "2.1",
+        "liger-kernel": "1",
+    }

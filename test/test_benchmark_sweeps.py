@@ -232,6 +232,8 @@ def test_kernels(monkeypatch):
     adamw = event("aten::_fused_adamw_", step, ("adam", 5e3), (step.name, 1e6))
     whole = event("ProfilerStep#1", None, ("ProfilerStep#1", 1e6))
     several = [whole, loss, op, event("aten::mm", loss, ("nvjet", 4e3)), step, adamw]
+    launch = event("cudaLaunchKernel", several[-1])
+    several += [launch, *[event("Command Buffer Full", launch, ("adam", 5e3))] * 3]
     several.append(event("aten::copy_", None, ("Memcpy DtoD", 6e3)))
     on_gpu = [event(kernel.name, device_type=DeviceType.CUDA) for one in several for kernel in one.kernels]
     times = traces.times_of([*several, *on_gpu])

@@ -405,11 +405,15 @@ def test_attention_of_more_than_2_31_elements_of_queries(deterministic):
     S = 2**31 // 4096 + 9
     inputs = attention_inputs(torch.bfloat16, "cuda", B=1, S=S, Sk=96, H=32, Hk=1, D=128)
     options = {"deterministic": deterministic}
-    (out, dq, *_), (dout,) = forward_backward(ATTENTION, inputs, options)
-    tail = {n: t.detach()[:, -40:].requires_grad_() if n == "q" else t for n, t in inputs.items()}
-    (same_out, same_dq, *_), _ = forward_backward(ATTENTION, tail, options, (dout[:, -40:],))
-    assert close(out[:, -40:], same_out)
-    assert close(dq[:, -40:], same_dq)
+    dout = torch.zeros_like(inputs["q"])  # so that dk and dv are of the last queries alone
+    dout[:, -9:] = torch.randn_like(dout[:, -9:])
+    (out, dq, *grads), _ = forward_backward(ATTENTION, inputs, options, (dout,))
+    tail = {n: t.detach()[:, -9:].requires_grad_() if n == "q" else t for n, t in inputs.items()}
+    (same_out, same_dq, *same_grads), _ = forward_backward(ATTENTION, tail, options, (dout[:, -9:],))
+    assert close(out[:, -9:], same_out)
+    assert close(dq[:, -9:], same_dq)
+    assert not dq[:, :-9].any()
+    assert all(close(a, b) for a, b in zip(grads, same_grads, strict=True))
 
 
 def test_attention_of_more_than_2_31_elements_of_keys():
@@ -424,11 +428,13 @@ def test_attention_of_more_than_2_31_elements_of_keys():
     assert not any(grad[:, :-400].any() for grad in grads[1:])
 
 
-def test_attention_over_rows_far_apart(poisoned):
-    """300 rows whose last one starts more than 2^31 elements behind the first."""
-    memory = torch.randn(300, 2**23 + 16, device="cuda", dtype=torch.bfloat16)
-    far = {n: memory[:, 64 * i : 64 * (i + 1)].view(1, 300, 1, 64) for i, n in enumerate("qkv")}
-    upstream = (torch.randn(1, 300, 1, 64, device="cuda", dtype=torch.bfloat16),)
+@pytest.mark.parametrize(("S", "stride", "dtype"), [(300, 2**23, torch.bfloat16), (40, 2**27, torch.float32)], ids=str)
+def test_attention_over_rows_far_apart(S, stride, dtype, poisoned):
+    """So many rows that the last one starts more than 2^31 elements behind the first, or the last one of a block."""
+    memory = torch.empty(S * stride, device="cuda", dtype=dtype).as_strided((S, 192), (stride, 1))
+    memory.normal_()
+    far = {n: memory[:, 64 * i : 64 * (i + 1)].view(1, S, 1, 64) for i, n in enumerate("qkv")}
+    upstream = (torch.randn(1, S, 1, 64, device="cuda", dtype=dtype),)
     results = []
     for inputs in (far, {n: t.contiguous() for n, t in far.items()}):
         leaves = {n: t.detach().requires_grad_() for n, t in inputs.items()}
