@@ -311,7 +311,7 @@ ATTENTION = [
         "if PLAIN and not EXACT:",
         "if PLAIN:",
         "scores in fp32 rounded to lse",
-        "test_pairs_of_options",
+        "test_pairs_of_options and float32 and 192",
     ),
     ("_blocks.py", "if STRIDE >= 1 << 23:", "if STRIDE < 0:", "rows far apart in 32 bits", "over_rows_far_apart"),
     (
