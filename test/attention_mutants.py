@@ -227,7 +227,7 @@ ATTENTION = [
         "tl.load(offsets_ptr,",
         "all sequences stand where the first one does",
     ),
-    ("_blocks.py", "a[0].dtype == tl.float32)", "False)", "p takes a tanh that is absolutely exact only"),
+    ("_blocks.py", "SOFTCAP, EXACT)", "SOFTCAP, False)", "p takes a tanh that is absolutely exact only"),
     ("_blocks.py", "products += bias", "products += bias * slopes", "the bias is capped, too"),
     (
         "_forward.py",

@@ -8,7 +8,9 @@ import pytest
 import torch
 import torch.distributed as dist
 from tiny_models import FAMILIES, assert_exact, batch, errors, results, tiny
+from torch._dynamo.utils import counters
 from torch.distributed.fsdp import fully_shard
+from transformers import LlamaConfig, LlamaForCausalLM
 from transformers.loss.loss_utils import ForCausalLMLoss
 
 from liger_like.patches import lm_head
@@ -277,6 +279,32 @@ def test_compile_without_graph_breaks(family, device):
     torch.testing.assert_close(loss, expected.pop("loss"))
     for name, gradient in expected.items():
         torch.testing.assert_close(patched.get_parameter(name).grad, gradient)
+
+
+@pytest.mark.gpu
+def test_compiled_into_cuda_graphs():
+    """A patched model, but for the ops of its loss, which read the host; of other tokens in each step."""
+    config = LlamaConfig(
+        hidden_size=128, intermediate_size=256, num_hidden_layers=2, num_attention_heads=2, num_key_value_heads=1,
+        vocab_size=1000, tie_word_embeddings=True,
+    )  # fmt: skip
+    torch.manual_seed(0)
+    model = LlamaForCausalLM(config).to("cuda", torch.bfloat16)
+    patch(model)
+    compiled = torch.compile(model, mode="reduce-overhead", dynamic=False)
+    counters.clear()
+    for _ in range(5):
+        tokens = torch.randint(config.vocab_size, (2, 256), device="cuda")
+        labels = tokens.masked_fill(torch.rand(tokens.shape, device="cuda") < 0.3, -100)
+        results = []
+        for form in (compiled, model):
+            model.zero_grad()
+            loss = form(input_ids=tokens, labels=labels, use_cache=False).loss
+            loss.backward()
+            results.append([loss.detach().clone(), *(p.grad.clone() for p in model.parameters())])
+        for got, expected in zip(*results, strict=True):
+            assert (got - expected).norm() <= 2e-2 * expected.norm()
+    assert not counters["inductor"]["cudagraph_skips"]
 
 
 def lazy(device, bias=False):
