@@ -250,6 +250,12 @@ def path_of(result: Row, prefix: str) -> Path:
     return RESULTS / f"{prefix}-{slug(name)}.json"
 
 
+def known(result: Row, prefix: str) -> Row:
+    """What results/ has of the GPU of ``result``, if anything."""
+    path = path_of(result, prefix)
+    return json.loads(path.read_text()) if path.exists() else {}  # type: ignore[no-any-return]
+
+
 def save(result: Row, prefix: str) -> None:
     RESULTS.mkdir(exist_ok=True)
     path_of(result, prefix).write_text(json.dumps(result, indent=1) + "\n")
@@ -266,5 +272,4 @@ def update(result: Row, prefix: str, order: Mapping[str, Iterable[str]]) -> None
     """Save it ``merged`` with what the file has by now: other processes may measure other contestants."""
     RESULTS.mkdir(exist_ok=True)
     with locked(RESULTS):
-        path = path_of(result, prefix)
-        save(merged(json.loads(path.read_text()) if path.exists() else {}, result, order), prefix)
+        save(merged(known(result, prefix), result, order), prefix)

@@ -15,15 +15,15 @@ import argparse
 import functools
 from collections.abc import Callable, Collection, Iterator, Mapping
 from functools import partial
-from math import prod
+from math import inf, prod
 from typing import Any, NamedTuple
 
 import torch
 from transformers import PreTrainedConfig
 
 from benchmark import traces
-from benchmark.markdown import Row, results
-from benchmark.measure import attempt, environment, merged, present, rounded, settle, update
+from benchmark.markdown import Row
+from benchmark.measure import attempt, environment, known, merged, present, rounded, settle, update
 from benchmark.processes import GPU, reset_peak, times
 from benchmark.sweeps_report import tables, write_report
 from benchmark.training import CONTESTANTS, Preparation, build, clear, nothing, row_of, tokens_of, trainer
@@ -129,15 +129,15 @@ def inside(part: str, prepare: Preparation, config: PreTrainedConfig, batch: int
         return row | {"groups": traces.profile(timed)}
 
 
-def small(sizes: Sizes, tokens: int) -> Sizes:
+def small(sizes: Sizes, tokens: float) -> Sizes:
     """What is swept up to so many tokens; the times of these wait for the host, which other processes may share."""
     sweeps = {part: tuple(shape for shape in shapes if prod(shape) <= tokens) for part, shapes in sizes.sweeps.items()}
     return sizes._replace(sweeps=sweeps)
 
 
-def large(result: Row, tokens: int) -> dict[tuple[str, str], list[Row]]:
-    """By part and contestant, the rows of more tokens that results/ has of the same GPU."""
-    parts = next((other["parts"] for other in results("sweeps") if other["gpu"] == result["gpu"]), {})
+def large(result: Row, tokens: float) -> dict[tuple[str, str], list[Row]]:
+    """By part and contestant, the rows of more tokens that ``result`` has."""
+    parts = result.get("parts", {})
     swept = [(part, name, rows) for part in FULL.sweeps for name, rows in parts.get(part, {}).items()]
     return {(p, name): [row for row in rows if row["batch"] * row["sequence"] > tokens] for p, name, rows in swept}
 
@@ -162,7 +162,9 @@ def main() -> None:
     contestants = list(dict.fromkeys(name for part in PARTS.values() for name in part))
     parser.add_argument("--parts", nargs="+", choices=PARTS, default=list(PARTS))
     parser.add_argument("--contestants", nargs="+", choices=contestants, default=contestants)
-    parser.add_argument("--tokens", type=int, help="of the sweeps the shapes up to so many; results/ keeps the larger")
+    parser.add_argument(
+        "--tokens", type=int, default=inf, help="of the sweeps the shapes up to so many; results/ keeps the larger"
+    )
     parser.add_argument("--quick", action="store_true", help="tiny shapes, printed only; needs no GPU")
     parser.add_argument("--report", action="store_true", help="only write the report of results/; needs no GPU")
     options = parser.parse_args()
@@ -170,9 +172,8 @@ def main() -> None:
         if not GPU and not options.quick:
             parser.error("needs a GPU (all but --quick and --report)")
         result = environment("transformers", "Liger") | {"parts": {}}
-        sizes, kept = QUICK if options.quick else FULL, {}
-        if options.tokens:
-            sizes, kept = small(sizes, options.tokens), large(result, options.tokens)
+        sizes = small(QUICK if options.quick else FULL, options.tokens)
+        kept = large({} if options.quick else known(result, "sweeps"), options.tokens)
         for last in (False, True):
             for part in options.parts:
                 names = [n for n in present(PARTS[part]) if n in options.contestants and (n == LIGER) == last]

@@ -23,8 +23,8 @@ import torch
 from torch import Tensor
 from transformers import AutoModelForCausalLM, Gemma2Config, PreTrainedConfig, PreTrainedModel, Qwen3Config
 
-from benchmark.markdown import Row, results
-from benchmark.measure import Step, attempt, environment, gpu_times, present, rounded, save, settle
+from benchmark.markdown import Row
+from benchmark.measure import Step, attempt, environment, gpu_times, known, present, rounded, save, settle
 from benchmark.processes import DEVICE, reset_peak, times
 from benchmark.training_report import tables, write_report
 from examples.train import CONFIGS
@@ -243,10 +243,9 @@ def main() -> None:
             parser.error("needs a GPU (all but --report)")
         chosen = [SETTINGS[i] for i in options.settings or range(len(SETTINGS))]
         result = environment("transformers", "Liger")
-        earlier = next((other for other in results("training") if other["gpu"] == result["gpu"]), {})
         result["forms"] = {setting.text(): compare_forms(setting) for setting in SETTINGS_OF_FORMS if setting in chosen}
         result["settings"] = {} if options.forms else measure(chosen)
-        result = merged(earlier, rounded(result))
+        result = merged(known(result, "training"), rounded(result))
         print(tables(result))
         save(result, "training")
     write_report()

@@ -51,12 +51,12 @@ def test_what_is_larger_than_what_failed_is_not_tried(monkeypatch):
     assert tried == [(1, 8)] * each + [(2, 8)] * each + [(4, 8)]
 
 
-def test_small_shapes_alone(monkeypatch):
+def test_small_shapes_alone(results):
     rows = [{"batch": batch, "sequence": 8, "ms": 1.0} for batch in (1, 2, 4)]
     found = {"gpu": "this", "parts": {"batch": {"Liger": rows}, "ablation": {"all": [{"ms": 2.0}]}}}
-    monkeypatch.setattr(sweeps, "results", lambda _: [{"gpu": "another", "parts": {}}, found])
-    assert sweeps.large({"gpu": "this"}, 16) == {("batch", "Liger"): rows[2:]}
-    assert sweeps.large({"gpu": "a new one"}, 16) == {}
+    measure.save(found, "sweeps")
+    assert sweeps.large(measure.known({"gpu": "this"}, "sweeps"), 16) == {("batch", "Liger"): rows[2:]}
+    assert sweeps.large(measure.known({"gpu": "a new one"}, "sweeps"), 16) == {}
     assert sweeps.small(sweeps.QUICK, 48).sweeps == {"batch": ((1, 32),), "sequence": ((2, 16),)}
 
 

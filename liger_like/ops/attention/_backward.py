@@ -403,5 +403,6 @@ def attention_bwd(
 
     The spans of keys are no part of the op, so that torch.compile makes them once for all layers of a model.
     """
-    *options, _, _ = args
-    return _attention_bwd(dout, q, k, v, rows, _spans_of_keys(Masking(*options).spans, k.shape[1]), *args)
+    *options, _, needs = args
+    key_spans = _spans_of_keys(Masking(*options).spans, k.shape[1]) if needs[1] or needs[2] else None
+    return _attention_bwd(dout, q, k, v, rows, key_spans, *args)
