@@ -310,8 +310,9 @@ def test_bias_of_fewer_dimensions(axes, device):
     assert_accurate(*(fewer(f) for f in (ops.flash_attention, flash_attention_ref)), make, {}, draws=2, k=2)
 
 
-def test_every_set_of_frozen_inputs_gives_the_same_bits(device, poisoned):
-    inputs = attention_inputs(torch.float32, device, **EVERYTHING)
+@pytest.mark.parametrize("spans", [False, True])
+def test_every_set_of_frozen_inputs_gives_the_same_bits(spans, device, poisoned):
+    inputs = attention_inputs(torch.float32, device, **EVERYTHING, spans=spans)
     names = [n for n, t in inputs.items() if t.requires_grad]
     full = run(ops.flash_attention, inputs, {})
     for trained in itertools.chain.from_iterable(itertools.combinations(names, r) for r in range(1, len(names))):
