@@ -1,13 +1,14 @@
 """Times attention on a GPU against torch's flash and cuDNN back-ends, compiled flex_attention, and FlashAttention-4.
 
     make bench-attention                     measures, writes results/ and from it the report
+    python -m benchmark.attention --cases 0  some of the shapes; results/ keeps what it has of the others
     python -m benchmark.attention --quick    the first shapes, printed only
     python -m benchmark.attention --report   the report again, without a GPU
 
 Kernels alone: the replay of a CUDA graph of one forward, or of one forward and backward, in bf16, on random data; the
 time of a backward is the difference. FLOPs are those of the products that the mask leaves, two of the forward and five
 of the backward, whatever a contestant computes beside them. All contestants of a shape are measured in the same rounds,
-in random order.
+in random order. What is measured is written at once.
 """
 
 import argparse
@@ -32,6 +33,7 @@ from benchmark.measure import (
     captured,
     environment,
     gpu_times,
+    known,
     peak_mib,
     rounded,
     save,
@@ -102,20 +104,25 @@ def measure(case: Case, rounds: int) -> Row:
 
 def main() -> None:
     parser = argparse.ArgumentParser(prog="python -m benchmark.attention")
+    parser.add_argument("--cases", type=int, nargs="+", choices=range(len(cases())), help="their numbers; else all")
     parser.add_argument("--quick", action="store_true", help="the first shapes, printed only")
     parser.add_argument("--report", action="store_true", help="only write the report of results/; needs no GPU")
     options = parser.parse_args()
     if not options.report:
         if not torch.cuda.is_available():
             parser.error("needs a GPU (all but --report)")
-        chosen, rounds = (cases()[:QUICK_CASES], QUICK_ROUNDS) if options.quick else (cases(), ROUNDS)
-        result = rounded(
-            {**environment(*libraries([OPS["flash_attention"]])), "cases": [measure(case, rounds) for case in chosen]}
-        )
-        print(tables(result))
-        if options.quick:
+        several, quick = cases(), options.quick
+        chosen = range(QUICK_CASES) if quick else options.cases or range(len(several))
+        result = environment(*libraries([OPS["flash_attention"]]))
+        found = {} if quick else {row["shape"]: row for row in known(result, "attention").get("cases", ())}
+        for case in (several[i] for i in chosen):
+            found[case.text()] = measure(case, QUICK_ROUNDS if quick else ROUNDS)
+            result["cases"] = [found[case.text()] for case in several if case.text() in found]
+            if not quick:
+                save(rounded(result), "attention")
+        print(tables(rounded(result)))
+        if quick:
             return
-        save(result, "attention")
     write_report()
 
 
