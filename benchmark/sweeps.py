@@ -1,4 +1,4 @@
-"""Training steps of Llama-3.2-1B's shape: by batch and by sequence, patched in part, and what is inside one.
+"""Training steps of Llama-3.2-1B's shape: by batch and by sequence, patched in part, as a CUDA graph, and from inside.
 
     make bench-sweeps                                 measures, writes results/ and from it the report and the pictures
     python -m benchmark.sweeps --parts batch          some of it; results/ keeps what it has of the rest
@@ -13,6 +13,7 @@ is larger. What is measured is written at once.
 
 import argparse
 import functools
+import statistics
 from collections.abc import Callable, Collection, Iterator, Mapping
 from functools import partial
 from math import inf, prod
@@ -26,7 +27,7 @@ from benchmark.markdown import Row
 from benchmark.measure import attempt, environment, known, merged, present, rounded, settle, update
 from benchmark.processes import GPU, reset_peak, times
 from benchmark.sweeps_report import tables, write_report
-from benchmark.training import CONTESTANTS, Preparation, build, clear, nothing, row_of, tokens_of, trainer
+from benchmark.training import CONTESTANTS, SELECTIVE, Preparation, build, clear, nothing, row_of, tokens_of, trainer
 from examples.train import CONFIGS
 from liger_like import patching
 
@@ -36,10 +37,11 @@ Shape = tuple[int, int]  # batch and sequence
 
 
 class Sizes(NamedTuple):
-    """What is measured: the model, what is swept, and the shape of the other parts."""
+    """What is measured: the model, what is swept, the shape of the graph, and that of the other parts."""
 
     config: PreTrainedConfig
     sweeps: Mapping[str, tuple[Shape, ...]]
+    graph: Shape
     inside: Shape
 
 
@@ -49,9 +51,10 @@ FULL = Sizes(
         "batch": tuple((batch, 1024) for batch in (1, 4, 8, 16, 32, 64, 96, 112)),
         "sequence": tuple((4, seq) for seq in (512, 1024, 2048, 4096, 8192, 12288, 16384, 24576)),
     },
+    (1, 1024),
     (4, 4096),
 )
-QUICK = Sizes(CONFIGS["tiny"], {"batch": ((1, 32), (2, 32)), "sequence": ((2, 16), (2, 48))}, (2, 32))
+QUICK = Sizes(CONFIGS["tiny"], {"batch": ((1, 32), (2, 32)), "sequence": ((2, 16), (2, 48))}, (1, 32), (2, 32))
 
 SWITCHES = "norm", "rope", "mlp", "attention", "loss"  # of patch
 VARIANTS: dict[str, Collection[str]] = {
@@ -61,10 +64,12 @@ VARIANTS: dict[str, Collection[str]] = {
     "all": SWITCHES,
 }
 INSIDE = {name: CONTESTANTS[name] for name in ("transformers", "liger_like")}
+WHOLE = {name: prepare for name, prepare in CONTESTANTS.items() if name != SELECTIVE}  # nothing is checkpointed
 PARTS: dict[str, Mapping[str, Any]] = {
     "batch": CONTESTANTS,
     "sequence": CONTESTANTS,
     "ablation": VARIANTS,
+    "graph": WHOLE,
     "memory": INSIDE,
     "profile": INSIDE,
 }
@@ -113,6 +118,27 @@ def ablate(names: Collection[str], config: PreTrainedConfig, batch: int, seq: in
     return rows
 
 
+def replayed(prepare: Preparation, config: PreTrainedConfig, batch: int, seq: int) -> Row:
+    """A small step as the host launches it, and as one CUDA graph; nothing is checkpointed."""
+    if not GPU:
+        return {"reason": "needs a GPU"}
+    clear()
+    step = partial(trainer(build(prepare, config, checkpointing=False)), tokens_of(config, batch, seq))
+    stream = torch.cuda.Stream()  # of the capture, too: autograd works where the forward did
+    stream.wait_stream(torch.cuda.current_stream())
+    with torch.cuda.stream(stream):
+        times(step, WARMUP)
+        launched = {"launched_ms": statistics.median(times(step, STEPS))}
+
+    def replay() -> Row:
+        graph = torch.cuda.CUDAGraph()
+        with torch.cuda.graph(graph, stream=stream):
+            step()
+        return row_of(graph.replay, batch * seq, STEPS)
+
+    return launched | attempt(replay)
+
+
 def inside(part: str, prepare: Preparation, config: PreTrainedConfig, batch: int, seq: int) -> Row:
     """What is in one step, warm: its memory, or the time of each group of its work."""
     if part == "memory" and not GPU:
@@ -152,6 +178,9 @@ def measure(part: str, names: Collection[str], sizes: Sizes) -> Iterator[tuple[s
                 yield name, rows
     elif part == "ablation" and names:
         yield from ((row.pop("name"), [row]) for row in ablate(names, sizes.config, *sizes.inside))
+    elif part == "graph":
+        for name in names:
+            yield name, [attempt(partial(replayed, WHOLE[name], sizes.config, *sizes.graph))]
     else:
         for name in names:
             yield name, [attempt(partial(inside, part, INSIDE[name], sizes.config, *sizes.inside))]

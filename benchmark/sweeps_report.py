@@ -47,6 +47,20 @@ def ablation_table(rows: Rows) -> str:
     return table(("patched", "step ms", "of none", "peak GiB"), cells)
 
 
+def graph_table(rows: Rows) -> str:
+    cells = (
+        [
+            name,
+            number(row.get("launched_ms"), ".1f"),
+            row.get("reason") or number(row["ms"], ".1f"),
+            number(row.get("tokens"), ",.0f"),
+            number(row.get("gib"), ".1f"),
+        ]
+        for name, row in rows.items()
+    )
+    return table(("", "launched ms", "graph ms", "tokens/s", "peak GiB"), cells)
+
+
 def peak(row: Row) -> dict[str, float]:
     """GiB by when they were allocated, at the time when most were."""
     most = max(zip(*row["gib"].values(), strict=True), key=sum)
@@ -83,6 +97,7 @@ class Part(NamedTuple):
 
 PARTS = {
     "ablation": Part("Patched in part, in turns", ablation_table),
+    "graph": Part("B 1 S 1024: kernels launched one by one, and a step as one CUDA graph", graph_table),
     "memory": Part("Memory in a step by when it was allocated, at its peak", memory_table),
     "profile": Part("Time in a step by what it was for, ms", profile_table),
 }

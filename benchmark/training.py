@@ -167,8 +167,8 @@ def tokens_of(config: PreTrainedConfig, batch: int, seq: int) -> Tensor:
 
 
 def trainer(model: PreTrainedModel) -> Callable[..., None]:
-    """A training step on tokens [B, S], which tells the names of its phases as they end."""
-    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-5, fused=True)
+    """A training step on tokens [B, S], which tells the names of its phases as they end; a CUDA graph may have it."""
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-5, fused=True, capturable=DEVICE == "cuda")
 
     def step(tokens: Tensor, ended: Callable[[str], None] = nothing) -> None:
         loss = model(input_ids=tokens, labels=tokens, use_cache=False).loss

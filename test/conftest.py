@@ -58,6 +58,20 @@ def poisoned():
 
 
 @pytest.fixture
+def results(monkeypatch, tmp_path):
+    """Instead of the folder of results and the pages of the sweeps."""
+    from benchmark import markdown, measure, sweeps_report
+
+    for module in (markdown, measure, sweeps_report):
+        monkeypatch.setattr(module, "RESULTS", tmp_path / "results")
+    for name in ("README", "NOTES"):
+        page = tmp_path / f"{name}.md"
+        page.write_text(f"before\n{sweeps_report.BEGIN}old\n{sweeps_report.END}after\n")
+        monkeypatch.setattr(sweeps_report, name, page)
+    return tmp_path / "results"
+
+
+@pytest.fixture
 def launched(monkeypatch):
     """Names of the kernels that are launched, and their grids."""
     from liger_like.ops.attention import (

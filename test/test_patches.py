@@ -281,20 +281,25 @@ def test_compile_without_graph_breaks(family, device):
         torch.testing.assert_close(patched.get_parameter(name).grad, gradient)
 
 
+def on_gpu():
+    """A patched model; the logits of 2 x 1536 tokens are more than one chunk."""
+    config = LlamaConfig(
+        hidden_size=128, intermediate_size=256, num_hidden_layers=2, num_attention_heads=2, num_key_value_heads=1,
+        vocab_size=40000, tie_word_embeddings=True,
+    )  # fmt: skip
+    model = LlamaForCausalLM(config).to("cuda", torch.bfloat16)
+    patch(model)
+    return model
+
+
 @pytest.mark.gpu
 def test_compiled_into_cuda_graphs():
     """A patched model, but for the ops of its loss, which read the host; of other tokens in each step."""
-    config = LlamaConfig(
-        hidden_size=128, intermediate_size=256, num_hidden_layers=2, num_attention_heads=2, num_key_value_heads=1,
-        vocab_size=1000, tie_word_embeddings=True,
-    )  # fmt: skip
-    torch.manual_seed(0)
-    model = LlamaForCausalLM(config).to("cuda", torch.bfloat16)
-    patch(model)
+    model = on_gpu()
     compiled = torch.compile(model, mode="reduce-overhead", dynamic=False)
     counters.clear()
     for _ in range(5):
-        tokens = torch.randint(config.vocab_size, (2, 256), device="cuda")
+        tokens = torch.randint(model.config.vocab_size, (2, 1536), device="cuda")
         labels = tokens.masked_fill(torch.rand(tokens.shape, device="cuda") < 0.3, -100)
         results = []
         for form in (compiled, model):
@@ -305,6 +310,39 @@ def test_compiled_into_cuda_graphs():
         for got, expected in zip(*results, strict=True):
             assert (got - expected).norm() <= 2e-2 * expected.norm()
     assert not counters["inductor"]["cudagraph_skips"]
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("compiled", [False, True])
+def test_a_step_as_one_cuda_graph(compiled):
+    """Replayed for other tokens, it gives the gradients of a step of which each kernel is launched."""
+    model = on_gpu()
+    twin = copy.deepcopy(model)
+    if compiled:
+        model.compile(dynamic=False)
+    tokens, labels = torch.randint(model.config.vocab_size, (2, 2, 1536), device="cuda")
+
+    def step(model):
+        loss = model(input_ids=tokens, labels=labels, use_cache=False).loss
+        loss.backward()
+        return loss.detach()
+
+    stream, graph = torch.cuda.Stream(), torch.cuda.CUDAGraph()
+    stream.wait_stream(torch.cuda.current_stream())
+    with torch.cuda.stream(stream):
+        for _ in range(3):
+            step(model)
+            model.zero_grad()
+    with torch.cuda.graph(graph, stream=stream):
+        captured = step(model)
+    for _ in range(3):
+        tokens.random_(model.config.vocab_size)
+        labels.copy_(tokens.masked_fill(torch.rand(tokens.shape, device="cuda") < 0.3, -100))
+        graph.replay()
+        twin.zero_grad()
+        torch.testing.assert_close(captured, step(twin), rtol=1e-3, atol=0)
+        for got, expected in zip(model.parameters(), twin.parameters(), strict=True):
+            assert (got.grad - expected.grad).norm() <= 2e-2 * expected.grad.norm()
 
 
 def lazy(device, bias=False):
