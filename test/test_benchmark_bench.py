@@ -135,12 +135,10 @@ def test_on_a_gpu(op):
     several = bench.measure(Case(op, shape, []), {"liger_like", "torch"}, CEILINGS, 1)["rows"]
     for ours in several:
         assert ours["error"] <= 1.1
-        assert min(ours[key] for key in ("wall_us", "host_us", "mib", "rate", "share")) > 0
-        if op == "swiglu" or ours["name"] == "torch":
-            assert 0 < ours["forward_us"] < ours["us"] < ours["wall_us"]
-            assert "reason" not in ours
-        else:
-            assert "synchroniz" in ours["reason"]
+        assert min(ours[key] for key in ("wall_us", "host_us", "mib", "rate", "share", "forward_us", "us")) > 0
+        assert "reason" not in ours
+        if op == "swiglu" or ours["name"] == "torch":  # forwards of our loss make gradients, too
+            assert ours["forward_us"] < ours["us"] < ours["wall_us"]
 
 
 def test_a_shape_that_cannot_be_measured(monkeypatch):
