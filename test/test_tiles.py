@@ -149,7 +149,10 @@ def _scale_kernel(x_ptr, y_ptr, z_ptr, M, N, scale, FACTOR: tl.constexpr, BLOCK:
 
 @pytest.mark.gpu
 def test_launch(monkeypatch):
-    """Every combination of what Triton specialises on, twice: compiled, and run again from memory."""
+    """Every combination of what Triton specialises on, twice: compiled, and run again from memory.
+
+    A thread has several elements, so that it loads aligned ones at once.
+    """
     monkeypatch.setattr(_common, "_COMPILED", known := {})
     data = torch.randn(4, 64, device="cuda")
     for dtype, shift, N, factor, with_z in (
@@ -163,7 +166,7 @@ def test_launch(monkeypatch):
         for M, scale in ((3, 0.5), (2, 4.0)):
             x = data.to(dtype).flatten()[shift:]
             y, z = torch.zeros_like(x), torch.zeros_like(x)
-            launch(_scale_kernel, (2,), (x, y, z if with_z else None), (M, N), (scale,), FACTOR=factor, BLOCK=32)
+            launch(_scale_kernel, (2,), (x, y, z if with_z else None), (M, N), (scale,), FACTOR=factor, BLOCK=512)
             torch.testing.assert_close(y[: M * N], x[: M * N] * scale * factor)
             assert not y[M * N :].any()
             assert torch.equal(z[: M * N], x[: M * N]) == with_z
