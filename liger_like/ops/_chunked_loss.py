@@ -91,6 +91,14 @@ def _outputs(
     return *rows, order, kept, dx, dw, exponents, last_logits, last_x, dbias, du, db
 
 
+def _flops(x: Tensor, weight: Tensor, target: Tensor, bias: Tensor | None, u: Tensor | None, *args: Any) -> int:
+    """Of the logits of all tokens, and of the gradients that are asked for, with what is left of them for later."""
+    needs_dx, needs_dw, _, needs_du, needs_db = next(arg for arg in args if isinstance(arg, list))
+    rank = 0 if u is None else u.shape[1]
+    each = x.shape[1] * (1 + needs_dx + needs_dw) + rank * (1 + needs_du + needs_db)
+    return 2 * x.shape[0] * weight.shape[0] * each
+
+
 @op(
     "linear_cross_entropy(Tensor x, Tensor weight, Tensor target, Tensor? bias, Tensor? u, Tensor? b,"
     " Tensor? class_weight, bool[5] needs, bool entropy, bool argmax, SymInt? chunk_rows, ScalarType? accum_dtype,"
@@ -100,6 +108,7 @@ def _outputs(
     " Tensor db)",
     _outputs,
     READS_HOST,
+    flops=_flops,
 )
 def linear_cross_entropy_fwd(
     x: Tensor, weight: Tensor, target: Tensor, bias: Tensor | None, u: Tensor | None, b: Tensor | None,
@@ -232,6 +241,7 @@ def _bwd_outputs(
     " -> (Tensor dx, Tensor dw, Tensor dbias, Tensor du, Tensor db)",
     _bwd_outputs,
     READS_HOST,
+    flops=_flops,
 )
 def linear_cross_entropy_bwd(
     x: Tensor, weight: Tensor, target: Tensor, bias: Tensor | None, u: Tensor | None, b: Tensor | None,

@@ -10,6 +10,7 @@ import torch
 import triton
 import triton.language as tl
 from torch import Tensor
+from torch.utils.flop_counter import register_flop_formula
 
 LIBRARY = torch.library.Library("liger_like", "DEF")
 INTERPRET: bool = triton.knobs.runtime.interpret  # read once, as the decorators of the kernels read it
@@ -39,8 +40,11 @@ def use_kernel(x: Tensor) -> bool:
     )
 
 
-def op(schema: str, fake: Callable[..., Any], *tags: torch.Tag) -> Callable[[Callable[..., Any]], Callable[..., Any]]:
-    """Register the decorated launcher as ``torch.ops.liger_like.<name>``; ``fake`` gives its outputs, unfilled.
+def op(
+    schema: str, fake: Callable[..., Any], *tags: torch.Tag, flops: Callable[..., int] | None = None
+) -> Callable[[Callable[..., Any]], Callable[..., Any]]:
+    """Register the decorated launcher as ``torch.ops.liger_like.<name>``; ``fake`` gives its outputs, unfilled, and
+    ``flops``, of an op that multiplies matrices, what torch's FlopCounterMode shall count.
 
     The launcher runs with its first tensor's GPU current, so that models spread over several GPUs launch on the
     right one. What is returned calls it through the dispatcher, or at once where nobody listens there.
@@ -58,7 +62,10 @@ def op(schema: str, fake: Callable[..., Any], *tags: torch.Tag) -> Callable[[Cal
         LIBRARY.define(schema, tags=(torch.Tag.pt2_compliant_tag, *tags))
         LIBRARY.impl(name, on_device, "CompositeExplicitAutograd")
         torch.library.register_fake(f"liger_like::{name}", fake, lib=LIBRARY)
-        dispatched = getattr(torch.ops.liger_like, name).default
+        packet = getattr(torch.ops.liger_like, name)
+        dispatched = packet.default
+        if flops is not None:
+            register_flop_formula(packet, get_raw=True)(lambda *args, out_val: flops(*args))
 
         @functools.wraps(launch)
         def run(*args: Any) -> Any:

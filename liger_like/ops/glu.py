@@ -199,7 +199,11 @@ def _linear_outputs(gate: Tensor, up: Tensor | None, weight: Tensor, bias: Tenso
     return gate.new_empty(*gate.shape[:-1], weight.shape[0])
 
 
-@op("glu_linear_fwd(Tensor gate, Tensor? up, Tensor weight, Tensor? bias, str act) -> Tensor", _linear_outputs)
+@op(
+    "glu_linear_fwd(Tensor gate, Tensor? up, Tensor weight, Tensor? bias, str act) -> Tensor",
+    _linear_outputs,
+    flops=lambda gate, up, weight, *_: 2 * gate.shape[:-1].numel() * weight.numel(),
+)
 def _glu_linear_fwd(gate: Tensor, up: Tensor | None, weight: Tensor, bias: Tensor | None, act: str) -> Tensor:
     """An op, so that a policy of checkpoints that keeps products can tell this one from them: most layers only add it
     to their input, so that no backward needs it.

@@ -36,6 +36,7 @@ from liger_like.ops.attention._blocks import (
     zero_parts,
     zones,
 )
+from liger_like.ops.attention._flops import backward_flops
 from liger_like.ops.attention._setup import (
     MASKING_SCHEMA,
     Masking,
@@ -361,6 +362,7 @@ def _grads(
     f"attention_bwd(Tensor dout, Tensor q, Tensor k, Tensor v, Tensor rows, Tensor? key_spans, {MASKING_SCHEMA},"
     " bool deterministic, bool[4] needs) -> (Tensor dq, Tensor dk, Tensor dv, Tensor dbias)",
     _grads,
+    flops=backward_flops,
 )
 def _attention_bwd(
     dout: Tensor, q: Tensor, k: Tensor, v: Tensor, rows: Tensor, key_spans: Tensor | None, *args: Any

@@ -31,6 +31,7 @@ from liger_like.ops.attention._blocks import (
     zero_parts,
     zones,
 )
+from liger_like.ops.attention._flops import forward_flops
 from liger_like.ops.attention._forward_hopper import attention_fwd_hopper
 from liger_like.ops.attention._hopper import on_hopper
 from liger_like.ops.attention._setup import MASKING_SCHEMA, Masking, constants_of, section_of, strides_of
@@ -170,7 +171,11 @@ def _outputs(q: Tensor, k: Tensor, v: Tensor, *args: Any) -> tuple[Tensor, Tenso
     return q.new_empty(B, S, H, v.shape[-1]), q.new_empty((B, H, S), dtype=torch.float32)
 
 
-@op(f"attention_fwd(Tensor q, Tensor k, Tensor v, Tensor? sinks, {MASKING_SCHEMA}) -> (Tensor, Tensor)", _outputs)
+@op(
+    f"attention_fwd(Tensor q, Tensor k, Tensor v, Tensor? sinks, {MASKING_SCHEMA}) -> (Tensor, Tensor)",
+    _outputs,
+    flops=forward_flops,
+)
 def attention_fwd(q: Tensor, k: Tensor, v: Tensor, sinks: Tensor | None, *options: Any) -> tuple[Tensor, Tensor]:
     """Output [B, S, H, Dv] and lse [B, H, S] of q [B, S, H, D], k [B, Sk, Hk, D] and v [B, Sk, Hk, Dv]."""
     out, lse = _outputs(q, k, v)
