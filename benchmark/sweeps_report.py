@@ -10,7 +10,7 @@ BEGIN = "<!-- sweeps: written by `python -m benchmark.sweeps --report` -->\n"
 END = "<!-- /sweeps -->\n"
 ABOUT = """\
 Steps of Llama-3.2-1B's shape (`make bench-sweeps`): checkpointed, by batch and by sequence, a cross where the next one
-failed; and what is allocated during one that is not checkpointed.
+failed; and, of one that is not checkpointed, what is allocated when, and what its kernels are for.
 """
 
 SWEEPS = "batch", "sequence"
@@ -196,23 +196,23 @@ def file_of(name: str) -> Path:
     return RESULTS / f"{name}.png"
 
 
-def links(names: Collection[str], page: Path, measured: Collection[Row]) -> list[str]:
+def links(page: Path, measured: Collection[Row]) -> list[str]:
     """The pictures that there are."""
     return [
         f"![{picture.text}]({file_of(name).relative_to(page.parent)})\n"
         for name, picture in PICTURES.items()
-        if name in names and picture.of(measured)
+        if picture.of(measured)
     ]
 
 
 def with_tables(notes: str, measured: Collection[Row]) -> str:
     """``notes`` with the pictures and the tables between their markers."""
-    return between(notes, BEGIN, END, "\n".join([*links(PICTURES, NOTES, measured), *map(tables, measured)]))
+    return between(notes, BEGIN, END, "\n".join([*links(NOTES, measured), *map(tables, measured)]))
 
 
 def with_overview(readme: str, measured: Collection[Row]) -> str:
-    """``readme`` with what was swept, and the memory of a step, between the markers."""
-    pictures = links(("sweeps", "memory"), README, measured)
+    """``readme`` with the pictures between the markers."""
+    pictures = links(README, measured)
     return between(readme, BEGIN, END, "\n".join([ABOUT, *pictures] if pictures else []))
 
 
