@@ -1,5 +1,6 @@
 """The benchmarks: a report is that of its results, and what they hold for exact, or for a peer, is."""
 
+import sys
 from functools import partial
 from typing import Any
 
@@ -8,6 +9,7 @@ import torch
 from torch.nn.attention.flex_attention import flex_attention
 
 from benchmark import (
+    attention,
     attention_report,
     contestants,
     curves,
@@ -345,6 +347,33 @@ def test_time_on_a_host_without_gpu(monkeypatch):
     rows = memory_bound.host_alone(["rms_norm"])["host"]
     assert [row["name"] for row in rows] == ["empty autograd.Function", "liger_like"]
     assert all(0 < row["forward_us"] < row["us"] for row in rows)
+
+
+def test_attention_that_is_cut_off(monkeypatch, tmp_path):
+    """What was measured before is kept, also of an earlier run, in the order of the table."""
+
+    def measured(case, rounds):
+        if case.text() == third:
+            raise KeyboardInterrupt
+        return {"shape": case.text(), "rows": [{"name": "now", "mib": 1 / 3}]}
+
+    first, second, third, fourth = (case.text() for case in attention.cases()[:4])
+    monkeypatch.setattr(measure, "RESULTS", tmp_path)
+    monkeypatch.setattr(attention, "environment", lambda *_: {"gpu": "GPU"})
+    monkeypatch.setattr(attention, "measure", measured)
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(sys, "argv", ["", "--cases", "1", "2", "0"])
+    measure.save(
+        {"gpu": "GPU", "cases": [{"shape": text, "rows": []} for text in (first, second, fourth)]}, "attention"
+    )
+    with pytest.raises(KeyboardInterrupt):
+        attention.main()
+    cases = measure.known({"gpu": "GPU"}, "attention")["cases"]
+    assert [(case["shape"], case["rows"]) for case in cases] == [
+        (first, []),
+        (second, [{"name": "now", "mib": 0.3333}]),
+        (fourth, []),
+    ]
 
 
 @pytest.mark.filterwarnings("ignore:flex_attention called without torch.compile")
