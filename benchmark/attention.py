@@ -111,18 +111,17 @@ def main() -> None:
     if not options.report:
         if not torch.cuda.is_available():
             parser.error("needs a GPU (all but --report)")
-        several, quick = cases(), options.quick
-        chosen = range(QUICK_CASES) if quick else options.cases or range(len(several))
-        result = environment(*libraries([OPS["flash_attention"]]))
-        found = {} if quick else {row["shape"]: row for row in known(result, "attention").get("cases", ())}
-        for case in (several[i] for i in chosen):
-            found[case.text()] = measure(case, QUICK_ROUNDS if quick else ROUNDS)
-            result["cases"] = [found[case.text()] for case in several if case.text() in found]
-            if not quick:
-                save(rounded(result), "attention")
-        print(tables(rounded(result)))
-        if quick:
+        several, result = cases(), environment(*libraries([OPS["flash_attention"]]))
+        if options.quick:
+            result["cases"] = [measure(case, QUICK_ROUNDS) for case in several[:QUICK_CASES]]
+            print(tables(rounded(result)))
             return
+        found = {row["shape"]: row for row in known(result, "attention").get("cases", ())}
+        for i in options.cases or range(len(several)):
+            found[several[i].text()] = measure(several[i], ROUNDS)
+            result["cases"] = [found[case.text()] for case in several if case.text() in found]
+            save(rounded(result), "attention")
+        print(tables(rounded(result)))
     write_report()
 
 

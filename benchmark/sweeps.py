@@ -13,7 +13,6 @@ is larger. What is measured is written at once.
 
 import argparse
 import functools
-import statistics
 from collections.abc import Callable, Collection, Iterator, Mapping
 from functools import partial
 from math import inf, prod
@@ -128,7 +127,7 @@ def replayed(prepare: Preparation, config: PreTrainedConfig, batch: int, seq: in
     stream.wait_stream(torch.cuda.current_stream())
     with torch.cuda.stream(stream):
         times(step, WARMUP)
-        launched = {"launched_ms": statistics.median(times(step, STEPS))}
+        launched = {"launched_ms": row_of(step, batch * seq, STEPS)["ms"]}
 
     def replay() -> Row:
         graph = torch.cuda.CUDAGraph()
@@ -178,12 +177,10 @@ def measure(part: str, names: Collection[str], sizes: Sizes) -> Iterator[tuple[s
                 yield name, rows
     elif part == "ablation" and names:
         yield from ((row.pop("name"), [row]) for row in ablate(names, sizes.config, *sizes.inside))
-    elif part == "graph":
-        for name in names:
-            yield name, [attempt(partial(replayed, WHOLE[name], sizes.config, *sizes.graph))]
     else:
+        one, shape = (replayed, sizes.graph) if part == "graph" else (partial(inside, part), sizes.inside)
         for name in names:
-            yield name, [attempt(partial(inside, part, INSIDE[name], sizes.config, *sizes.inside))]
+            yield name, [attempt(partial(one, PARTS[part][name], sizes.config, *shape))]
 
 
 def main() -> None:

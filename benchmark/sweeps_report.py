@@ -97,7 +97,7 @@ class Part(NamedTuple):
 
 PARTS = {
     "ablation": Part("Patched in part, in turns", ablation_table),
-    "graph": Part("B 1 S 1024: kernels launched one by one, and a step as one CUDA graph", graph_table),
+    "graph": Part("A small step, its kernels launched one by one, and as one CUDA graph", graph_table),
     "memory": Part("Memory in a step by when it was allocated, at its peak", memory_table),
     "profile": Part("Time in a step by what it was for, ms", profile_table),
 }

@@ -349,31 +349,45 @@ def test_time_on_a_host_without_gpu(monkeypatch):
     assert all(0 < row["forward_us"] < row["us"] for row in rows)
 
 
-def test_attention_that_is_cut_off(monkeypatch, tmp_path):
-    """What was measured before is kept, also of an earlier run, in the order of the table."""
+@pytest.fixture
+def attention_cases(monkeypatch, tmp_path):
+    """Their names; each is "measured" but for the third one, at which the run is cut off."""
+    names = [case.text() for case in attention.cases()]
 
     def measured(case, rounds):
-        if case.text() == third:
+        if case.text() == names[2] and rounds == attention.ROUNDS:
             raise KeyboardInterrupt
-        return {"shape": case.text(), "rows": [{"name": "now", "mib": 1 / 3}]}
+        return {"shape": case.text(), "flops": 1, "rows": [{"name": "now", "mib": 1 / 3, "reason": "no time"}]}
 
-    first, second, third, fourth = (case.text() for case in attention.cases()[:4])
     monkeypatch.setattr(measure, "RESULTS", tmp_path)
-    monkeypatch.setattr(attention, "environment", lambda *_: {"gpu": "GPU"})
+    monkeypatch.setattr(attention, "environment", lambda *_: {"gpu": "GPU", "date": "today", "versions": {}})
     monkeypatch.setattr(attention, "measure", measured)
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    return names
+
+
+def test_attention_that_is_cut_off(attention_cases, monkeypatch):
+    """What was measured before is kept, also of an earlier run, in the order of the table."""
+    first, second, _, fourth = attention_cases[:4]
+    earlier = [{"shape": text, "rows": []} for text in (first, second, fourth)]
+    measure.save({"gpu": "GPU", "cases": earlier}, "attention")
     monkeypatch.setattr(sys, "argv", ["", "--cases", "1", "2", "0"])
-    measure.save(
-        {"gpu": "GPU", "cases": [{"shape": text, "rows": []} for text in (first, second, fourth)]}, "attention"
-    )
     with pytest.raises(KeyboardInterrupt):
         attention.main()
     cases = measure.known({"gpu": "GPU"}, "attention")["cases"]
     assert [(case["shape"], case["rows"]) for case in cases] == [
         (first, []),
-        (second, [{"name": "now", "mib": 0.3333}]),
+        (second, [{"name": "now", "mib": 0.3333, "reason": "no time"}]),
         (fourth, []),
     ]
+
+
+def test_quick_attention_is_printed_only(attention_cases, monkeypatch, tmp_path, capsys):
+    monkeypatch.setattr(sys, "argv", ["", "--quick"])
+    attention.main()
+    shown = capsys.readouterr().out
+    assert [name for name in attention_cases if f"| {name} | now |" in shown] == attention_cases[:3]
+    assert not [*tmp_path.iterdir()]
 
 
 @pytest.mark.filterwarnings("ignore:flex_attention called without torch.compile")

@@ -303,6 +303,17 @@ def test_quick(results, monkeypatch, capsys):
     assert not results.exists()  # printed only
 
 
+def test_the_graph_has_a_shape_of_its_own(monkeypatch):
+    monkeypatch.setattr(sweeps, "replayed", lambda *args: {"graph of": args})
+    monkeypatch.setattr(sweeps, "inside", lambda *args: {"inside": args})
+    prepare, config = training.CONTESTANTS["liger_like"], sweeps.FULL.config
+    for part, row in (
+        ("graph", {"graph of": (prepare, config, 1, 1024)}),
+        ("memory", {"inside": ("memory", prepare, config, 4, 4096)}),
+    ):
+        assert dict(sweeps.measure(part, ["liger_like"], sweeps.FULL)) == {"liger_like": [row]}
+
+
 def test_liger_comes_last(results, monkeypatch):
     """As it changes transformers for the whole process."""
     order = []

@@ -63,7 +63,7 @@ Patched in part, in turns:
 | norm alone | 240.0 | 0.800 | 40.0 |
 | all | out of \| memory | - | - |
 
-B 1 S 1024: kernels launched one by one, and a step as one CUDA graph:
+A small step, its kernels launched one by one, and as one CUDA graph:
 
 |  | launched ms | graph ms | tokens/s | peak GiB |
 |---|---|---|---|---|
