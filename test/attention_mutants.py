@@ -344,4 +344,10 @@ ATTENTION = [
         "seen & (keys >= starts) & (keys <= ends)",
         "the reference's spans are a key too long",
     ),
+    (
+        "__init__.py",
+        "lse.squeeze(0)) if return_lse else out.squeeze(0)",
+        "lse[0]) if return_lse else out[0]",
+        "the gradient of packed rows is copied into zeros",
+    ),
 ]

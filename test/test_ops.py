@@ -6,6 +6,7 @@ import pytest
 import torch
 from torch._dynamo.testing import CompileCounterWithBackend
 from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
 from torch.utils.checkpoint import checkpoint
 
 from liger_like import ops
@@ -194,6 +195,37 @@ def test_bitwise_repeatable(spec, device, poisoned):
     for options in spec.options:
         first, second = run(spec.fn, inputs, options), run(spec.fn, inputs, options)
         assert all(torch.equal(t, second[name]) for name, t in first.items())
+
+
+class _Filled(TorchDispatchMode):
+    """How many elements torch's own ops fill: no views, and not what is left empty."""
+
+    def __init__(self):
+        super().__init__()
+        self.sizes = []
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        result = func(*args, **(kwargs or {}))
+        if func.namespace == "aten" and "empty" not in func.name():
+            held = {t.untyped_storage().data_ptr() for t in tree_leaves((args, kwargs)) if isinstance(t, torch.Tensor)}
+            new = (t for t in tree_leaves(result) if t.untyped_storage().data_ptr() not in held)
+            self.sizes += [(func.name(), t.numel()) for t in new]
+        return result
+
+
+@each_case
+def test_torch_fills_nothing_large(spec, options, device):
+    """Neither in the forward nor in the backward, where a slice that is no view would be zeros and a copy."""
+    inputs = spec.inputs(torch.float32, device, **small(spec))
+    inputs = {name: t for name, t in inputs.items() if "lora" not in name}  # whose low-rank products are torch's
+    leaves = [t for t in inputs.values() if t.requires_grad]
+    with _Filled() as filled:
+        outputs = differentiable(spec.fn(**inputs, **options))
+    upstream = [torch.ones_like(t) for t in outputs]
+    with filled:
+        torch.autograd.grad(outputs, leaves, upstream)
+    large = min(t.numel() for t in (*leaves, *outputs) if t.dim() > 1)
+    assert max([size for _, size in filled.sizes], default=0) < large, filled.sizes
 
 
 class _Calls(TorchDispatchMode):

@@ -273,4 +273,4 @@ def flash_attention_varlen(
         softcap,
         *_window(causal, window),
     )
-    return (out[0], lse[0]) if return_lse else out[0]
+    return (out.squeeze(0), lse.squeeze(0)) if return_lse else out.squeeze(0)
