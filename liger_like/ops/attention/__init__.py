@@ -77,6 +77,11 @@ def flash_attention_ref(
     return (out, lse) if return_lse else out
 
 
+def _packed(out: Tensor, lse: Tensor, return_lse: bool) -> Result:
+    """Of the one batch that packed sequences are; views, where ``out[0]`` has a gradient that is copied into zeros."""
+    return (out.squeeze(0), lse.squeeze(0)) if return_lse else out.squeeze(0)
+
+
 def flash_attention_varlen_ref(
     q: Tensor, k: Tensor, v: Tensor, cu_seqlens_q: Tensor, cu_seqlens_k: Tensor, max_seqlen_q: int, max_seqlen_k: int,
     *, causal: bool = False, scale: float | None = None, window: tuple[int, int] = (-1, -1),
@@ -94,7 +99,7 @@ def flash_attention_varlen_ref(
     seen = _in_window(queries, keys, _window(causal, window)) & (of_q[:, None] == of_k) & (of_q <= last)[:, None]
     k, v = (t.masked_fill((of_k > last)[:, None, None], 0) for t in (k, v))
     out, lse = _attend_ref(*(t.unsqueeze(0) for t in (q, k, v)), seen, scale, softcap, sinks, None)
-    return (out[0], lse[0]) if return_lse else out[0]
+    return _packed(out, lse, return_lse)
 
 
 class _Attention(torch.autograd.Function):
@@ -273,4 +278,4 @@ def flash_attention_varlen(
         softcap,
         *_window(causal, window),
     )
-    return (out.squeeze(0), lse.squeeze(0)) if return_lse else out.squeeze(0)
+    return _packed(out, lse, return_lse)
