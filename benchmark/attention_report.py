@@ -1,8 +1,8 @@
-"""The tables in NOTES.md of what ``benchmark.attention`` measured, from the files in results/."""
+"""The tables in NOTES.md and the README of what ``benchmark.attention`` measured, from the files in results/."""
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
 
-from benchmark.markdown import NOTES, Row, between, heading, number, ratio, results, table
+from benchmark.markdown import NOTES, README, Row, between, heading, number, ratio, results, side_by_side, table
 
 BEGIN = "<!-- attention: written by `python -m benchmark.attention --report` -->\n"
 END = "<!-- /attention -->\n"
@@ -32,5 +32,25 @@ def with_tables(notes: str, measured: Iterable[Row]) -> str:
     return between(notes, BEGIN, END, "\n".join(map(tables, measured)))
 
 
+def speeds(result: Row) -> Iterator[tuple[str, dict[str, str]]]:
+    """Each shape, and by contestant the TFLOP/s of the forward and of the backward."""
+    for case in result["cases"]:
+        texts = (cells(case, row) for row in case["rows"])
+        yield case["shape"], {name: f"{forward}, {backward}" for _, name, _, forward, _, backward, *_ in texts}
+
+
+def overview(result: Row) -> str:
+    """The speeds under a causal mask."""
+    causal = (row for row in speeds(result) if "causal" in row[0])
+    return f"{result['gpu']}, {result['date']}:\n\n" + side_by_side(COLUMNS[0], causal, "-")
+
+
+def with_overview(readme: str, measured: Iterable[Row]) -> str:
+    """``readme`` with the overviews between the markers."""
+    return between(readme, BEGIN, END, "\n".join(map(overview, measured)))
+
+
 def write_report() -> None:
-    NOTES.write_text(with_tables(NOTES.read_text(), results("attention")))
+    measured = results("attention")
+    NOTES.write_text(with_tables(NOTES.read_text(), measured))
+    README.write_text(with_overview(README.read_text(), measured))

@@ -2,7 +2,7 @@
 
 import hashlib
 import json
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -23,6 +23,13 @@ def ratio(value: float | None, unit: float | None) -> float | None:
 def table(columns: Sequence[str], rows: Iterable[Iterable[str]]) -> str:
     lines = ["| " + " | ".join(cell.replace("|", "\\|") for cell in row) + " |" for row in (columns, *rows)]
     return "\n".join([lines[0], "|---" * len(columns) + "|", *lines[1:]]) + "\n"
+
+
+def side_by_side(corner: str, rows: Iterable[tuple[str, Mapping[str, str]]], absent: str) -> str:
+    """A row for each shape or setting, a column for each contestant that any of them has."""
+    rows = [*rows]
+    names = dict.fromkeys(name for _, cells in rows for name in cells)
+    return table((corner, *names), ([what, *(cells.get(name, absent) for name in names)] for what, cells in rows))
 
 
 def heading(result: Row) -> list[str]:

@@ -4,7 +4,7 @@ from collections.abc import Callable, Iterable, Iterator
 from typing import NamedTuple
 
 from benchmark import attention_report, memory_bound_report
-from benchmark.markdown import FOLDER, Row, between, number, results, table
+from benchmark.markdown import FOLDER, Row, between, number, results, side_by_side
 from liger_like import testing
 
 PAGE = FOLDER.parent / "docs/ops.md"
@@ -57,10 +57,8 @@ def fused_loss(result: Row, _: str) -> Iterator[Case]:
 
 def attention(result: Row, op: str) -> Iterator[Case]:
     """Packed sequences are those of the other op."""
-    for case in result["cases"]:
-        if ("documents" in case["shape"]) == (op == "flash_attention_varlen"):
-            cells = (attention_report.cells(case, row) for row in case["rows"])
-            yield case["shape"], {name: f"{forward}, {backward}" for _, name, _, forward, _, backward, *_ in cells}
+    packed = op == "flash_attention_varlen"
+    return (case for case in attention_report.speeds(result) if ("documents" in case[0]) == packed)
 
 
 MEMORY_BOUND = Figures(
@@ -82,11 +80,9 @@ def in_markdown(op: str, figures: Figures, result: Row) -> str:
     cases = [*figures.cases(result, op)]
     if not cases:
         return ""
-    names = [*dict.fromkeys(name for _, numbers in cases for name in numbers)]
-    rows = ([shape, *(numbers.get(name, "-") for name in names)] for shape, numbers in cases)
     versions = ", ".join(f"{name} {version}" for name, version in result["versions"].items() if version)
     where = f"One {result['gpu']}, {result['date']}, bf16; {versions}. In each cell: {figures.numbers}."
-    return f"\n{where}\n\n{table(('shape', *names), rows)}"
+    return f"\n{where}\n\n{side_by_side('shape', cases, '-')}"
 
 
 def with_ops(page: str) -> str:

@@ -2,7 +2,7 @@
 
 from collections.abc import Iterable
 
-from benchmark.markdown import NOTES, README, Row, between, heading, number, results, table
+from benchmark.markdown import NOTES, README, Row, between, heading, number, results, side_by_side, table
 
 BEGIN = "<!-- training: written by `python -m benchmark.training --report` -->\n"
 END = "<!-- /training -->\n"
@@ -33,13 +33,11 @@ def with_tables(notes: str, measured: Iterable[Row]) -> str:
 
 def overview(result: Row) -> str:
     """Tokens/s and peak GiB, or a reason: a row for each setting, a column for each contestant."""
-    found: dict[str, dict[str, str]] = {
-        setting: {row["name"]: row.get("reason") or ", ".join(cells(setting, row)[3:]) for row in several}
+    found = (
+        (setting, {row["name"]: row.get("reason") or ", ".join(cells(setting, row)[3:]) for row in several})
         for setting, several in result["settings"].items()
-    }
-    names = list(dict.fromkeys(name for texts in found.values() for name in texts))
-    rows = ((setting, *(texts.get(name, "") for name in names)) for setting, texts in found.items())
-    return f"{result['gpu']}, {result['date']}:\n\n" + table((COLUMNS[0], *names), rows)
+    )
+    return f"{result['gpu']}, {result['date']}:\n\n" + side_by_side(COLUMNS[0], found, "")
 
 
 def with_overview(readme: str, measured: Iterable[Row]) -> str:
