@@ -350,4 +350,6 @@ ATTENTION = [
         "lse[0]) if return_lse else out[0]",
         "the gradient of packed rows is copied into zeros",
     ),
+    ("_hopper.py", "[2**34 - stride_s, stride_s,", "[2**34, stride_s,", "packed rows are elsewhere"),
+    ("_hopper.py", "FAR - end + row, col", "FAR - end + row + 1, col", "packed rows are a row further"),
 ]

@@ -77,6 +77,7 @@ TESTS = {
     "_accumulate.py": "test_chunked_loss",
     **{f"attention/{file}": "attention" for file, *_ in ATTENTION},
     "attention/_bias.py": "attention and (bias or parts or position)",
+    "attention/_hopper.py": "descriptors",
 }
 MUTANTS = [
     Mutant(

@@ -1,6 +1,7 @@
 """The attention kernels for Hopper: which calls they take, and their forward, which only such a GPU runs."""
 
 import itertools
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -91,6 +92,29 @@ def test_places_where_no_call_is_taken(name, value, like_hopper, monkeypatch):
     assert on_hopper(*[heads()] * 3)
     monkeypatch.setattr(_hopper, name, value)
     assert not on_hopper(*[heads()] * 3)
+
+
+@pytest.mark.parametrize("packed", [False, True])
+def test_descriptors_end_with_their_rows(packed):
+    """Whatever TMA moves is a row of the batch or the sequence, by 64 bits of an address, or out of one dimension."""
+    x = torch.zeros(1 if packed else 3, 50, 4, 80, dtype=torch.bfloat16)[..., 8:72]
+    cu = torch.tensor([0, 17, 17, 43]) if packed else None
+    masking = Masking(**dict.fromkeys(Masking._fields) | {"cu_seqlens_q": cu})
+    desc = _hopper.descriptor(x, 32, 64, masking)
+    assert {*map(type, desc.shape), *map(type, desc.strides)} == {int}
+    bytes_of = [stride * x.element_size() for stride in desc.strides[:-1]]
+    assert all(n < 1 << 40 and n % 16 == 0 for n in bytes_of), "not what a tensor map takes"
+    assert max(desc.shape) < 1 << 31
+    like = SimpleNamespace(block_type=SimpleNamespace(shape=desc.block_shape))
+    parts = [(0, 0, 17), (0, 17, 17), (0, 17, 43), (0, 43, 50)] if packed else [(b, 0, 50) for b in range(3)]
+    for (b, start, end), h, col in itertools.product(parts, (0, 3), (0, 40)):
+        for row in range(start, end + 100):
+            at = [getattr(i, "value", i) for i in _hopper.at.fn(like, (b, end), h, row, col)]
+            moved = all(0 <= i < n for i, n in zip(at, desc.shape, strict=True))
+            assert moved == (row < end)
+            if moved:
+                address = sum(i * stride for i, stride in zip(at, desc.strides, strict=True)) * x.element_size()
+                assert (x.data_ptr() + address) % (1 << 64) == x[b, row, h, col].data_ptr()
 
 
 @pytest.fixture

@@ -27,11 +27,16 @@ from triton.experimental.gluon.language.nvidia.hopper import (
 from liger_like.ops._common import launch
 from liger_like.ops.attention._blocks import LOG2E, load_spans, scores, unit_of_scores, visible, within
 from liger_like.ops.attention._hopper import (
+    FAR,
     ROWS,
+    at,
     barriers,
-    clear_rows,
+    bounds,
+    buffers,
     descriptor,
+    hide,
     keys_of,
+    load_rows,
     on_hopper,
     store_rows,
     widths_of,
@@ -52,25 +57,17 @@ def _add_to_global(desc, coord, src, _semantic=None):
 
 
 @gluon.jit
-def _clear(q, dout, delta, first):
-    """Zero the rows of a block from ``first`` on, which are of another sequence; both groups write the same."""
-    clear_rows(q, first)
-    clear_rows(dout, first)
-    layout: gl.constexpr = gl.BlockedLayout([1], [32], [gl.num_warps()], [0])
-    delta.store(gl.where(gl.arange(0, delta.shape[0], layout) < first, delta.load(layout), 0.0))
-
-
-@gluon.jit
 def _load(
-    place, descs, rows_ptr, bufs, kv_full, full, empty, B, PADDED, H: gl.constexpr, BLOCK_M: gl.constexpr,
+    block, descs, rows_ptr, bufs, kv_full, full, empty, B, PADDED, H: gl.constexpr, BLOCK_M: gl.constexpr,
     STAGES: gl.constexpr,
 ):  # fmt: skip
-    b, hk, row, _, _, _, start, end, _, _, first_head, heads = place
+    b, hk, row, end_k, end_q, _, start, end, _, _, first_head, heads = block
     q_desc, k_desc, v_desc, dout_desc = descs
     q_s, k_s, v_s, dout_s, lse_s, delta_s = bufs
-    mbarrier.expect(kv_full, k_desc.block_type.nbytes + v_desc.block_type.nbytes)
-    tma.async_copy_global_to_shared(k_desc, [b, hk, row, 0], kv_full, k_s.index(0))
-    tma.async_copy_global_to_shared(v_desc, [b, hk, row, 0], kv_full, v_s)
+    keys = b, end_k
+    queries = b, end_q
+    load_rows(k_desc, keys, hk, row, k_s, 0, kv_full, 1)
+    load_rows(v_desc, keys, hk, row, v_s, 0, kv_full, 1)
     use = 0
     offs = gl.arange(0, BLOCK_M, gl.BlockedLayout([1], [32], [1], [0]))
     for h in range(first_head, first_head + heads):
@@ -81,11 +78,11 @@ def _load(
             mbarrier.wait(empty.index(s), use // STAGES & 1 ^ 1)
             # not by TMA, for which a packed sequence would have to start at a multiple of 16 bytes
             async_copy.async_copy_global_to_shared(lse_s.index(s), lse_ptr + m + offs)
-            async_copy.async_copy_global_to_shared(delta_s.index(s), delta_ptr + m + offs)
+            # 0 times what the next sequence has may be NaN
+            async_copy.async_copy_global_to_shared(delta_s.index(s), delta_ptr + gl.minimum(m + offs, end_q - 1))
             async_copy.mbarrier_arrive(full.index(s), increment_count=False)
-            mbarrier.expect(full.index(s), 2 * q_desc.block_type.nbytes)
-            tma.async_copy_global_to_shared(q_desc, [b, h, m, 0], full.index(s), q_s.index(s))
-            tma.async_copy_global_to_shared(dout_desc, [b, h, m, 0], full.index(s), dout_s.index(s))
+            load_rows(q_desc, queries, h, m, q_s, s, full.index(s), STAGES)
+            load_rows(dout_desc, queries, h, m, dout_s, s, full.index(s), STAGES)
             use += 1
 
 
@@ -104,29 +101,26 @@ def _hide(
 
 
 @gluon.jit
-def _add_dq(dq, desc, buf, b, h, row, col, end, PACKED: gl.constexpr):
+def _add_dq(dq, desc, buf, rows, h, row, col):
     """Add to what is in memory from ``row`` and ``col`` on, as soon as the buffer's last content is there."""
-    if PACKED and row + ROWS > end:
-        rows = row + gl.arange(0, ROWS, gl.SliceLayout(1, dq.type.layout))
-        dq = gl.where((rows < end)[:, None], dq, 0.0)
     tma.store_wait(0)
     buf.reshape(dq.shape).store(dq)
     fence_async_shared()
-    _add_to_global(desc, [b, h, row, col], buf)
+    _add_to_global(desc, at(desc, rows, h, row, col), buf)
 
 
 @gluon.jit
 def _multiply(
-    g: gl.constexpr, place, outputs, bufs, ds_s, dq_s, kv_full, full, empty, ds_full, ds_empty, spans_ptr, B, SK, left,
+    g: gl.constexpr, block, outputs, bufs, ds_s, dq_s, kv_full, full, empty, ds_full, ds_empty, spans_ptr, B, SK, left,
     right, scale, HK: gl.constexpr, D: gl.constexpr, DV: gl.constexpr, SOFTCAP: gl.constexpr, HAS_LEFT: gl.constexpr,
     HAS_RIGHT: gl.constexpr, PACKED: gl.constexpr, BLOCK_M: gl.constexpr, STAGES: gl.constexpr,
 ):  # fmt: skip
-    b, hk, row, end_k, end_q, shift, start, end, inner_start, inner_end, first_head, heads = place
+    b, hk, row, end_k, end_q, shift, start, end, inner_start, inner_end, first_head, heads = block
     dq_desc, dk_ptr, dv_ptr = outputs
     q_s, k_s, v_s, dout_s, lse_s, delta_s = bufs
-    BLOCK_D: gl.constexpr = q_s.shape[4]
+    BLOCK_D: gl.constexpr = q_s.shape[-1]
     # the part of dq that a group makes: half of the queries if there are two times 64, else half of the features
-    WIDTH: gl.constexpr = dq_s.shape[4]
+    WIDTH: gl.constexpr = dq_s.shape[-1]
     first_row: gl.constexpr = 0 if WIDTH < BLOCK_D else g * ROWS
     first_col: gl.constexpr = g * WIDTH if WIDTH < BLOCK_D else 0
     dtype: gl.constexpr = q_s.dtype
@@ -140,22 +134,24 @@ def _multiply(
     dk = gl.zeros([ROWS, BLOCK_D], gl.float32, layout_k)
     dv = gl.zeros([ROWS, BLOCK_D], gl.float32, layout_k)
     k_all = k_s.index(0).reshape([2 * ROWS, BLOCK_D])
-    v_all = v_s.reshape([2 * ROWS, BLOCK_D])
+    queries = b, end_q
     mbarrier.wait(kv_full, 0)
-    if PACKED and row + 2 * ROWS > end_k:  # both groups write the same
-        clear_rows(k_all, end_k - row)
-        clear_rows(v_all, end_k - row)
     row += g * ROWS
     k = k_all.slice(g * ROWS, ROWS)
-    v = v_all.slice(g * ROWS, ROWS)
+    v = v_s.index(0).reshape([2 * ROWS, BLOCK_D]).slice(g * ROWS, ROWS)
     k_part = k_all.slice(first_col, WIDTH, dim=1)
     unit = unit_of_scores(scale, SOFTCAP, False)
+    # the faster way to mask; the compiler's output does not show why
+    BY_BOUNDS: gl.constexpr = BLOCK_D == 64 or SOFTCAP is not None
     if row + ROWS > end_k:
         inner_end = start
+    keys = (row + gl.arange(0, ROWS, gl.SliceLayout(1, layout_s)))[:, None]
     spans = None
     if spans_ptr is not None:
-        keys = row + gl.arange(0, ROWS, gl.SliceLayout(1, layout_s))
-        spans = load_spans(spans_ptr, b.to(gl.int64), B, SK, keys[:, None])
+        spans = load_spans(spans_ptr, b.to(gl.int64), B, SK, keys)
+    starts, ends = bounds(keys - shift, right, left, spans, end_q, HAS_RIGHT, HAS_LEFT)
+    limits = gl.where(keys < end_k, starts, FAR), ends
+    ENDS: gl.constexpr = PACKED or HAS_LEFT or spans_ptr is not None
     steps = heads * gl.cdiv(end - start, BLOCK_M)
     mbarrier.wait(full.index(0), 0, pred=steps > 0)
     q = q_s.index(0).reshape([BLOCK_M, BLOCK_D])
@@ -172,9 +168,6 @@ def _multiply(
         phase = (use + 1) // STAGES & 1
         q = q_s.index(s).reshape([BLOCK_M, BLOCK_D])
         dout = dout_s.index(s).reshape([BLOCK_M, BLOCK_D])
-        delta_buf = delta_s.index(s)
-        if PACKED and m + BLOCK_M > end_q:
-            _clear(q, dout, delta_buf, end_q - m)
         if SOFTCAP is None:
             dp = warpgroup_mma(v, dout.permute((1, 0)), none, use_acc=False, is_async=True)
         lse = lse_s.index(s).load(cols) * LOG2E
@@ -184,14 +177,17 @@ def _multiply(
         if SOFTCAP is not None and spans_ptr is None:
             edge = True  # a branch would keep both p and slopes in registers; spans need one all the same
         if edge:
-            p = _hide(p, m, row, end_k, end_q, shift, spans, left, right, HAS_LEFT, HAS_RIGHT, PACKED)
+            if BY_BOUNDS:
+                p = hide(p, m, limits, ENDS=ENDS)
+            else:
+                p = _hide(p, m, row, end_k, end_q, shift, spans, left, right, HAS_LEFT, HAS_RIGHT, PACKED)
         p_operand = gl.convert_layout(p.to(dtype), operand)
-        if SOFTCAP is not None:  # before, there are no registers for it; slopes of another sequence's rows may be NaN
-            p = gl.where(p > 0.0, p * slopes, 0.0) if PACKED else p * slopes
+        if SOFTCAP is not None:  # before, there are no registers for it
+            p *= slopes
             dp = warpgroup_mma(v, dout.permute((1, 0)), none, use_acc=False, is_async=True)
         dv = warpgroup_mma(p_operand, dout, dv, is_async=True)
         dp = warpgroup_mma_wait(1, deps=(dp,))
-        ds = (p * (dp - delta_buf.load(cols)[None, :])).to(dtype)
+        ds = (p * (dp - delta_s.index(s).load(cols)[None, :])).to(dtype)
         mbarrier.wait(ds_empty.index(t), phase ^ 1)
         ds_s.index(t).slice(g * ROWS, ROWS).store(ds)
         fence_async_shared()
@@ -208,7 +204,7 @@ def _multiply(
         dq = warpgroup_mma_wait(1, deps=(dq,))
         mbarrier.arrive(ds_empty.index(s), count=1)
         if use > 0:
-            _add_dq(dq, dq_desc, dq_s.index(g), b, last_h, last_m + first_row, first_col, end_q, PACKED)
+            _add_dq(dq, dq_desc, dq_s.index(g), queries, last_h, last_m + first_row, first_col)
         s_acc = warpgroup_mma_wait(0, deps=(s_acc,))
         last_h, last_m = h, m
         m += BLOCK_M
@@ -219,7 +215,7 @@ def _multiply(
         ds_part = ds_s.index(steps % STAGES).slice(first_row, ROWS, dim=1).permute((1, 0))
         dq = warpgroup_mma(ds_part, k_part, zeros, use_acc=False, is_async=True)
         dq = warpgroup_mma_wait(0, deps=(dq,))
-        _add_dq(dq, dq_desc, dq_s.index(g), b, last_h, last_m + first_row, first_col, end_q, PACKED)
+        _add_dq(dq, dq_desc, dq_s.index(g), queries, last_h, last_m + first_row, first_col)
     tma.store_wait(0)
     # the parts of a split group stand one behind the other
     first = ((gl.program_id(1) * B + b).to(gl.int64) * SK + row) * HK + hk
@@ -234,37 +230,36 @@ def _attention_bwd_hopper_kernel(
     DV: gl.constexpr, SOFTCAP: gl.constexpr, HAS_LEFT: gl.constexpr, HAS_RIGHT: gl.constexpr, SEQUENCES: gl.constexpr,
     BLOCK_M: gl.constexpr, STAGES: gl.constexpr,
 ):  # fmt: skip
-    BLOCK_D: gl.constexpr = q_desc.block_type.shape[3]
     ds_layout: gl.constexpr = gl.NVMMASharedLayout.get_default_for([2 * ROWS, BLOCK_M], q_desc.dtype)
-    q_s = gl.allocate_shared_memory(q_desc.dtype, [STAGES, 1, 1, BLOCK_M, BLOCK_D], q_desc.layout)
-    k_s = gl.allocate_shared_memory(q_desc.dtype, [1, 1, 1, 2 * ROWS, BLOCK_D], k_desc.layout)
-    v_s = gl.allocate_shared_memory(q_desc.dtype, [1, 1, 2 * ROWS, BLOCK_D], v_desc.layout)
-    dout_s = gl.allocate_shared_memory(q_desc.dtype, [STAGES, 1, 1, BLOCK_M, BLOCK_D], dout_desc.layout)
+    q_s = buffers(q_desc, STAGES)
+    k_s = buffers(k_desc, 1)
+    v_s = buffers(v_desc, 1)
+    dout_s = buffers(dout_desc, STAGES)
     plain: gl.constexpr = gl.SwizzledSharedLayout(1, 1, 1, [0])
     lse_s = gl.allocate_shared_memory(gl.float32, [STAGES, BLOCK_M], plain)
     delta_s = gl.allocate_shared_memory(gl.float32, [STAGES, BLOCK_M], plain)
     ds_s = gl.allocate_shared_memory(q_desc.dtype, [STAGES, 2 * ROWS, BLOCK_M], ds_layout)
-    dq_s = gl.allocate_shared_memory(gl.float32, [2, 1, 1, ROWS, dq_desc.block_type.shape[3]], dq_desc.layout)
-    kv_full = barriers(1, 1).index(0)
-    full = barriers(STAGES, 33)  # lse and delta: the loading warp's threads; q and dout: one of them
+    dq_s = buffers(dq_desc, 2)
+    kv_full = barriers(1, 2).index(0)
+    full = barriers(STAGES, 34)  # lse and delta: the loading warp's threads; q and dout: one of them each
     empty = barriers(STAGES, 2)
     ds_full = barriers(STAGES, 2)
     ds_empty = barriers(STAGES, 2)
     fence_async_shared()
     pointers = cu_q_ptr, cu_k_ptr, spans_ptr
     sizes = SK, count, blocks, section, splits
-    place = keys_of(pointers, sizes, B, S, left, right, H, HK, HAS_LEFT, HAS_RIGHT, SEQUENCES, BLOCK_M, 2 * ROWS)
+    block = keys_of(pointers, sizes, B, S, left, right, H, HK, HAS_LEFT, HAS_RIGHT, SEQUENCES, BLOCK_M, 2 * ROWS)
     descs = q_desc, k_desc, v_desc, dout_desc
     outputs = dq_desc, dk_ptr, dv_ptr
     bufs = q_s, k_s, v_s, dout_s, lse_s, delta_s
     PACKED: gl.constexpr = cu_k_ptr is not None
     gl.warp_specialize(
         [
-            (_multiply, (0, place, outputs, bufs, ds_s, dq_s, kv_full, full, empty, ds_full, ds_empty, spans_ptr, B,
+            (_multiply, (0, block, outputs, bufs, ds_s, dq_s, kv_full, full, empty, ds_full, ds_empty, spans_ptr, B,
                          SK, left, right, scale, HK, D, DV, SOFTCAP, HAS_LEFT, HAS_RIGHT, PACKED, BLOCK_M, STAGES)),
-            (_multiply, (1, place, outputs, bufs, ds_s, dq_s, kv_full, full, empty, ds_full, ds_empty, spans_ptr, B,
+            (_multiply, (1, block, outputs, bufs, ds_s, dq_s, kv_full, full, empty, ds_full, ds_empty, spans_ptr, B,
                          SK, left, right, scale, HK, D, DV, SOFTCAP, HAS_LEFT, HAS_RIGHT, PACKED, BLOCK_M, STAGES)),
-            (_load, (place, descs, rows_ptr, bufs, kv_full, full, empty, B, PADDED, H, BLOCK_M, STAGES)),
+            (_load, (block, descs, rows_ptr, bufs, kv_full, full, empty, B, PADDED, H, BLOCK_M, STAGES)),
         ],
         worker_num_warps=[4, 1],
         worker_num_regs=[240, 24],
@@ -300,8 +295,9 @@ def add_gradients(
         (B, S, SK, rows.shape[3], masking.sequences, blocks, section_of_keys(masking, SK, BLOCK_N, k.device), splits,
          masking.left, masking.right),
         (masking.scale,),
-        (descriptor(q, block_m, width), descriptor(k, BLOCK_N, width), descriptor(v, BLOCK_N, width),
-         descriptor(dout, block_m, width), descriptor(total, 64, share)),
+        tuple(descriptor(x, rows, n, masking) for x, rows, n in (
+            (q, block_m, width), (k, BLOCK_N, width), (v, BLOCK_N, width), (dout, block_m, width), (total, 64, share),
+        )),
         H=H,
         HK=HK,
         D=D,

@@ -27,7 +27,7 @@ from liger_like.ops.attention._hopper import (
     add_product,
     barriers,
     bounds,
-    clear_parts,
+    buffers,
     contract,
     descriptor,
     fill,
@@ -53,48 +53,52 @@ STAGES_V = {(192, 128): 2, (256, 256): 1}
 
 
 @gluon.jit
-def _fill(desc, b, h, m, bufs, ptr, numbers, ring, use):
-    """Load rows, and with them a number of each, into the buffers that the use-th filling of a ring goes to."""
+def _fill(desc, rows, h, m, bufs, ptr, numbers, ring, use):
+    """Load rows, and with them a number of each, into the buffers that the use-th filling of a ring goes to.
+
+    Those behind the last, which are zeros, have the number of the last: that of another sequence may be NaN.
+    """
     full, empty = ring
     s = use % STAGES
     mbarrier.wait(empty.index(s), use // STAGES & 1 ^ 1)
     # not by TMA, for which a packed sequence would have to start at a multiple of 16 bytes
     offs = m + gl.arange(0, ROWS, gl.BlockedLayout([1], [32], [1], [0]))
-    async_copy.async_copy_global_to_shared(numbers.index(s), ptr + offs)
+    async_copy.async_copy_global_to_shared(numbers.index(s), ptr + gl.minimum(offs, rows[1] - 1))
     async_copy.mbarrier_arrive(full.index(s), increment_count=False)
-    load_rows(desc, b, h, m, bufs, s, full.index(s), STAGES)
+    load_rows(desc, rows, h, m, bufs, s, full.index(s), STAGES)
 
 
 @gluon.jit
-def _load_queries(place, descs, rows_ptr, bufs, kv_full, q_ring, dout_ring, B, PADDED, H: gl.constexpr):
-    b, hk, row, _, _, _, start, end, _, _, first_head, heads = place
+def _load_queries(block, descs, rows_ptr, bufs, kv_full, q_ring, dout_ring, B, PADDED, H: gl.constexpr):
+    b, hk, row, end_k, end_q, _, start, end, _, _, first_head, heads = block
     q_desc, k_desc, v_desc, dout_desc = descs
     q_s, k_s, v_s, dout_s, lse_s, delta_s = bufs
-    load_rows(k_desc, b, hk, row, k_s, 0, kv_full, 1)
-    load_rows(v_desc, b, hk, row, v_s, 0, kv_full, 1)
+    keys = b, end_k
+    queries = b, end_q
+    load_rows(k_desc, keys, hk, row, k_s, 0, kv_full, 1)
+    load_rows(v_desc, keys, hk, row, v_s, 0, kv_full, 1)
     use = 0
     for h in range(first_head, first_head + heads):
         lse_ptr = rows_ptr + (b * H + h).to(gl.int64) * PADDED
         delta_ptr = lse_ptr + B.to(gl.int64) * H * PADDED
         for m in range(start, end, ROWS):
-            _fill(q_desc, b, h, m, q_s, lse_ptr, lse_s, q_ring, use)
-            _fill(dout_desc, b, h, m, dout_s, delta_ptr, delta_s, dout_ring, use)
+            _fill(q_desc, queries, h, m, q_s, lse_ptr, lse_s, q_ring, use)
+            _fill(dout_desc, queries, h, m, dout_s, delta_ptr, delta_s, dout_ring, use)
             use += 1
 
 
 @gluon.jit
 def _sum_dv(
-    place, dv_ptr, spans_ptr, bufs, p_s, kv_full, q_ring, dout_ring, p_full, B, SK, left, right, scale,
+    block, dv_ptr, spans_ptr, bufs, p_s, kv_full, q_ring, dout_ring, p_full, B, SK, left, right, scale,
     HK: gl.constexpr, DV: gl.constexpr, SOFTCAP: gl.constexpr, HAS_LEFT: gl.constexpr, HAS_RIGHT: gl.constexpr,
-    PACKED: gl.constexpr,
 ):  # fmt: skip
-    b, hk, row, end_k, end_q, shift, start, end, inner_start, inner_end, _, heads = place
+    b, hk, row, end_k, end_q, shift, start, end, inner_start, inner_end, _, heads = block
     q_s, k_s, _, dout_s, lse_s, _ = bufs
     q_full, q_empty = q_ring
     dout_full, dout_empty = dout_ring
     dtype: gl.constexpr = q_s.dtype
     layout_s: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, ROWS, 16])
-    layout_v: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, dout_s.shape[4], 16])
+    layout_v: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, dout_s.shape[-1], 16])
     operand: gl.constexpr = gl.DotOperandLayout(0, layout_v, 2)
     none = gl.zeros([ROWS, ROWS], gl.float32, layout_s)
     dv = zero_parts(dout_s, STAGES, layout_v)
@@ -110,10 +114,7 @@ def _sum_dv(
     steps = heads * gl.cdiv(end - start, ROWS)
     mbarrier.wait(kv_full, 0)
     mbarrier.wait(q_full.index(0), 0, pred=steps > 0)
-    q = parts_of(q_s, 0, STAGES)
-    if PACKED and start + ROWS > end_q:  # for both groups: 0 times what the next sequence holds may be NaN
-        clear_parts(q, end_q - start)
-    s_acc = contract(parts_of(k_s, 0, 1), q, none)
+    s_acc = contract(parts_of(k_s, 0, 1), parts_of(q_s, 0, STAGES), none)
     s_acc = warpgroup_mma_wait(0, deps=(s_acc,))
     m = start
     for use in range(0, steps):
@@ -132,17 +133,12 @@ def _sum_dv(
         mbarrier.arrive(p_full.index(s), count=1)
         mbarrier.arrive(q_empty.index(s), count=1)
         mbarrier.wait(dout_full.index(s), use // STAGES & 1)
-        dout = parts_of(dout_s, s, STAGES)
-        if PACKED and m + ROWS > end_q:
-            clear_parts(dout, end_q - m)
-        dv = add_product(dv, p_operand, dout)
+        dv = add_product(dv, p_operand, parts_of(dout_s, s, STAGES))
         m += ROWS
         m = gl.where(m < end, m, start)
         t = (use + 1) % STAGES
         mbarrier.wait(q_full.index(t), (use + 1) // STAGES & 1, pred=use + 1 < steps)
         q = parts_of(q_s, t, STAGES)
-        if PACKED and m + ROWS > end_q:
-            clear_parts(q, end_q - m)
         # an index that the compiler does not know to be 0: else what describes k to the tensor cores stays in registers
         s_acc = contract(parts_of(k_s, use >> 30, 1), q, none)
         dv = wait_for(dv, len(q))
@@ -153,17 +149,15 @@ def _sum_dv(
 
 @gluon.jit
 def _sum_dk(
-    place, dk_ptr, bufs, p_s, kv_full, q_ring, dout_ring, p_full, B, SK, scale, HK: gl.constexpr, D: gl.constexpr,
-    PACKED: gl.constexpr,
-):  # fmt: skip
-    b, hk, row, end_k, end_q, _, start, end, _, _, _, heads = place
+    block, dk_ptr, bufs, p_s, kv_full, q_ring, dout_ring, p_full, B, SK, scale, HK: gl.constexpr, D: gl.constexpr
+):
+    b, hk, row, end_k, _, _, start, end, _, _, _, heads = block
     q_s, _, v_s, dout_s, _, delta_s = bufs
     q_full, q_empty = q_ring
     dout_full, dout_empty = dout_ring
     layout_s: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, ROWS, 16])
-    layout_k: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, q_s.shape[4], 16])
+    layout_k: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, q_s.shape[-1], 16])
     operand: gl.constexpr = gl.DotOperandLayout(0, layout_k, 2)
-    cols: gl.constexpr = gl.SliceLayout(0, layout_s)
     none = gl.zeros([ROWS, ROWS], gl.float32, layout_s)
     dk = zero_parts(q_s, STAGES, layout_k)
     dk_ptr += (((gl.program_id(1) * B + b).to(gl.int64) * SK + row) * HK + hk) * D
@@ -173,16 +167,13 @@ def _sum_dk(
     mbarrier.wait(dout_full.index(0), 0, pred=steps > 0)
     dp = contract(parts_of(v_s, 0, 1), parts_of(dout_s, 0, STAGES), none)
     dp = warpgroup_mma_wait(0, deps=(dp,))
-    m = start
     for use in range(0, steps):
         s = use % STAGES
         phase = use // STAGES & 1
-        delta = delta_s.index(s).load(cols)
+        delta = delta_s.index(s).load(gl.SliceLayout(0, layout_s))
         mbarrier.wait(p_full.index(s), phase)
         p = p_s.index(s).load(layout_s)
         dp -= delta[None, :]
-        if PACKED and m + ROWS > end_q:
-            dp = gl.where((m + gl.arange(0, ROWS, cols) < end_q)[None, :], dp, 0.0)
         ds = (p.to(gl.float32) * dp).to(p.dtype)
         mbarrier.arrive(dout_empty.index(s), count=1)
         mbarrier.wait(q_full.index(s), phase)
@@ -194,8 +185,6 @@ def _sum_dk(
         dk = wait_for(dk, len(dout))
         mbarrier.arrive(q_empty.index(s), count=1)
         dp = warpgroup_mma_wait(0, deps=(dp,))
-        m += ROWS
-        m = gl.where(m < end, m, start)
     store_parts(dk_ptr, dk, length, HK, D, scale)
 
 
@@ -205,16 +194,14 @@ def _attention_dkv_hopper_kernel(
     blocks, section, splits, left, right, scale, H: gl.constexpr, HK: gl.constexpr, D: gl.constexpr,
     DV: gl.constexpr, SOFTCAP: gl.constexpr, HAS_LEFT: gl.constexpr, HAS_RIGHT: gl.constexpr, SEQUENCES: gl.constexpr,
 ):  # fmt: skip
-    BLOCK_D: gl.constexpr = q_desc.block_type.shape[3]
-    BLOCK_DV: gl.constexpr = v_desc.block_type.shape[3]
-    PARTS: gl.constexpr = -(-D // BLOCK_D)
+    PARTS: gl.constexpr = -(-D // q_desc.block_type.shape[-1])
     dtype: gl.constexpr = q_desc.dtype
     plain: gl.constexpr = gl.SwizzledSharedLayout(1, 1, 1, [0])
     p_layout: gl.constexpr = gl.NVMMASharedLayout.get_default_for([ROWS, ROWS], dtype)
-    q_s = gl.allocate_shared_memory(dtype, [STAGES * PARTS, 1, 1, ROWS, BLOCK_D], q_desc.layout)
-    k_s = gl.allocate_shared_memory(dtype, [PARTS, 1, 1, ROWS, BLOCK_D], k_desc.layout)
-    v_s = gl.allocate_shared_memory(dtype, [1, 1, 1, ROWS, BLOCK_DV], v_desc.layout)
-    dout_s = gl.allocate_shared_memory(dtype, [STAGES, 1, 1, ROWS, BLOCK_DV], dout_desc.layout)
+    q_s = buffers(q_desc, STAGES * PARTS)
+    k_s = buffers(k_desc, PARTS)
+    v_s = buffers(v_desc, 1)
+    dout_s = buffers(dout_desc, STAGES)
     lse_s = gl.allocate_shared_memory(gl.float32, [STAGES, ROWS], plain)
     delta_s = gl.allocate_shared_memory(gl.float32, [STAGES, ROWS], plain)
     p_s = gl.allocate_shared_memory(dtype, [STAGES, ROWS, ROWS], p_layout)
@@ -226,16 +213,15 @@ def _attention_dkv_hopper_kernel(
     fence_async_shared()
     pointers = cu_q_ptr, cu_k_ptr, spans_ptr
     sizes = SK, count, blocks, section, splits
-    place = keys_of(pointers, sizes, B, S, left, right, H, HK, HAS_LEFT, HAS_RIGHT, SEQUENCES, ROWS, ROWS)
+    block = keys_of(pointers, sizes, B, S, left, right, H, HK, HAS_LEFT, HAS_RIGHT, SEQUENCES, ROWS, ROWS)
     descs = q_desc, k_desc, v_desc, dout_desc
     bufs = q_s, k_s, v_s, dout_s, lse_s, delta_s
-    PACKED: gl.constexpr = cu_k_ptr is not None
     gl.warp_specialize(
         [
-            (_sum_dv, (place, dv_ptr, spans_ptr, bufs, p_s, kv_full, q_ring, dout_ring, p_full, B, SK, left, right,
-                       scale, HK, DV, SOFTCAP, HAS_LEFT, HAS_RIGHT, PACKED)),
-            (_sum_dk, (place, dk_ptr, bufs, p_s, kv_full, q_ring, dout_ring, p_full, B, SK, scale, HK, D, PACKED)),
-            (_load_queries, (place, descs, rows_ptr, bufs, kv_full, q_ring, dout_ring, B, PADDED, H)),
+            (_sum_dv, (block, dv_ptr, spans_ptr, bufs, p_s, kv_full, q_ring, dout_ring, p_full, B, SK, left, right,
+                       scale, HK, DV, SOFTCAP, HAS_LEFT, HAS_RIGHT)),
+            (_sum_dk, (block, dk_ptr, bufs, p_s, kv_full, q_ring, dout_ring, p_full, B, SK, scale, HK, D)),
+            (_load_queries, (block, descs, rows_ptr, bufs, kv_full, q_ring, dout_ring, B, PADDED, H)),
         ],
         worker_num_warps=[4, 1],
         worker_num_regs=[240, 24],
@@ -244,26 +230,28 @@ def _attention_dkv_hopper_kernel(
 
 @gluon.jit
 def _load_keys(tile, descs, bufs, q_full, dout_full, k_ring, v_ring, H: gl.constexpr, HK: gl.constexpr):
-    b, h, row, start_q, _, start_k, _, start, end, _, _ = tile
+    b, h, row, start_q, length_q, start_k, length_k, start, end, _, _ = tile
     q_desc, k_desc, v_desc, dout_desc = descs
     q_s, k_s, v_s, dout_s = bufs
     k_full, k_empty = k_ring
     v_full, v_empty = v_ring
     hk = h // (H // HK)
-    load_rows(q_desc, b, h, start_q + row, q_s, 0, q_full, 1)
+    queries = b, start_q + length_q
+    keys = b, start_k + length_k
+    load_rows(q_desc, queries, h, start_q + row, q_s, 0, q_full, 1)
     for use in range(0, gl.cdiv(end - start, ROWS)):
         n = start_k + start + use * ROWS
-        fill(k_desc, b, hk, n, k_s, k_full, k_empty, use, STAGES)
+        fill(k_desc, keys, hk, n, k_s, k_full, k_empty, use, STAGES)
         if use == 0:  # behind what is needed first
-            load_rows(dout_desc, b, h, start_q + row, dout_s, 0, dout_full, 1)
-        fill(v_desc, b, hk, n, v_s, v_full, v_empty, use, v_s.shape[0])
+            load_rows(dout_desc, queries, h, start_q + row, dout_s, 0, dout_full, 1)
+        fill(v_desc, keys, hk, n, v_s, v_full, v_empty, use, v_s.shape[0])
 
 
 @gluon.jit
 def _sum_dq(
     g: gl.constexpr, tile, dq_ptr, rows_ptr, spans_ptr, bufs, q_full, dout_full, k_ring, v_ring, B, S, PADDED, left,
     right, scale, H: gl.constexpr, D: gl.constexpr, SOFTCAP: gl.constexpr, HAS_LEFT: gl.constexpr,
-    HAS_RIGHT: gl.constexpr, PACKED: gl.constexpr,
+    HAS_RIGHT: gl.constexpr,
 ):  # fmt: skip
     b, h, row, start_q, length_q, _, length_k, start, end, inner_start, inner_end = tile
     q_s, k_s, v_s, dout_s = bufs
@@ -272,7 +260,7 @@ def _sum_dq(
     STAGES_V: gl.constexpr = v_s.shape[0]
     dtype: gl.constexpr = q_s.dtype
     layout_s: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, ROWS, 16])
-    layout_q: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, q_s.shape[4], 16])
+    layout_q: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, q_s.shape[-1], 16])
     operand: gl.constexpr = gl.DotOperandLayout(0, layout_q, 2)
     none = gl.zeros([ROWS, ROWS], gl.float32, layout_s)
     row += g * ROWS
@@ -302,12 +290,9 @@ def _sum_dq(
         # an index that the compiler does not know to be 0: else what describes v, dout and q stays in registers
         zero = use >> 30
         v = parts_of(v_s, zero + use % STAGES_V, STAGES_V)
-        if PACKED and n + ROWS > length_k:  # both groups write the same
-            clear_parts(parts_of(k_s, s, STAGES), length_k - n)
-            clear_parts(v, length_k - n)
         dp = contract(rows_of(parts_of(dout_s, zero, 1), g * ROWS), v, none)
         p, slopes = scores(s_acc, None, scale, SOFTCAP, False)
-        p = gl.exp2(p * unit - lse[:, None]) * slopes  # before p is hidden: another sequence's slopes may be NaN
+        p = gl.exp2(p * unit - lse[:, None]) * slopes
         if (n < inner_start) | (n + ROWS > inner_end):
             p = hide(p, n, limits)
         dp = warpgroup_mma_wait(0, deps=(dp,))
@@ -330,14 +315,11 @@ def _attention_dq_hopper_kernel(
     section, left, right, scale, H: gl.constexpr, HK: gl.constexpr, D: gl.constexpr, SOFTCAP: gl.constexpr,
     HAS_LEFT: gl.constexpr, HAS_RIGHT: gl.constexpr, SEQUENCES: gl.constexpr, STAGES_V: gl.constexpr,
 ):  # fmt: skip
-    BLOCK_D: gl.constexpr = q_desc.block_type.shape[3]
-    BLOCK_DV: gl.constexpr = v_desc.block_type.shape[3]
-    PARTS: gl.constexpr = -(-D // BLOCK_D)
-    dtype: gl.constexpr = q_desc.dtype
-    q_s = gl.allocate_shared_memory(dtype, [PARTS, 1, 1, 2 * ROWS, BLOCK_D], q_desc.layout)
-    k_s = gl.allocate_shared_memory(dtype, [STAGES * PARTS, 1, 1, ROWS, BLOCK_D], k_desc.layout)
-    v_s = gl.allocate_shared_memory(dtype, [STAGES_V, 1, 1, ROWS, BLOCK_DV], v_desc.layout)
-    dout_s = gl.allocate_shared_memory(dtype, [1, 1, 1, 2 * ROWS, BLOCK_DV], dout_desc.layout)
+    PARTS: gl.constexpr = -(-D // q_desc.block_type.shape[-1])
+    q_s = buffers(q_desc, PARTS)
+    k_s = buffers(k_desc, STAGES * PARTS)
+    v_s = buffers(v_desc, STAGES_V)
+    dout_s = buffers(dout_desc, 1)
     q_full = barriers(1, 1).index(0)
     dout_full = barriers(1, 1).index(0)
     k_ring = barriers(STAGES, 1), barriers(STAGES, 2)
@@ -350,13 +332,12 @@ def _attention_dq_hopper_kernel(
     )
     descs = q_desc, k_desc, v_desc, dout_desc
     bufs = q_s, k_s, v_s, dout_s
-    PACKED: gl.constexpr = cu_q_ptr is not None
     gl.warp_specialize(
         [
             (_sum_dq, (0, tile, dq_ptr, rows_ptr, spans_ptr, bufs, q_full, dout_full, k_ring, v_ring, B, S, PADDED,
-                       left, right, scale, H, D, SOFTCAP, HAS_LEFT, HAS_RIGHT, PACKED)),
+                       left, right, scale, H, D, SOFTCAP, HAS_LEFT, HAS_RIGHT)),
             (_sum_dq, (1, tile, dq_ptr, rows_ptr, spans_ptr, bufs, q_full, dout_full, k_ring, v_ring, B, S, PADDED,
-                       left, right, scale, H, D, SOFTCAP, HAS_LEFT, HAS_RIGHT, PACKED)),
+                       left, right, scale, H, D, SOFTCAP, HAS_LEFT, HAS_RIGHT)),
             (_load_keys, (tile, descs, bufs, q_full, dout_full, k_ring, v_ring, H, HK)),
         ],
         worker_num_warps=[4, 1],
@@ -383,7 +364,7 @@ def fill_dkv(
         (B, S, SK, rows.shape[3], masking.sequences, blocks, section_of_keys(masking, SK, BLOCK_N, k.device), splits,
          masking.left, masking.right),
         (masking.scale,),
-        tuple(descriptor(x, ROWS.value, n) for x, n in ((q, width), (k, width), (v, width_v), (dout, width_v))),
+        tuple(descriptor(x, 64, n, masking) for x, n in ((q, width), (k, width), (v, width_v), (dout, width_v))),
         H=H,
         HK=HK,
         D=D,
@@ -406,8 +387,8 @@ def make_dq(dout: Tensor, q: Tensor, k: Tensor, v: Tensor, rows: Tensor, masking
         (B, S, SK, rows.shape[3], masking.sequences, blocks, section_of(k, v, masking.max_seqlen_k, H // HK),
          masking.left, masking.right),
         (masking.scale,),
-        (descriptor(q, BLOCK_M, width), descriptor(k, BLOCK_N, width), descriptor(v, BLOCK_N, width_v),
-         descriptor(dout, BLOCK_M, width_v)),
+        (descriptor(q, BLOCK_M, width, masking), descriptor(k, BLOCK_N, width, masking),
+         descriptor(v, BLOCK_N, width_v, masking), descriptor(dout, BLOCK_M, width_v, masking)),
         H=H,
         HK=HK,
         D=D,

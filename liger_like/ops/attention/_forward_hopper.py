@@ -19,19 +19,21 @@ from triton.experimental.gluon.language.nvidia.hopper import (
 )
 
 from liger_like.ops._common import launch, num_programs
-from liger_like.ops.attention._blocks import finish, load_spans, scores, unit_of_scores, visible, within
+from liger_like.ops.attention._blocks import finish, load_spans, scores, unit_of_scores
 from liger_like.ops.attention._hopper import (
     ROWS,
+    at,
     barriers,
-    clear_tail,
+    bounds,
+    buffers,
     contract,
     descriptor,
     draw_tile,
     fill,
+    hide,
     load_rows,
     parts_of,
     read_tile,
-    store_rows,
     tile_of,
     tile_queue,
     widths_of,
@@ -55,22 +57,24 @@ def _load(
     drawn = 0
     tile = gl.program_id(0)
     while tile < tiles:
-        b, h, row, start_q, length_q, start_k, _, start, end, _, _ = tile_of(
+        b, h, row, start_q, length_q, start_k, length_k, start, end, _, _ = tile_of(
             tile, pointers, sizes, B, S, left, right, H, HAS_LEFT, HAS_RIGHT, SEQUENCES, GROUPS * ROWS,
             BLOCK_N,
         )  # fmt: skip
         if row < length_q:
             hk = h // (H // HK)
+            queries = b, start_q + length_q
+            keys = b, start_k + length_k
             last = start_k + end - BLOCK_N
-            fill(k_desc, b, hk, last, k_s, k_full, k_empty, use, STAGES)
+            fill(k_desc, keys, hk, last, k_s, k_full, k_empty, use, STAGES)
             for g in gl.static_range(GROUPS):
                 mbarrier.wait(q_empty.index(g), turn & 1 ^ 1)
-                load_rows(q_desc, b, h, start_q + row + g * ROWS, q_s, g, q_full.index(g), GROUPS)
+                load_rows(q_desc, queries, h, start_q + row + g * ROWS, q_s, g, q_full.index(g), GROUPS)
             turn += 1
             for n in range(last, start_k + start - BLOCK_N, -BLOCK_N):
                 if n > start_k + start:  # the next keys are needed before these values
-                    fill(k_desc, b, hk, n - BLOCK_N, k_s, k_full, k_empty, use + 1, STAGES)
-                fill(v_desc, b, hk, n, v_s, v_full, v_empty, use, STAGES)
+                    fill(k_desc, keys, hk, n - BLOCK_N, k_s, k_full, k_empty, use + 1, STAGES)
+                fill(v_desc, keys, hk, n, v_s, v_full, v_empty, use, STAGES)
                 use += 1
         tile = draw_tile(taken_ptr, queue, drawn)
         drawn += 1
@@ -78,18 +82,15 @@ def _load(
 
 @gluon.jit
 def _softmax(
-    s, most, total, n, queries, spans, shift, length_k, inner_start, inner_end, left, right, scale,
-    SOFTCAP: gl.constexpr, HAS_LEFT: gl.constexpr, HAS_RIGHT: gl.constexpr, dtype: gl.constexpr,
-    layout_p: gl.constexpr,
+    s, most, total, n, limits, inner_start, inner_end, scale, SOFTCAP: gl.constexpr, STARTS: gl.constexpr,
+    dtype: gl.constexpr, layout_p: gl.constexpr,
 ):  # fmt: skip
     """p of a block of products, the running maxima and sums, and the factors of what was summed before."""
     BLOCK_N: gl.constexpr = s.shape[1]
     s, _ = scores(s, None, scale, SOFTCAP, False)
     unit = unit_of_scores(scale, SOFTCAP, False)
     if (n < inner_start) | (n + BLOCK_N > inner_end):
-        keys = n + gl.arange(0, BLOCK_N, gl.SliceLayout(0, s.type.layout))
-        seen = visible(queries[:, None], keys[None, :], shift, length_k, left, right, HAS_LEFT, HAS_RIGHT)
-        s = gl.where(within(seen, spans, keys[None, :]), s, float("-inf"))
+        s = hide(s, n, limits, STARTS, hidden=float("-inf"))
     new_most = gl.maximum(most, gl.max(s, 1) * unit)
     finite = gl.where(new_most == float("-inf"), 0.0, new_most)
     p = gl.exp2(s * unit - finite[:, None])
@@ -98,35 +99,20 @@ def _softmax(
 
 
 @gluon.jit
-def _store(
-    out_desc, out_ptr, buf, acc, b, h, start, row, length, H: gl.constexpr, DV: gl.constexpr, PACKED: gl.constexpr
-):
-    """Store rows of the output by way of a buffer; rows behind a sequence, of which there may be a next, not at all."""
-    if PACKED and row + ROWS > length:
-        first = (start + row).to(gl.int64) * H + h
-        store_rows(out_ptr + first * DV, acc, length - row, H, DV)
-    else:
-        tma.store_wait(0)
-        buf.reshape(acc.shape).store(acc.to(out_desc.dtype))
-        fence_async_shared()
-        tma.async_copy_shared_to_global(out_desc, [b, h, start + row, 0], buf)
-
-
-@gluon.jit
 def _attend(
-    g: gl.constexpr, shared, own, H: gl.constexpr, DV: gl.constexpr, SOFTCAP: gl.constexpr, HAS_LEFT: gl.constexpr,
+    g: gl.constexpr, shared, own, H: gl.constexpr, SOFTCAP: gl.constexpr, HAS_LEFT: gl.constexpr,
     HAS_RIGHT: gl.constexpr, SEQUENCES: gl.constexpr, BLOCK_N: gl.constexpr, STAGES: gl.constexpr,
     GROUPS: gl.constexpr, ROOM: gl.constexpr,
 ):  # fmt: skip
     pointers, sizes, B, S, tiles, left, right, bufs, full, empty, queue = shared
-    out_desc, out_ptr, lse_ptr, sinks_ptr, scale, out_s, cleared = own
+    out_desc, lse_ptr, sinks_ptr, scale, out_s = own
     spans_ptr = pointers[2]
     q_s, k_s, v_s = bufs
     q_full, k_full, v_full = full
     q_empty, k_empty, v_empty = empty
-    BLOCK_DV: gl.constexpr = out_desc.block_type.shape[3]
+    BLOCK_DV: gl.constexpr = out_desc.block_type.shape[-1]
     dtype: gl.constexpr = out_desc.dtype
-    PACKED: gl.constexpr = pointers[0] is not None
+    STARTS: gl.constexpr = HAS_LEFT or spans_ptr is not None
     layout_s: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, BLOCK_N, 16])
     layout_o: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, BLOCK_DV, 16])
     layout_p: gl.constexpr = gl.DotOperandLayout(0, layout_o, 2)
@@ -138,7 +124,6 @@ def _attend(
     out = out_s.index(g * (out_s.shape[0] // GROUPS))._reinterpret(dtype, out_desc.block_type.shape, out_desc.layout)
     use = 0
     turn = 0
-    clears = 0
     read = 0
     tile = gl.program_id(0)
     while tile < tiles:
@@ -148,11 +133,12 @@ def _attend(
         )  # fmt: skip
         if row < length_q:
             row += g * ROWS
-            shift = length_k - length_q
             queries = row + gl.arange(0, ROWS, rows_s)
             spans = None
             if spans_ptr is not None:
                 spans = load_spans(spans_ptr, b.to(gl.int64), B, S, queries[:, None])
+            same = (queries + length_k - length_q)[:, None]
+            limits = bounds(same, left, right, spans, length_k, HAS_LEFT, HAS_RIGHT)
             most = gl.full([ROWS], float("-inf"), gl.float32, rows_s)
             total = gl.zeros([ROWS], gl.float32, rows_s)
             acc = gl.zeros([ROWS, BLOCK_DV], gl.float32, layout_o)
@@ -162,16 +148,8 @@ def _attend(
             s = warpgroup_mma_wait(0, deps=(s,))
             mbarrier.arrive(k_empty.index(use % STAGES), count=1)
             p, most, total, decay = _softmax(
-                s, most, total, end - BLOCK_N, queries, spans, shift, length_k, inner_start, inner_end, left, right,
-                scale, SOFTCAP, HAS_LEFT, HAS_RIGHT, dtype, layout_p,
-            )  # fmt: skip
-            if PACKED and end > length_k:  # 0 times what the next sequence holds may be NaN
-                mbarrier.wait(v_full.index(use % STAGES), use // STAGES & 1)
-                if g == 0:
-                    clear_tail(v_s.index(use % STAGES).reshape([BLOCK_N, BLOCK_DV]), length_k - (end - BLOCK_N))
-                mbarrier.arrive(cleared, count=1)
-                mbarrier.wait(cleared, clears & 1)
-                clears += 1
+                s, most, total, end - BLOCK_N, limits, inner_start, inner_end, scale, SOFTCAP, STARTS, dtype, layout_p
+            )
             for n in range(end - 2 * BLOCK_N, start - BLOCK_N, -BLOCK_N):
                 last = use % STAGES
                 last_phase = use // STAGES & 1
@@ -183,9 +161,8 @@ def _attend(
                 s = warpgroup_mma_wait(1, deps=(s,))
                 mbarrier.arrive(k_empty.index(use % STAGES), count=1)
                 p, most, total, decay = _softmax(
-                    s, most, total, n, queries, spans, shift, length_k, inner_start, inner_end, left, right, scale,
-                    SOFTCAP, HAS_LEFT, HAS_RIGHT, dtype, layout_p,
-                )  # fmt: skip
+                    s, most, total, n, limits, inner_start, inner_end, scale, SOFTCAP, STARTS, dtype, layout_p
+                )
                 acc = warpgroup_mma_wait(0, deps=(acc,))
                 mbarrier.arrive(v_empty.index(last), count=1)
                 acc *= gl.convert_layout(decay, rows_o)[:, None]
@@ -206,7 +183,11 @@ def _attend(
             acc = gl.where(factor > 0.0, acc * factor, 0.0)  # of a row that sees no key, 0 times what may be NaN
             lse_ptrs = lse_ptr + (b.to(gl.int64) * H + h) * S + start_q + queries
             gl.store(lse_ptrs, lse, mask=queries < length_q)
-            _store(out_desc, out_ptr, out, acc, b, h, start_q, row, length_q, H, DV, PACKED)
+            tma.store_wait(0)
+            out.reshape(acc.shape).store(acc.to(dtype))
+            fence_async_shared()
+            place = at(out_desc, (b, start_q + length_q), h, start_q + row, 0)
+            tma.async_copy_shared_to_global(out_desc, place, out)
             if not ROOM:
                 tma.store_wait(0)
                 mbarrier.arrive(q_empty.index(g), count=1)
@@ -217,39 +198,38 @@ def _attend(
 
 @gluon.jit(do_not_specialize=["B", "S", "SK", "count", "blocks", "section", "tiles", "left", "right"])
 def _attention_fwd_hopper_kernel(
-    q_desc, k_desc, v_desc, out_desc, out_ptr, lse_ptr, sinks_ptr, cu_q_ptr, cu_k_ptr, spans_ptr, taken_ptr, B, S, SK,
+    q_desc, k_desc, v_desc, out_desc, lse_ptr, sinks_ptr, cu_q_ptr, cu_k_ptr, spans_ptr, taken_ptr, B, S, SK,
     count, blocks, section, tiles, left, right, scale, H: gl.constexpr, HK: gl.constexpr, D: gl.constexpr,
-    DV: gl.constexpr, SOFTCAP: gl.constexpr, HAS_LEFT: gl.constexpr, HAS_RIGHT: gl.constexpr, SEQUENCES: gl.constexpr,
+    SOFTCAP: gl.constexpr, HAS_LEFT: gl.constexpr, HAS_RIGHT: gl.constexpr, SEQUENCES: gl.constexpr,
     BLOCK_N: gl.constexpr, STAGES: gl.constexpr, GROUPS: gl.constexpr,
 ):  # fmt: skip
-    BLOCK_D: gl.constexpr = q_desc.block_type.shape[3]
-    BLOCK_DV: gl.constexpr = v_desc.block_type.shape[3]
+    BLOCK_D: gl.constexpr = q_desc.block_type.shape[-1]
+    BLOCK_DV: gl.constexpr = v_desc.block_type.shape[-1]
     PARTS: gl.constexpr = -(-D // BLOCK_D)
     # for the output beside the queries, of 226 KiB
     ROOM: gl.constexpr = (GROUPS * ROWS + STAGES * BLOCK_N) * (PARTS * BLOCK_D + BLOCK_DV) <= 113 << 10
-    q_s = gl.allocate_shared_memory(q_desc.dtype, [GROUPS * PARTS, 1, 1, ROWS, BLOCK_D], q_desc.layout)
-    out_s = gl.allocate_shared_memory(q_desc.dtype, [GROUPS, 1, 1, ROWS, BLOCK_DV], q_desc.layout) if ROOM else q_s
-    k_s = gl.allocate_shared_memory(k_desc.dtype, [STAGES * PARTS, 1, 1, BLOCK_N, BLOCK_D], k_desc.layout)
-    v_s = gl.allocate_shared_memory(v_desc.dtype, [STAGES, 1, 1, BLOCK_N, BLOCK_DV], v_desc.layout)
+    q_s = buffers(q_desc, GROUPS * PARTS)
+    out_s = buffers(out_desc, GROUPS) if ROOM else q_s
+    k_s = buffers(k_desc, STAGES * PARTS)
+    v_s = buffers(v_desc, STAGES)
     q_full = barriers(GROUPS, 1)
     q_empty = barriers(GROUPS, 1)
     k_full = barriers(STAGES, 1)
     k_empty = barriers(STAGES, GROUPS)
     v_full = barriers(STAGES, 1)
     v_empty = barriers(STAGES, GROUPS)
-    cleared = barriers(1, GROUPS).index(0)
     queue = tile_queue(GROUPS)
     fence_async_shared()
     sizes = SK, count, blocks, section
     bufs, full, empty = (q_s, k_s, v_s), (q_full, k_full, v_full), (q_empty, k_empty, v_empty)
     shared = (cu_q_ptr, cu_k_ptr, spans_ptr), sizes, B, S, tiles, left, right, bufs, full, empty, queue
-    own = out_desc, out_ptr, lse_ptr, sinks_ptr, scale, out_s, cleared
+    own = out_desc, lse_ptr, sinks_ptr, scale, out_s
     sources = q_desc, k_desc, v_desc, taken_ptr
     if GROUPS == 2:
         gl.warp_specialize(
             [
-                (_attend, (0, shared, own, H, DV, SOFTCAP, HAS_LEFT, HAS_RIGHT, SEQUENCES, BLOCK_N, STAGES, 2, ROOM)),
-                (_attend, (1, shared, own, H, DV, SOFTCAP, HAS_LEFT, HAS_RIGHT, SEQUENCES, BLOCK_N, STAGES, 2, ROOM)),
+                (_attend, (0, shared, own, H, SOFTCAP, HAS_LEFT, HAS_RIGHT, SEQUENCES, BLOCK_N, STAGES, 2, ROOM)),
+                (_attend, (1, shared, own, H, SOFTCAP, HAS_LEFT, HAS_RIGHT, SEQUENCES, BLOCK_N, STAGES, 2, ROOM)),
                 (_load, (shared, sources, H, HK, HAS_LEFT, HAS_RIGHT, SEQUENCES, BLOCK_N, STAGES, 2)),
             ],
             worker_num_warps=[4, 1],
@@ -258,9 +238,9 @@ def _attention_fwd_hopper_kernel(
     else:
         gl.warp_specialize(
             [
-                (_attend, (0, shared, own, H, DV, SOFTCAP, HAS_LEFT, HAS_RIGHT, SEQUENCES, BLOCK_N, STAGES, 3, ROOM)),
-                (_attend, (1, shared, own, H, DV, SOFTCAP, HAS_LEFT, HAS_RIGHT, SEQUENCES, BLOCK_N, STAGES, 3, ROOM)),
-                (_attend, (2, shared, own, H, DV, SOFTCAP, HAS_LEFT, HAS_RIGHT, SEQUENCES, BLOCK_N, STAGES, 3, ROOM)),
+                (_attend, (0, shared, own, H, SOFTCAP, HAS_LEFT, HAS_RIGHT, SEQUENCES, BLOCK_N, STAGES, 3, ROOM)),
+                (_attend, (1, shared, own, H, SOFTCAP, HAS_LEFT, HAS_RIGHT, SEQUENCES, BLOCK_N, STAGES, 3, ROOM)),
+                (_attend, (2, shared, own, H, SOFTCAP, HAS_LEFT, HAS_RIGHT, SEQUENCES, BLOCK_N, STAGES, 3, ROOM)),
                 (_load, (shared, sources, H, HK, HAS_LEFT, HAS_RIGHT, SEQUENCES, BLOCK_N, STAGES, 3)),
             ],
             worker_num_warps=[4, 4, 1],
@@ -280,16 +260,15 @@ def attention_fwd_hopper(
     launch(
         _attention_fwd_hopper_kernel,
         (min(tiles, num_programs(q.device, 1)),),
-        (out, lse, sinks, masking.cu_seqlens_q, masking.cu_seqlens_k, masking.spans, taken),
+        (lse, sinks, masking.cu_seqlens_q, masking.cu_seqlens_k, masking.spans, taken),
         (B, S, SK, masking.sequences, blocks, section_of(k, v, masking.max_seqlen_k, H // HK), tiles, masking.left,
          masking.right),
         (masking.scale,),
-        (descriptor(q, 64, width), descriptor(k, tile.block_n, width), descriptor(v, tile.block_n, width_v),
-         descriptor(out, 64, width_v)),
+        (descriptor(q, 64, width, masking), descriptor(k, tile.block_n, width, masking),
+         descriptor(v, tile.block_n, width_v, masking), descriptor(out, 64, width_v, masking)),
         H=H,
         HK=HK,
         D=D,
-        DV=DV,
         **masking.constants(),
         **tile.constants(),
     )  # fmt: skip

@@ -6,16 +6,20 @@ those over the parts. A tensor in parts is a tuple.
 
 In a ring of STAGES buffers each has a barrier for "full" and one for "empty"; the use-th filling goes into buffer
 use % STAGES, and the parity of use // STAGES is the barriers' phase.
+
+What TMA loads from behind the rows of a batch is zero, and it stores nothing there. So it is behind each of packed
+sequences, whatever the next one holds, by an idea of Triton's tools/ragged_tma.py: addresses wrap around at 2^64 bytes,
+so that a descriptor of FAR rows can have its end wherever two more coordinates say.
 """
 
 import functools
 
 import torch
+import triton
 from torch import Tensor
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import (
-    fence_async_shared,
     mbarrier,
     tma,
     warpgroup_mma,
@@ -34,6 +38,7 @@ NO_WIDTHS = "the attention kernels for Hopper have no tile for heads of these wi
 NO_MASKS = "the attention kernels for Hopper know no bias, key_padding_mask or parts of a longer sequence"
 NO_TMA = "a tensor is empty or expanded, or its rows do not start at multiples of 16 bytes, as TMA wants them to"
 ROWS = gl.constexpr(64)  # of a warp group
+FAR = gl.constexpr(1 << 30)  # more rows than there are; FAR times the stride 2^34 is 0 modulo 2^64
 
 
 def widths_of(D: int, Dv: int) -> tuple[int, int]:
@@ -77,16 +82,42 @@ class _Descriptor(TensorDescriptor):
     def __post_init__(self) -> None: ...
 
 
-def descriptor(x: Tensor, rows: int, width: int) -> TensorDescriptor:
-    """``x`` [B, S, H, D] as [B, H, S, D], of which TMA moves ``rows`` rows of ``width`` features or a part of those."""
+def descriptor(x: Tensor, rows: int, width: int, masking: Masking) -> TensorDescriptor:
+    """``x`` [B, S, H, D] for TMA, which moves rows of ``width`` features, or a part of those, to or from ``at``."""
     (B, S, H, D), (stride_b, stride_s, stride_h, _) = x.shape, x.stride()
-    block = [1, 1, rows, width & -width]
-    return _Descriptor(x, [B, H, S, D], [stride_b, stride_h, stride_s, 1], block, _layout(x.element_size()))
+    shape, strides = [B, H, S, D], [stride_b, stride_h, stride_s, 1]
+    if masking.cu_seqlens_q is not None:
+        far = FAR.value
+        shape, strides = [far + 1, far + 1, H, far, D], [2**34 - stride_s, stride_s, *strides[1:]]
+    part = width & -width
+    block = [1] * (len(shape) - 2) + [rows, part]
+    return _Descriptor(x, shape, strides, block, _layout(part, x.element_size(), len(shape)))
 
 
 @functools.cache
-def _layout(itemsize: int) -> gl.NVMMASharedLayout:
-    return gl.NVMMASharedLayout(swizzle_byte_width=128, element_bitwidth=8 * itemsize, rank=4)
+def _layout(width: int, itemsize: int, rank: int) -> gl.NVMMASharedLayout:
+    return gl.NVMMASharedLayout(min(128, width * itemsize), element_bitwidth=8 * itemsize, rank=rank)
+
+
+@gluon.jit
+def at(desc, rows, h, row, col):
+    """The coordinates of a row and a column of a head; ``rows`` are the batch and what is behind the last of them."""
+    b, end = rows
+    if len(desc.block_type.shape) == 5:
+        return FAR, end, h, FAR - end + row, col
+    else:
+        return b, h, row, col
+
+
+@triton.constexpr_function
+def _several(count, shape):
+    return [count, *shape]
+
+
+@gluon.jit
+def buffers(desc, COUNT: gl.constexpr):
+    """Shared memory for so many times what TMA moves."""
+    return gl.allocate_shared_memory(desc.dtype, _several(COUNT, desc.block_type.shape), desc.layout)
 
 
 @gluon.jit
@@ -216,28 +247,29 @@ def read_tile(queue, count):
 
 
 @gluon.jit
-def load_rows(desc, b, h, row, bufs, s, full, COUNT: gl.constexpr):
+def load_rows(desc, rows, h, row, bufs, s, full, COUNT: gl.constexpr):
     """TMA loads rows into the s-th of so many buffers, which may be in parts; they are one arrival at ``full``."""
     PARTS: gl.constexpr = bufs.shape[0] // COUNT
     mbarrier.expect(full, PARTS * desc.block_type.nbytes)
     for i in gl.static_range(PARTS):
-        tma.async_copy_global_to_shared(desc, [b, h, row, i * bufs.shape[4]], full, bufs.index(s * PARTS + i))
+        place = at(desc, rows, h, row, i * bufs.shape[-1])
+        tma.async_copy_global_to_shared(desc, place, full, bufs.index(s * PARTS + i))
 
 
 @gluon.jit
-def fill(desc, b, h, row, bufs, full, empty, use, STAGES: gl.constexpr):
+def fill(desc, rows, h, row, bufs, full, empty, use, STAGES: gl.constexpr):
     """Load rows into the buffer that the use-th filling of a ring goes to, once it is empty."""
     s = use % STAGES
     mbarrier.wait(empty.index(s), use // STAGES & 1 ^ 1)
-    load_rows(desc, b, h, row, bufs, s, full.index(s), STAGES)
+    load_rows(desc, rows, h, row, bufs, s, full.index(s), STAGES)
 
 
 @gluon.jit
 def parts_of(bufs, s, COUNT: gl.constexpr):
     """The s-th of so many buffers [rows, D], in parts."""
     PARTS: gl.constexpr = bufs.shape[0] // COUNT
-    LENGTH: gl.constexpr = bufs.shape[3]
-    BLOCK_D: gl.constexpr = bufs.shape[4]
+    LENGTH: gl.constexpr = bufs.shape[-2]
+    BLOCK_D: gl.constexpr = bufs.shape[-1]
     parts = ()
     for i in gl.static_range(PARTS):
         parts += (bufs.index(s * PARTS + i).reshape([LENGTH, BLOCK_D]),)
@@ -265,7 +297,7 @@ def contract(a, b, none):
 @gluon.jit
 def zero_parts(bufs, COUNT: gl.constexpr, layout: gl.constexpr):
     """Sums for ``add_product`` of one out of so many buffers."""
-    BLOCK_D: gl.constexpr = bufs.shape[4]
+    BLOCK_D: gl.constexpr = bufs.shape[-1]
     parts = ()
     for _ in gl.static_range(bufs.shape[0] // COUNT):
         parts += (gl.zeros([ROWS, BLOCK_D], gl.float32, layout),)
@@ -288,44 +320,6 @@ def wait_for(acc, later: gl.constexpr):
         return (warpgroup_mma_wait(later, deps=acc),)
     else:
         return warpgroup_mma_wait(later, deps=acc)
-
-
-@gluon.jit
-def clear_rows(buf, first):
-    """Zero the rows of a buffer [rows, D] from ``first`` on, which are of another sequence and may hold NaN.
-
-    For one warp group; the others may multiply by the buffer behind a barrier where this one arrives afterwards.
-    """
-    layout: gl.constexpr = gl.BlockedLayout([1, 8], [2, 16], [gl.num_warps(), 1], [1, 0])
-    LENGTH: gl.constexpr = buf.shape[0]
-    for i in gl.static_range(0, LENGTH, 8):  # few registers at a time
-        part = buf.slice(i, 8)
-        rows = i + gl.arange(0, 8, gl.SliceLayout(1, layout))
-        x = part.load(layout)
-        part.store(gl.where((rows < first)[:, None], x, gl.zeros_like(x)))
-    fence_async_shared()
-
-
-@gluon.jit
-def clear_tail(buf, first):
-    """``clear_rows`` in less time, which leaves the rows before alone, for kernels that have registers for it."""
-    layout: gl.constexpr = gl.BlockedLayout([1, 8], [2, 16], [gl.num_warps(), 1], [1, 0])
-    LENGTH: gl.constexpr = buf.shape[0]
-    WIDTH: gl.constexpr = buf.shape[1]
-    for i in gl.static_range(0, LENGTH, 32):
-        part = buf.slice(i, 32)
-        if first <= i:
-            part.store(gl.zeros([32, WIDTH], buf.dtype, layout))
-        elif first < i + 32:
-            clear_rows(part, first - i)
-    fence_async_shared()
-
-
-@gluon.jit
-def clear_parts(parts, first):
-    """``clear_rows`` of a buffer in parts."""
-    for i in gl.static_range(len(parts)):
-        clear_rows(parts[i], first)
 
 
 @gluon.jit
@@ -359,8 +353,14 @@ def bounds(rows, behind, ahead, spans, length, HAS_BEHIND: gl.constexpr, HAS_AHE
 
 
 @gluon.jit
-def hide(p, first, limits):
-    """``p`` [rows, columns] of columns from ``first`` on, but 0 for those out of the bounds of their row."""
-    cols = first + gl.arange(0, p.shape[1], gl.SliceLayout(0, p.type.layout))[None, :]
+def hide(x, first, limits, STARTS: gl.constexpr = True, ENDS: gl.constexpr = True, hidden=0.0):
+    """``x`` [rows, columns] of columns from ``first`` on, but ``hidden`` where those are out of the bounds of a row, or
+    out of one of the two.
+    """
+    cols = first + gl.arange(0, x.shape[1], gl.SliceLayout(0, x.type.layout))[None, :]
     starts, ends = limits
-    return gl.where((cols >= starts) & (cols < ends), p, 0.0)
+    if STARTS:
+        x = gl.where(cols >= starts, x, hidden)
+    if ENDS:
+        x = gl.where(cols < ends, x, hidden)
+    return x
