@@ -255,6 +255,8 @@ def attention_fwd_hopper(
     (B, S, H, D), (SK, HK, DV) = q.shape, v.shape[1:]
     widths = width, width_v = widths_of(D, DV)
     tile = hopper_forward(widths, masking)
+    if 64 < D <= 96:
+        width = 96  # in three parts
     blocks = masking.num_blocks(S, 64 * tile.groups)
     tiles, taken = blocks * B * H, torch.zeros(1, dtype=torch.int32, device=q.device)
     launch(

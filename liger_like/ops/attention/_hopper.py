@@ -1,8 +1,8 @@
 """What the attention kernels for Hopper share: which calls they take, tensors as TMA moves them, rings of buffers that
 it fills, and which rows a program has and sees.
 
-Sizes of a buffer are powers of 2: 192 features are held as three parts of 64, and a product over features is the sum of
-those over the parts. A tensor in parts is a tuple.
+Sizes of a buffer are powers of 2: 192 features are held as three parts of 64, in the forward 96 as three of 32, and a
+product over features is the sum of those over the parts. A tensor in parts is a tuple.
 
 In a ring of STAGES buffers each has a barrier for "full" and one for "empty"; the use-th filling goes into buffer
 use % STAGES, and the parity of use // STAGES is the barriers' phase.
