@@ -1,8 +1,22 @@
-"""The tables in NOTES.md and the picture of what ``benchmark.losses`` measured, from the files in results/."""
+"""The tables in NOTES.md and the README, and the picture, of what ``benchmark.losses`` measured: from results/."""
 
+from collections.abc import Iterable, Iterator
 from typing import Any
 
-from benchmark.markdown import FOLDER, NOTES, RESULTS, Row, between, digest, heading, number, ratio, table
+from benchmark.markdown import (
+    FOLDER,
+    NOTES,
+    README,
+    RESULTS,
+    Row,
+    between,
+    digest,
+    heading,
+    number,
+    ratio,
+    side_by_side,
+    table,
+)
 from benchmark.markdown import results as read_results
 
 PICTURE = RESULTS / "losses.png"
@@ -71,6 +85,30 @@ def with_tables(notes: str, results: list[Row]) -> str:
     return between(notes, BEGIN, END, "\n".join([*picture, *map(tables, results)]))
 
 
+def shape(case: Row) -> str:
+    kept = "" if case["kept"] == case["T"] else f", {case['kept']} labels not ignored"
+    return f"T {case['T']} H {case['H']} V {case['V']}{kept}"
+
+
+def costs(result: Row) -> Iterator[tuple[str, dict[str, str]]]:
+    """Each shape of the fused loss, and by contestant its time and memory."""
+    for case in result["fused"]:
+        texts = ((row["name"], number(row.get("ms"), ".1f"), number(row.get("mib"), ".0f")) for row in case["rows"])
+        yield shape(case), {name: f"{ms}, {mib}" for name, ms, mib in texts}
+
+
+def overview(result: Row) -> str:
+    """The costs at the first shape, with and without labels that are ignored."""
+    first = shape(result["fused"][0])
+    rows = [(text, cells) for text, cells in costs(result) if text.startswith(first)]
+    return f"{result['gpu']}, {result['date']}:\n\n" + side_by_side("shape", rows, "-")
+
+
+def with_overview(readme: str, results: Iterable[Row]) -> str:
+    """``readme`` with the overviews between the markers."""
+    return between(readme, BEGIN, END, "\n".join(map(overview, results)))
+
+
 def draw(ax: Any, result: Row, zoom: bool) -> None:
     """Time against memory for the first shape: all contestants, or those near the line of chunk sizes.
 
@@ -104,6 +142,7 @@ def write_report() -> None:
     """Write the tables, and the picture with a row of two panels for each file of results."""
     results = read_results("losses")
     NOTES.write_text(with_tables(NOTES.read_text(), results))
+    README.write_text(with_overview(README.read_text(), results))
     if not results:
         return
     from matplotlib.figure import Figure

@@ -1,14 +1,15 @@
-"""The tables in NOTES.md of what ``benchmark.memory_bound`` measured, from the files in results/."""
+"""The tables in NOTES.md and the README of what ``benchmark.memory_bound`` measured, from the files in results/."""
 
 from collections.abc import Iterable
 
-from benchmark.markdown import NOTES, Row, between, heading, number, ratio, results, table
+from benchmark.markdown import NOTES, README, Row, between, heading, number, ratio, results, side_by_side, table
 
 BEGIN = "<!-- memory-bound: written by `python -m benchmark.memory_bound --report` -->\n"
 END = "<!-- /memory-bound -->\n"
 
 COLUMNS = ("shape", "", "forward us", "GB/s", "forward + backward us", "GB/s", "eager wall us", "peak MiB")
 HOST_COLUMNS = ("op", "", "forward us", "forward + backward us")
+SHAPES = "16384 x 4096", "16384 x 14336", "B 4 S 4096 H 32 Hk 8 D 128"  # of Llama-3-8B
 
 
 def cells(case: Row, row: Row) -> list[str]:
@@ -45,5 +46,22 @@ def with_tables(notes: str, measured: Iterable[Row]) -> str:
     return between(notes, BEGIN, END, "\n".join(map(tables, measured)))
 
 
+def overview(result: Row) -> str:
+    """GB/s of forward and backward: a row for each op at one shape, a column for each contestant."""
+    rows = (
+        (f"{case['op']}, {case['shape']}", {row["name"]: cells(case, row)[5] for row in case["rows"]})
+        for case in result["ops"]
+        if case["shape"] in SHAPES
+    )
+    return f"{result['gpu']}, {result['date']}:\n\n" + side_by_side("op", rows, "-")
+
+
+def with_overview(readme: str, measured: Iterable[Row]) -> str:
+    """``readme`` with the overviews between the markers."""
+    return between(readme, BEGIN, END, "\n".join(map(overview, measured)))
+
+
 def write_report() -> None:
-    NOTES.write_text(with_tables(NOTES.read_text(), results("memory-bound")))
+    measured = results("memory-bound")
+    NOTES.write_text(with_tables(NOTES.read_text(), measured))
+    README.write_text(with_overview(README.read_text(), measured))

@@ -3,7 +3,7 @@
 from collections.abc import Callable, Iterable, Iterator
 from typing import NamedTuple
 
-from benchmark import attention_report, memory_bound_report
+from benchmark import attention_report, losses_report, memory_bound_report
 from benchmark.markdown import FOLDER, Row, between, number, results, side_by_side
 from liger_like import testing
 
@@ -42,17 +42,8 @@ def cross_entropy(result: Row, op: str) -> Iterator[Case]:
     yield f"{case['M']} x {case['V']}", times
 
 
-def fused_shape(case: Row) -> str:
-    kept = "" if case["kept"] == case["T"] else f", {case['kept']} labels not ignored"
-    return f"T {case['T']} H {case['H']} V {case['V']}{kept}"
-
-
-def fused_loss(result: Row, _: str) -> Iterator[Case]:
-    for case in result["fused"]:
-        costs = {
-            row["name"]: f"{number(row.get('ms'), '.1f')}, {number(row.get('mib'), '.0f')}" for row in case["rows"]
-        }
-        yield fused_shape(case), costs
+def fused_loss(result: Row, _: str) -> Iterable[Case]:
+    return losses_report.costs(result)
 
 
 def attention(result: Row, op: str) -> Iterator[Case]:

@@ -12,6 +12,9 @@ ABOUT = """\
 Steps of Llama-3.2-1B's shape (`make bench-sweeps`): checkpointed, by batch and by sequence, a cross where the next one
 failed; and, of one that is not checkpointed, what is allocated when, and what its kernels are for.
 """
+ABOUT_GRAPH = """\
+A small step, here of 1024 tokens, waits for the host, but not as one [CUDA graph](docs/patching.md#cuda-graphs):
+"""
 
 SWEEPS = "batch", "sequence"
 COLORS = {"transformers": "tab:red", "Liger": "tab:green", "liger_like": "tab:blue"}
@@ -103,6 +106,11 @@ PARTS = {
 }
 
 
+def only(contestants: Mapping[str, list[Row]]) -> Rows:
+    """Of parts that are no sweeps: the row of each."""
+    return {name: row for name, (row,) in contestants.items()}
+
+
 def tables(result: Row) -> str:
     """One file of results in Markdown."""
     parts = heading(result)
@@ -111,7 +119,7 @@ def tables(result: Row) -> str:
             parts += [f"By {part}, checkpointed: tokens/s and peak GiB:\n", sweep_table(contestants)]
     for part, (title, in_markdown) in PARTS.items():
         if contestants := result["parts"].get(part):
-            parts += [f"{title}:\n", in_markdown({name: row for name, (row,) in contestants.items()})]
+            parts += [f"{title}:\n", in_markdown(only(contestants))]
     return "\n".join(parts)
 
 
@@ -211,9 +219,13 @@ def with_tables(notes: str, measured: Collection[Row]) -> str:
 
 
 def with_overview(readme: str, measured: Collection[Row]) -> str:
-    """``readme`` with the pictures between the markers."""
+    """``readme`` with the pictures, and what a graph changes, between the markers."""
     pictures = links(README, measured)
-    return between(readme, BEGIN, END, "\n".join([ABOUT, *pictures] if pictures else []))
+    graphs = [result["parts"]["graph"] for result in measured if result["parts"].get("graph")]
+    content = [ABOUT, *pictures] if pictures else []
+    if graphs:
+        content += [ABOUT_GRAPH, *(graph_table(only(contestants)) for contestants in graphs)]
+    return between(readme, BEGIN, END, "\n".join(content))
 
 
 def write_report() -> None:

@@ -100,8 +100,19 @@ cross_entropy, 10 x 20:
 """
 
 
+OVERVIEW = """GPU, 2026-01-01:
+
+| shape | three GEMMs | torch | ours | theirs |
+|---|---|---|---|---|
+| T 1000 H 1000 V 1000 | 2.0, 10 | 4.0, 30 | 3.0, 20 | -, - |
+| T 1000 H 1000 V 1000, 250 labels not ignored | 2.0, 10 | 4.0, 30 | 3.0, 20 | -, - |
+"""
+
+
 def test_tables() -> None:
     assert losses_report.tables(RESULT) == TABLES
+    other = RESULT["fused"][0] | {"V": 2000}
+    assert losses_report.overview({**RESULT, "fused": [*RESULT["fused"], other]}) == OVERVIEW
 
 
 @pytest.mark.parametrize("name", REPORTS)
@@ -176,8 +187,18 @@ Time on the host:
 """
 
 
-def test_memory_bound_tables() -> None:
+MEMORY_BOUND_OVERVIEW = """GPU, 2026-01-01:
+
+| op | ours | theirs |
+|---|---|---|
+| norm, 8 x 16 | 1250 | - |
+"""
+
+
+def test_memory_bound_tables(monkeypatch: pytest.MonkeyPatch) -> None:
     assert memory_bound_report.tables(MEMORY_BOUND) == MEMORY_BOUND_TABLES
+    monkeypatch.setattr(memory_bound_report, "SHAPES", ("8 x 16",))
+    assert memory_bound_report.overview(MEMORY_BOUND) == MEMORY_BOUND_OVERVIEW
 
 
 def test_what_is_faster_than_ours() -> None:

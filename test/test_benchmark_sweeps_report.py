@@ -103,6 +103,7 @@ def test_report(results):
     measure.update(RESULT | {"parts": parts}, "sweeps", sweeps.PARTS)
     sweeps_report.write_report()
     assert sorted(path.name for path in results.glob("*.png")) == ["profile.png", "sweeps.png"]
+    assert sweeps_report.ABOUT_GRAPH not in readme.read_text()
     measure.update(RESULT, "sweeps", sweeps.PARTS)
     sweeps_report.write_report()
     for name in sweeps_report.PICTURES:
@@ -110,6 +111,8 @@ def test_report(results):
         assert f"](results/{name}.png)" in readme.read_text()
         assert markdown.digest("sweeps").encode() in (results / f"{name}.png").read_bytes()
     assert TABLES in notes.read_text()
+    graph = TABLES.partition("as one CUDA graph:\n")[2].partition("\n\nMemory")[0]
+    assert sweeps_report.ABOUT_GRAPH + graph in readme.read_text()
 
 
 def test_pictures_are_current():
