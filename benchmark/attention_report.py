@@ -2,7 +2,7 @@
 
 from collections.abc import Iterable, Iterator
 
-from benchmark.markdown import NOTES, README, Row, between, heading, number, ratio, results, side_by_side, table
+from benchmark.markdown import NOTES, README, Row, between, heading, number, ratio, results, summary, table
 
 BEGIN = "<!-- attention: written by `python -m benchmark.attention --report` -->\n"
 END = "<!-- /attention -->\n"
@@ -42,7 +42,7 @@ def speeds(result: Row) -> Iterator[tuple[str, dict[str, str]]]:
 def overview(result: Row) -> str:
     """The speeds under a causal mask."""
     causal = (row for row in speeds(result) if "causal" in row[0])
-    return f"{result['gpu']}, {result['date']}:\n\n" + side_by_side(COLUMNS[0], causal, "-")
+    return summary(result, COLUMNS[0], causal)
 
 
 def with_overview(readme: str, measured: Iterable[Row]) -> str:

@@ -14,7 +14,7 @@ from benchmark.markdown import (
     heading,
     number,
     ratio,
-    side_by_side,
+    summary,
     table,
 )
 from benchmark.markdown import results as read_results
@@ -101,7 +101,7 @@ def overview(result: Row) -> str:
     """The costs at the first shape, with and without labels that are ignored."""
     first = shape(result["fused"][0])
     rows = [(text, cells) for text, cells in costs(result) if text.startswith(first)]
-    return f"{result['gpu']}, {result['date']}:\n\n" + side_by_side("shape", rows, "-")
+    return summary(result, "shape", rows)
 
 
 def with_overview(readme: str, results: Iterable[Row]) -> str:

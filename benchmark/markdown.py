@@ -32,6 +32,11 @@ def side_by_side(corner: str, rows: Iterable[tuple[str, Mapping[str, str]]], abs
     return table((corner, *names), ([what, *(cells.get(name, absent) for name in names)] for what, cells in rows))
 
 
+def summary(result: Row, corner: str, rows: Iterable[tuple[str, Mapping[str, str]]], absent: str = "-") -> str:
+    """Of a file of results, contestants side by side."""
+    return f"{result['gpu']}, {result['date']}:\n\n" + side_by_side(corner, rows, absent)
+
+
 def heading(result: Row) -> list[str]:
     """Where and when a file of results was measured, and of which versions."""
     versions = ", ".join(f"{name} {version}" for name, version in result["versions"].items() if version)

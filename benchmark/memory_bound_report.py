@@ -2,7 +2,7 @@
 
 from collections.abc import Iterable
 
-from benchmark.markdown import NOTES, README, Row, between, heading, number, ratio, results, side_by_side, table
+from benchmark.markdown import NOTES, README, Row, between, heading, number, ratio, results, summary, table
 
 BEGIN = "<!-- memory-bound: written by `python -m benchmark.memory_bound --report` -->\n"
 END = "<!-- /memory-bound -->\n"
@@ -53,7 +53,7 @@ def overview(result: Row) -> str:
         for case in result["ops"]
         if case["shape"] in SHAPES
     )
-    return f"{result['gpu']}, {result['date']}:\n\n" + side_by_side("op", rows, "-")
+    return summary(result, "op", rows)
 
 
 def with_overview(readme: str, measured: Iterable[Row]) -> str:

@@ -2,7 +2,7 @@
 
 from collections.abc import Iterable
 
-from benchmark.markdown import NOTES, README, Row, between, heading, number, results, side_by_side, table
+from benchmark.markdown import NOTES, README, Row, between, heading, number, results, summary, table
 
 BEGIN = "<!-- training: written by `python -m benchmark.training --report` -->\n"
 END = "<!-- /training -->\n"
@@ -37,7 +37,7 @@ def overview(result: Row) -> str:
         (setting, {row["name"]: row.get("reason") or ", ".join(cells(setting, row)[3:]) for row in several})
         for setting, several in result["settings"].items()
     )
-    return f"{result['gpu']}, {result['date']}:\n\n" + side_by_side(COLUMNS[0], found, "")
+    return summary(result, COLUMNS[0], found, absent="")
 
 
 def with_overview(readme: str, measured: Iterable[Row]) -> str:
