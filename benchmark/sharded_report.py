@@ -1,8 +1,8 @@
-"""The tables in NOTES.md of what ``benchmark.sharded`` measured, from the files in results/."""
+"""The tables in NOTES.md, and their gist in the README, of what ``benchmark.sharded`` measured: from results/."""
 
-from collections.abc import Iterable
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 
-from benchmark.markdown import NOTES, Row, between, heading, number, ratio, results, table
+from benchmark.markdown import NOTES, README, Row, between, heading, number, ratio, results, side_by_side, table
 
 BEGIN = "<!-- sharded: written by `python -m benchmark.sharded --report` -->\n"
 END = "<!-- /sharded -->\n"
@@ -19,6 +19,7 @@ COLUMNS = {
     "context": ("", "forward ms", "TFLOP/s a GPU", "of one GPU's", "both ms", "TFLOP/s a GPU", "of one GPU's", "error"),
     "longest": ("", "tokens", "peak GiB", "the next length"),
 }
+GIST = {"fsdp": (3, 4), "loss": (1, 2), "context": (6,), "longest": (1, 3)}  # of the columns
 
 
 def fsdp_cells(name: str, row: Row, gpus: int) -> list[str]:
@@ -53,14 +54,40 @@ def longest_cells(name: str, row: Row, gpus: int) -> list[str]:
 CELLS = {"fsdp": fsdp_cells, "loss": loss_cells, "context": context_cells, "longest": longest_cells}
 
 
+def by_setting(contestants: Mapping[str, Iterable[Row]]) -> Iterator[tuple[str, dict[str, Row]]]:
+    """Each setting, and the row of each contestant there."""
+    for rows in zip(*contestants.values(), strict=True):
+        yield rows[0].get("setting", ""), dict(zip(contestants, rows, strict=True))
+
+
 def tables(result: Row) -> str:
     """One file of results in Markdown."""
     parts = heading(result)
     for part, title in TITLES.items():
         if contestants := result["parts"].get(part):
-            settings = zip(*contestants.values(), strict=True)
-            rows = (pair for several in settings for pair in zip(contestants, several, strict=True))
+            rows = (pair for _, several in by_setting(contestants) for pair in several.items())
             parts += [f"{title}:\n", table(COLUMNS[part], (CELLS[part](*pair, result["gpus"]) for pair in rows))]
+    return "\n".join(parts)
+
+
+def gist(part: str, cells: Sequence[str]) -> str:
+    return "; ".join(cells[column] for column in GIST[part])
+
+
+def overview(result: Row) -> str:
+    """Of each part the gist, contestants side by side."""
+    parts = [f"{result['gpus']} x {result['gpu']}, {result['date']}.\n"]
+    for part, title in TITLES.items():
+        if contestants := result["parts"].get(part):
+            cells, gpus = CELLS[part], result["gpus"]
+            rows = (
+                (
+                    f"{title}, {setting}".removesuffix(", "),
+                    {name: gist(part, cells(name, row, gpus)) for name, row in several.items()},
+                )
+                for setting, several in by_setting(contestants)
+            )
+            parts.append(side_by_side(gist(part, COLUMNS[part]), rows, "-"))
     return "\n".join(parts)
 
 
@@ -69,5 +96,13 @@ def with_tables(notes: str, measured: Iterable[Row]) -> str:
     return between(notes, BEGIN, END, "\n".join(map(tables, measured)))
 
 
+def with_overview(readme: str, measured: Collection[Row]) -> str:
+    """``readme`` with the overview of the most GPUs between the markers."""
+    most = sorted(measured, key=lambda result: result["gpus"])[-1:]
+    return between(readme, BEGIN, END, "".join(map(overview, most)))
+
+
 def write_report() -> None:
-    NOTES.write_text(with_tables(NOTES.read_text(), results("sharded")))
+    measured = results("sharded")
+    NOTES.write_text(with_tables(NOTES.read_text(), measured))
+    README.write_text(with_overview(README.read_text(), measured))

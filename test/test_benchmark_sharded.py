@@ -136,6 +136,25 @@ The longest sequence of a training step:
 | transformers | 8,192 | 100.0 | 12,288: out of memory |
 | Liger | - | - | out of memory |
 """
+OVERVIEW = r"""2 x GPU, 2026-01-01.
+
+| tokens/s; peak GiB | transformers | liger_like |
+|---|---|---|
+| Training steps, FSDP2, 8 x 2048 | 16,384; 90.0 | 32,768; 60.0 |
+| Training steps, FSDP2, 2 x 16384 | -; - | 16,384; 70.0 |
+
+| ms; peak MiB | liger_like |
+|---|---|
+| The loss of a head whose words are spread | 10.0; 1,000 |
+
+| of one GPU's | ring | ulysses |
+|---|---|---|
+| Attention of a sequence that is spread | 80.0% | - |
+
+| tokens; the next length | transformers | Liger |
+|---|---|---|
+| The longest sequence of a training step | 8,192; 12,288: out of memory | -; out of memory |
+"""
 
 
 def test_tables():
@@ -143,3 +162,12 @@ def test_tables():
     earlier = {"parts": {**parts, "loss": {"liger_like": []}, "longest": {"Liger": parts["longest"]["Liger"]}}}
     now = {"loss": parts["loss"], "longest": {"transformers": parts["longest"]["transformers"]}}
     assert sharded_report.tables(measure.merged(earlier, RESULT | {"parts": now}, sharded.PARTS)) == TABLES
+
+
+def test_the_readme_has_the_most_gpus():
+    readme = f"before\n{sharded_report.BEGIN}old{sharded_report.END}after\n"
+    fewer = RESULT | {"gpus": 1}
+    filled = readme.replace("old", OVERVIEW)
+    assert sharded_report.with_overview(readme, [fewer, RESULT]) == filled
+    assert sharded_report.with_overview(filled, [RESULT, fewer]) == filled
+    assert sharded_report.with_overview(filled, []) == readme.replace("old", "")
