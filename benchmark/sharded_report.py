@@ -78,15 +78,11 @@ def overview(result: Row) -> str:
     """Of each part the gist, contestants side by side."""
     parts = [f"{result['gpus']} x {result['gpu']}, {result['date']}.\n"]
     for part, title in TITLES.items():
-        if contestants := result["parts"].get(part):
-            cells, gpus = CELLS[part], result["gpus"]
-            rows = (
-                (
-                    f"{title}, {setting}".removesuffix(", "),
-                    {name: gist(part, cells(name, row, gpus)) for name, row in several.items()},
-                )
-                for setting, several in by_setting(contestants)
-            )
+        rows = []
+        for setting, several in by_setting(result["parts"].get(part, {})):
+            cells = {name: gist(part, CELLS[part](name, row, result["gpus"])) for name, row in several.items()}
+            rows.append((f"{title}, {setting}" if setting else title, cells))
+        if rows:
             parts.append(side_by_side(gist(part, COLUMNS[part]), rows, "-"))
     return "\n".join(parts)
 

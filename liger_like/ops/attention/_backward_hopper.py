@@ -295,7 +295,7 @@ def add_gradients(
         (B, S, SK, rows.shape[3], masking.sequences, blocks, section_of_keys(masking, SK, BLOCK_N, k.device), splits,
          masking.left, masking.right),
         (masking.scale,),
-        tuple(descriptor(x, rows, n, masking) for x, rows, n in (
+        tuple(descriptor(x, block, n, masking) for x, block, n in (
             (q, block_m, width), (k, BLOCK_N, width), (v, BLOCK_N, width), (dout, block_m, width), (total, 64, share),
         )),
         H=H,
