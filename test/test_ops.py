@@ -1,7 +1,9 @@
 """What holds for every op of the table."""
 
+import inspect
 import itertools
 
+import numpy as np
 import pytest
 import torch
 from torch._dynamo.testing import CompileCounterWithBackend
@@ -10,6 +12,7 @@ from torch.utils._pytree import tree_leaves
 from torch.utils.checkpoint import checkpoint
 
 from liger_like import ops
+from liger_like.ops import _common
 from liger_like.testing import SPECS, assert_accurate, run
 
 CASES = [(spec, options) for spec in SPECS for options in spec.options]
@@ -301,3 +304,56 @@ def test_gradcheck_of_the_reference(spec):
             return tuple(differentiable(out))
 
         assert torch.autograd.gradcheck(fn, tuple(inputs[n] for n in names))
+
+
+NUMBERS = (1, 1.0, True, 0.5, np.float64(0.5), np.float32(0.5), torch.tensor(0.5))
+
+
+@each_op
+def test_numbers_of_any_type(spec, device, poisoned, monkeypatch):
+    """A number gives what it gives to a process that has launched nothing, whatever its type and what came before."""
+    names = [n for n, p in inspect.signature(spec.fn).parameters.items() if "float" in str(p.annotation)]
+    inputs = spec.inputs(torch.float32, device, **small(spec))
+    for name in names:
+        fresh = {}
+        for value in (0.5, 1.0):
+            monkeypatch.setattr(_common, "_COMPILED", {})
+            fresh[value] = run(spec.fn, inputs, {name: value})
+        for order in (1, -1):
+            monkeypatch.setattr(_common, "_COMPILED", {})
+            for number in NUMBERS[::order]:
+                try:
+                    found = run(spec.fn, inputs, {name: number})
+                except TypeError as error:
+                    assert name in str(error)  # noqa: PT017
+                    continue
+                for key, expected in fresh[float(number)].items():
+                    assert torch.equal(found[key], expected), (name, number, key)
+
+
+TWICE = {
+    "swiglu": {"up": "gate"},
+    "geglu": {"up": "gate"},
+    "add_rms_norm": {"residual": "x"},
+    "layer_norm": {"bias": "weight"},
+    "rope": {"k": "q", "sin": "cos"},
+    "qk_norm_rope": {"k": "q", "k_weight": "q_weight", "sin": "cos"},
+    "flash_attention": {"v": "k", "k": "q"},
+    "flash_attention_varlen": {"v": "k", "cu_seqlens_k": "cu_seqlens_q"},
+}
+
+
+@pytest.mark.parametrize("name", TWICE)
+def test_a_tensor_in_two_places_compiles(name, device, poisoned):
+    """With the gradients of eager mode."""
+    spec = next(spec for spec in SPECS if spec.name == name)
+    for second, first in TWICE[name].items():
+        shapes = (shape | {"Hk": shape["H"]} if "Hk" in shape else shape for shape in spec.test_shapes)
+        drawn = (spec.inputs(torch.float32, device, **shape) for shape in shapes)
+        inputs = next(x for x in drawn if first in x and second in x and x[first].shape == x[second].shape)
+        twice = lambda fn, first=first, second=second: lambda **kwargs: fn(**kwargs | {second: kwargs[first]})  # noqa: E731
+        torch._dynamo.reset()
+        compiled = torch.compile(twice(spec.fn), backend="aot_eager", fullgraph=True)
+        expected, found = (run(fn, inputs, {}) for fn in (twice(spec.fn), compiled))
+        for key in expected:
+            torch.testing.assert_close(found[key], expected[key])

@@ -1,13 +1,18 @@
 """Which tile a kernel gets, and that a launch runs the kernel that Triton would."""
 
+import itertools
 import random
 from functools import partial
+from types import SimpleNamespace
 
+import numpy as np
 import pytest
 import torch
 import triton
 import triton.language as tl
 from test_ops import small
+from triton._C.libtriton import native_specialize_impl
+from triton.backends.nvidia.compiler import CUDABackend
 
 from benchmark import tune
 from liger_like.ops import _common, _tiles
@@ -171,6 +176,62 @@ def test_launch(monkeypatch):
             assert not y[M * N :].any()
             assert torch.equal(z[: M * N], x[: M * N]) == with_z
     assert len(known) >= 2 * 2 * 3 * 2 * 2
+
+
+class Compiler:
+    """Stands in for a kernel where there is no GPU: specialises as Triton does, and records what it runs."""
+
+    pre_run_hooks = ()
+
+    def __init__(self, sizes, floats, *constants):
+        self.params = [SimpleNamespace(name=name) for name in ("x", *"m" * sizes, *"f" * floats, *constants)]
+        self.ran = None
+
+    def __getitem__(self, grid):
+        def compile_and_run(x, *numbers, **options):
+            compiled = specialised(numbers)
+
+            def run(*given):
+                numbers = given[10 : 10 + len(compiled)]
+                assert specialised(numbers) == compiled
+                self.ran = numbers, *[(name, type(value), value) for name, value in options.items()]
+
+            run(*[None] * 10, *numbers)
+            return SimpleNamespace(run=run, function=None, packed_metadata=None)
+
+        return compile_and_run
+
+
+def specialised(numbers):
+    return [native_specialize_impl(CUDABackend, number, False, True, True) for number in numbers]
+
+
+INTS = (0, 1, True, False, 2, 3, 15, 16, 32, 48, -1, -16, 2**31 - 1, 2**31, 2**31 + 1, 2**33, np.int64(1), np.int32(16))
+FLOATS = (0, 1, 2, True, 0.0, 1.0, 0.5, -1, 16, np.float32(1.0), np.float64(0.5), np.int64(1), torch.tensor(1.0))
+
+
+def test_launch_runs_what_triton_would_compile(monkeypatch):
+    """Whatever the types of the numbers are, and whatever came before, a kernel runs with arguments of its own kind."""
+    monkeypatch.setattr(_common, "INTERPRET", False)
+    monkeypatch.setattr(_common, "DIRECT", True)
+    monkeypatch.setattr(torch._C, "_cuda_getCurrentRawStream", lambda device: 0, raising=False)
+    for order in (1, -1):
+        monkeypatch.setattr(_common, "_COMPILED", {})
+        sized, mixed = Compiler(2, 0, "C"), Compiler(1, 1)
+
+        def check(kernel, sizes, floats=(), **options):
+            launch(kernel, (1, 2), (torch.empty(0),), sizes, floats, **options)
+            numbers = *map(int, sizes), *map(float, floats)
+            assert kernel.ran == (numbers, *((name, type(value), value) for name, value in options.items()))
+
+        for size, number in itertools.product(INTS[::order], FLOATS[::order]):
+            check(mixed, (size,), (number,))
+        for sizes in itertools.product(INTS[::order], repeat=2):
+            check(sized, sizes, C=None)
+        for constant in (1, 1.0, True, 0, 0.0, False, "1", None)[::order]:
+            check(sized, (3, 3), C=constant, num_warps=4)
+        for option in ("num_stages", "num_warps")[::order]:
+            check(sized, (3, 3), C=1, **{option: 2})
 
 
 @pytest.mark.gpu

@@ -14,7 +14,8 @@ from torch.utils.flop_counter import register_flop_formula
 
 LIBRARY = torch.library.Library("liger_like", "DEF")
 INTERPRET: bool = triton.knobs.runtime.interpret  # read once, as the decorators of the kernels read it
-DIRECT = torch.version.hip is None and triton.__version__.startswith(("3.6.", "3.7."))  # see ``launch``
+# the versions whose launcher ``launch`` calls as Triton itself does
+DIRECT = torch.version.hip is None and triton.__version__.startswith(("3.6.", "3.7.", "3.8.", "3.9."))
 _RUNTIME = triton.knobs.runtime
 _COMPILED: dict[tuple[Any, ...], tuple[Any, ...]] = {}
 _PLAIN = {Tensor, torch.nn.Parameter, int, float, str, bool, list, type(None)}
@@ -115,6 +116,20 @@ def once_differentiable(backward: Callable[..., Any]) -> Callable[..., Any]:
     return run
 
 
+def apply(function: Any, *args: Any) -> Any:
+    """Return ``function.apply(*args)``; under torch.compile a tensor that is passed again is passed as a view.
+
+    torch 2.11 computes wrong gradients for a tensor in two places, and newer versions refuse to compile it.
+    """
+    if not torch.compiler.is_compiling():
+        return function.apply(*args)
+    distinct: list[Any] = []
+    for arg in args:
+        again = isinstance(arg, Tensor) and any(arg is other for other in distinct)
+        distinct.append(arg.view_as(arg) if again else arg)
+    return function.apply(*distinct)
+
+
 def launch(
     kernel: Any,
     grid: tuple[int, ...],
@@ -124,15 +139,20 @@ def launch(
     descriptors: tuple[Any, ...] = (),
     **options: Any,
 ) -> None:
-    """``kernel[grid](*descriptors, *tensors, *sizes, *floats, **options)`` in less host time; ``options`` has the
-    constants. The dtype and the block of a descriptor decide its layout.
+    """Run ``kernel[grid](*descriptors, *tensors, *sizes, *floats, **options)`` in less host time.
 
-    Triton binds and inspects all arguments at every call to find the kernel compiled for them. Here what decides it is
-    the key to a kernel that Triton returned before, which is then run as Triton runs it. Left to Triton are tensors
-    that do not start at a multiple of 16 bytes, and all launches in the interpreter, under a profiler's hooks, on AMD,
-    where the size of a tensor decides, too, and by versions of Triton not known here.
+    ``options`` holds the kernel's constants and Triton's launch options. The dtype and the block of a descriptor
+    determine its layout.
+
+    Triton inspects all arguments at every call to find the compiled kernel. This function looks it up by a key of all
+    that Triton specialises on, and runs it the way Triton does. Sizes and floats are converted first, since Triton
+    would compile another kernel for an int where a float is meant. Triton itself launches in the interpreter, under
+    hooks, with tensors that are not aligned to 16 bytes, on AMD (which also specialises on tensor sizes), and in
+    versions that ``DIRECT`` does not list.
     """
-    key, pointers, bits = [id(kernel), *options.values()], [], 0
+    sizes, floats = (*map(int, sizes),), (*map(float, floats),)
+    # with types: 1, 1.0 and True are equal, but not to a kernel
+    key, pointers, bits = [id(kernel), *options, *options.values(), *map(type, options.values())], [], 0
     for tensor in tensors:
         pointer = dtype = None
         if tensor is not None:
@@ -144,7 +164,8 @@ def launch(
         key += descriptor.base.dtype, *descriptor.block_shape
     for size in sizes:
         key.append(size if size < 2 else 16 | size & 15 | size >> 31 << 5)
-    if INTERPRET or not DIRECT or bits & 15 or _RUNTIME.launch_enter_hook.calls or _RUNTIME.launch_exit_hook.calls:
+    hooked = _RUNTIME.launch_enter_hook.calls or _RUNTIME.launch_exit_hook.calls
+    if INTERPRET or not DIRECT or bits & 15 or hooked or kernel.pre_run_hooks:
         kernel[grid](*descriptors, *tensors, *sizes, *floats, **options)
         return
     device = tensors[0].get_device()  # type: ignore[union-attr]

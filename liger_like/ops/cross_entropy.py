@@ -19,6 +19,7 @@ import triton.language as tl
 from torch import Tensor
 
 from liger_like.ops._common import (
+    apply,
     as_rows,
     is_last_backward,
     launch,
@@ -432,6 +433,6 @@ def cross_entropy(
     check_target(target, logits, logits.shape[:-1])
     check_options(options, reduction, num_items, "weight", weight, logits, V)
     if use_kernel(logits):
-        return _CrossEntropy.apply(logits, target, weight, inplace_backward, reduction, num_items, *options)
+        return apply(_CrossEntropy, logits, target, weight, inplace_backward, reduction, num_items, *options)
     loss = row_losses_ref(logits, target, weight, options).loss
     return loss if reduction == "none" else reduce_loss(loss.sum(), reduction, target, weight, ignore_index, num_items)

@@ -15,6 +15,7 @@ import triton.language as tl
 from torch import Tensor, nn
 
 from liger_like.ops._common import (
+    apply,
     launch,
     load_tile,
     on_shards,
@@ -304,7 +305,7 @@ def swiglu(gate: Tensor, up: Tensor | None = None) -> Tensor:
     fit. See Shazeer, arXiv:2002.05202.
     """
     _check(gate, up)
-    return _GLU.apply(gate, up, "silu") if use_kernel(gate) else swiglu_ref(gate, up)
+    return apply(_GLU, gate, up, "silu") if use_kernel(gate) else swiglu_ref(gate, up)
 
 
 @on_shards(_elements)
@@ -316,7 +317,7 @@ def geglu(gate: Tensor, up: Tensor | None = None, *, approximate: str = "tanh") 
     """
     _check(gate, up)
     act = gelu_of(approximate)
-    return _GLU.apply(gate, up, act) if use_kernel(gate) else geglu_ref(gate, up, approximate=approximate)
+    return apply(_GLU, gate, up, act) if use_kernel(gate) else geglu_ref(gate, up, approximate=approximate)
 
 
 GLUS: dict[str, Callable[..., Tensor]] = {
@@ -333,8 +334,8 @@ def glu_linear(act: str, linear: Callable[[Tensor], Tensor], gate: Tensor, up: T
         return linear(GLUS[act](gate, up))
     _check(gate, up)
     operands = gate, up, linear.weight, linear.bias
-    kept = _GLULinear.apply(*operands, act)
-    return _Product.apply(kept, *(None if t is None else t.detach() for t in operands), act)
+    kept = apply(_GLULinear, *operands, act)
+    return apply(_Product, kept, *(None if t is None else t.detach() for t in operands), act)
 
 
 def _is_plain(linear: Any, x: Tensor) -> bool:

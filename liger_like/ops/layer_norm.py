@@ -14,6 +14,7 @@ from torch import Tensor
 
 from liger_like.ops._common import (
     accumulate,
+    apply,
     launch,
     load_tile,
     load_vector,
@@ -273,4 +274,4 @@ def layer_norm(x: Tensor, weight: Tensor | None = None, bias: Tensor | None = No
     require_eps(eps)
     if not use_kernel(x):
         return layer_norm_ref(x, weight, bias, eps)
-    return _LayerNorm.apply(x, weight, bias, eps)
+    return apply(_LayerNorm, x, weight, bias, eps)

@@ -27,7 +27,7 @@ from liger_like.ops._chunked_loss import (
     linear_cross_entropy_last,
     unit,
 )
-from liger_like.ops._common import is_last_backward, on_shards, once_differentiable, require, use_kernel
+from liger_like.ops._common import apply, is_last_backward, on_shards, once_differentiable, require, use_kernel
 from liger_like.ops._loss import Options, RowLosses, check_options, check_target, reduce_loss, row_losses_ref
 from liger_like.ops._shards import WHOLE, Shard, all_words, summed_gradient
 
@@ -325,7 +325,8 @@ def fused_linear_cross_entropy(
     per_token = reduction == "none" or "logprob" in outputs or "entropy" in outputs
     grads_now = torch.is_grad_enabled() and not (per_token or recompute)
     wants_entropy, wants_argmax = "entropy" in outputs, "argmax" in outputs or "correct" in outputs
-    rows = _FusedLinearCrossEntropy.apply(
+    rows = apply(
+        _FusedLinearCrossEntropy,
         x, weight, bias, u, b, target.reshape(-1), class_weight, grads_now, accumulate_grad, wants_entropy,
         wants_argmax, chunk_rows, accum_dtype, shard, *options,
     )  # fmt: skip

@@ -15,6 +15,7 @@ import triton.language as tl
 from torch import Tensor
 
 from liger_like.ops._common import (
+    apply,
     launch,
     load_vector,
     on_shards,
@@ -298,4 +299,4 @@ def qk_norm_rope(
             for x, weight in ((q, q_weight), (k, k_weight))
         )
         return rope(q, k, cos, sin, layout=layout, cos_layout=cos_layout, unsqueeze_dim=unsqueeze_dim)
-    return _QKNormRoPE.apply(q, k, q_weight, k_weight, cos, sin, eps, offset, casting_mode, *layouts)
+    return apply(_QKNormRoPE, q, k, q_weight, k_weight, cos, sin, eps, offset, casting_mode, *layouts)

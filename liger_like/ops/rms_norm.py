@@ -15,6 +15,7 @@ from torch import Tensor
 
 from liger_like.ops._common import (
     accumulate,
+    apply,
     launch,
     load_tile,
     load_vector,
@@ -368,7 +369,7 @@ def rms_norm(
     _check(x, weight, eps, casting_mode)
     if not use_kernel(x):
         return rms_norm_ref(x, weight, eps, offset=offset, casting_mode=casting_mode)
-    return _RMSNorm.apply(x, None, weight, eps, offset, casting_mode)
+    return apply(_RMSNorm, x, None, weight, eps, offset, casting_mode)
 
 
 @on_shards(rows_alike)
@@ -391,4 +392,4 @@ def add_rms_norm(
     require("residual", residual, like=x, shape=x.shape)
     if not (use_kernel(x) and use_kernel(residual)):
         return add_rms_norm_ref(x, residual, weight, eps, offset=offset, casting_mode=casting_mode)
-    return _RMSNorm.apply(x, residual, weight, eps, offset, casting_mode)
+    return apply(_RMSNorm, x, residual, weight, eps, offset, casting_mode)

@@ -17,6 +17,7 @@ from torch import Tensor
 from triton import next_power_of_2
 
 from liger_like.ops._common import (
+    apply,
     dense,
     empty_dense_like,
     launch,
@@ -375,4 +376,4 @@ def rope(
     learned = (cos.requires_grad or sin.requires_grad) and not refused("kernels have no gradient of cos and sin")
     if learned or not (use_kernel(q) and use_kernel(k)):
         return rope_ref(q, k, cos, sin, layout=layout, cos_layout=cos_layout, unsqueeze_dim=unsqueeze_dim)
-    return _RoPE.apply(q, k, cos, sin, layout, cos_layout, unsqueeze_dim)
+    return apply(_RoPE, q, k, cos, sin, layout, cos_layout, unsqueeze_dim)

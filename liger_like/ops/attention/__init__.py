@@ -11,7 +11,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from liger_like.ops._common import on_shards, once_differentiable, packed, refused, require, use_kernel
+from liger_like.ops._common import apply, on_shards, once_differentiable, packed, refused, require, use_kernel
 from liger_like.ops.attention._backward import attention_bwd, attention_delta
 from liger_like.ops.attention._forward import attention_fwd
 
@@ -213,7 +213,8 @@ def flash_attention(
         options = {"causal": causal, "scale": scale, "window": window, "softcap": softcap, "sinks": sinks}
         options |= {"bias": bias, "key_padding_mask": key_padding_mask, "spans": spans, "return_lse": return_lse}
         return flash_attention_ref(q, k, v, **options)
-    out, lse = _Attention.apply(
+    out, lse = apply(
+        _Attention,
         q,
         k,
         v,
@@ -260,7 +261,8 @@ def flash_attention_varlen(
         options = {"causal": causal, "scale": scale, "window": window, "softcap": softcap, "sinks": sinks}
         lengths = cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k
         return flash_attention_varlen_ref(q, k, v, *lengths, **options, return_lse=return_lse)
-    out, lse = _Attention.apply(
+    out, lse = apply(
+        _Attention,
         q.unsqueeze(0),
         k.unsqueeze(0),
         v.unsqueeze(0),
