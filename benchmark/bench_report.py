@@ -133,11 +133,12 @@ def bests(case: Row) -> tuple[str, str]:
 def notes(cases: list[Row]) -> str:
     """Return which contestants have no mark, or one by another time than the others, and at how many of the shapes."""
     kinds: Counter[tuple[str, str]] = Counter()
+    captured = any("us" in row for case in cases for row in case["rows"])
     for case in cases:
         for row in case["rows"]:
             if "share" not in row:
                 kinds[row["name"], "too inexact" if row["reason"] == "wrong" else "failed"] += 1
-            elif "us" not in row:
+            elif captured and "us" not in row:
                 kinds[row["name"], "wall time"] += 1
     counts = {n: "" if n == len(cases) else f" at {n} of {len(cases)}" for n in kinds.values()}
     return "; ".join(f"{name}: {kind}{counts[n]}" for (name, kind), n in kinds.items())

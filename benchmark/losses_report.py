@@ -117,7 +117,7 @@ def draw(figure: Any, result: Row) -> None:
     for ax, (key, spec, label) in zip(axes, COSTS, strict=True):
         bars = ax.barh(names, [rows[name].get(key, 0) for name in names], color=colors)
         ax.bar_label(bars, [number(rows[n][key], spec) if key in rows[n] else "failed" for n in names], padding=4)
-        ax.set(xlabel=label, xlim=(0, 1.12 * max(row.get(key, 0) for row in rows.values())))
+        ax.set(xlabel=label, xlim=(0, 1.15 * max(row.get(key, 0) for row in rows.values())))
     axes[0].axvline(floor, color="black", linestyle="--")
     axes[0].set_title(f"the line: three GEMMs, {floor:.1f} ms", loc="left", weight="normal")
     axes[0].invert_yaxis()
