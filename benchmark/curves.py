@@ -13,10 +13,12 @@ from typing import Any
 import torch
 from rich.progress import Progress
 
+from benchmark import plots
 from benchmark.markdown import NOTES, RESULTS, Row, between, digest, heading, results, table
 from benchmark.measure import environment, rounded, save
 from examples.train import CONFIGS, Job, make_batches, read_tokens, train
 
+MODEL = "Llama-3.2-1B"
 SEEDS, STEPS, BATCH, SEQ = 3, 500, 4, 512
 WINDOW = 20  # steps whose mean is compared
 PICTURE = RESULTS / "curves.png"
@@ -68,26 +70,34 @@ def with_tables(notes: str, measured: list[Row]) -> str:
     return between(notes, BEGIN, END, "\n".join([*picture, *map(tables, measured)]))
 
 
-def draw(ax: Any, result: Row) -> None:
-    for seed, both in enumerate(result["curves"]):
-        for name, style in (("unpatched", "-"), ("patched", "--")):
-            y = smoothed(both[name])
-            ax.plot(WINDOW * (torch.arange(len(y)) + 0.5), y, style, color=f"C{seed}", label=f"seed {seed}, {name}")
-    ax.set(xlabel="step", ylabel=f"loss, mean of {WINDOW} steps", title=result["gpu"])
-    ax.legend()
+def draw(figure: Any, result: Row) -> None:
+    """Draw the curves of both models, and below how far they part, beside how far the seeds do."""
+    losses, differences = figure.subplots(2, sharex=True, height_ratios=(3, 2))
+    theirs, ours = ([smoothed(both[name]) for both in result["curves"]] for name in ("unpatched", "patched"))
+    steps = WINDOW * (torch.arange(len(theirs[0])) + 0.5)
+    spread = torch.stack(theirs).amax(0) - torch.stack(theirs).amin(0)
+    differences.plot(steps, spread, color=plots.COLORS["transformers"], linewidth=4)
+    apart = [(patched - unpatched).abs() for patched, unpatched in zip(ours, theirs, strict=True)]
+    for unpatched, patched, difference in zip(theirs, ours, apart, strict=True):
+        losses.plot(steps, unpatched, color=plots.COLORS["transformers"], linewidth=4, label="unpatched")
+        losses.plot(steps, patched, color=plots.COLORS[plots.OURS], linewidth=1.5, label=f"patched by {plots.OURS}")
+        differences.plot(steps, difference, color=plots.COLORS[plots.OURS], linewidth=1.5)
+    losses.set(ylabel=f"loss, mean of {WINDOW} steps")
+    differences.set(xlabel="step", ylabel="difference of the loss", ylim=(0, None))
+    text = "grey: between the seeds, unpatched; blue: between patched and unpatched, of each seed"
+    differences.set_title(text, weight="normal", size="medium")
+    plots.title(figure, f"Training loss of {MODEL}'s shape, B {BATCH} S {SEQ}, {len(ours)} seeds", result, [losses])
+
+
+def figure(measured: list[Row]) -> Any:
+    return plots.drawn(draw, measured, 6)
 
 
 def write_report() -> None:
     measured = results("curves")
     NOTES.write_text(with_tables(NOTES.read_text(), measured))
-    if not measured:
-        return
-    from matplotlib.figure import Figure
-
-    figure = Figure(figsize=(8, 5 * len(measured)), layout="constrained")
-    for result, ax in zip(measured, figure.subplots(len(measured), squeeze=False).flat, strict=True):
-        draw(ax, result)
-    figure.savefig(PICTURE, dpi=120, metadata={"Comment": digest("curves")})
+    if measured:
+        plots.save(figure(measured), PICTURE, digest("curves"))
 
 
 def main() -> None:

@@ -1,8 +1,10 @@
-"""The tables in NOTES.md and the README, and the picture, of what ``benchmark.losses`` measured: from results/."""
+"""Writes the tables and the picture of what ``benchmark.losses`` measured into NOTES.md and the README."""
 
 from collections.abc import Iterable, Iterator
+from math import inf
 from typing import Any
 
+from benchmark import plots
 from benchmark.markdown import (
     FOLDER,
     NOTES,
@@ -25,14 +27,8 @@ BEGIN, END = "<!-- losses: written by `python -m benchmark.losses --report` -->\
 GEMMS, EAGER = "three GEMMs", "torch"
 ERRORS = ("loss", "dx", "dw")
 FUSED_COLUMNS = ("", "ms", "of three GEMMs", "TFLOP/s", "peak MiB", *ERRORS, "dw / torch's")
+COSTS = ("ms", ".1f", "forward + backward, ms"), ("mib", ",.0f", "peak memory above the inputs, MiB")
 PLAIN_COLUMNS = ("", "kernels ms", "GB/s", "eager wall ms", "GB/s")
-# where a name stands beside its point, in points: (right, up)
-OFFSETS = {
-    "liger_like": (-58, -4),
-    "liger_like, dw in fp32": (-110, 10),
-    "torch.compile": (-72, -16),
-    "CCE, exact": (7, -10),
-}
 
 
 def fused_table(case: Row) -> str:
@@ -81,7 +77,7 @@ def tables(result: Row) -> str:
 
 def with_tables(notes: str, results: list[Row]) -> str:
     """``notes`` with the picture and the tables between their markers."""
-    picture = [f"![time against peak memory]({PICTURE.relative_to(FOLDER)})\n"] if results else []
+    picture = [f"![time and peak memory]({PICTURE.relative_to(FOLDER)})\n"] if results else []
     return between(notes, BEGIN, END, "\n".join([*picture, *map(tables, results)]))
 
 
@@ -109,46 +105,34 @@ def with_overview(readme: str, results: Iterable[Row]) -> str:
     return between(readme, BEGIN, END, "\n".join(map(overview, results)))
 
 
-def draw(ax: Any, result: Row, zoom: bool) -> None:
-    """Time against memory for the first shape: all contestants, or those near the line of chunk sizes.
+def draw(figure: Any, result: Row) -> None:
+    """Draw time and peak memory of each contestant at the first shape, and of ours at several chunk_rows."""
+    case = result["fused"][0]
+    rows = {row["name"]: row for row in case["rows"]}
+    rows |= {f"{plots.OURS}, chunk_rows {row['name']}": row for row in result["chunk_rows"]["rows"]}
+    floor = rows.pop(GEMMS)["ms"]
+    names = sorted(rows, key=lambda name: rows[name].get("ms", inf))
+    colors = [(plots.color(n), 0.45 if n.startswith(f"{plots.OURS},") else 1) for n in names]  # the default is strong
+    axes = figure.subplots(1, 2, sharey=True)
+    for ax, (key, spec, label) in zip(axes, COSTS, strict=True):
+        bars = ax.barh(names, [rows[name].get(key, 0) for name in names], color=colors)
+        ax.bar_label(bars, [number(rows[n][key], spec) if key in rows[n] else "failed" for n in names], padding=4)
+        ax.set(xlabel=label, xlim=(0, 1.15 * max(row.get(key, 0) for row in rows.values())))
+    axes[0].axvline(floor, color="black", linestyle="--")
+    axes[0].set_title(f"the line: three GEMMs, {floor:.1f} ms", loc="left", weight="normal")
+    axes[0].invert_yaxis()
+    text = f"fused_linear_cross_entropy, T {case['T']}, H {case['H']}, V {case['V']}, bf16 (left is better)"
+    plots.title(figure, text, result)
 
-    Each panel names what the other one does not.
-    """
-    case, chunks = result["fused"][0], result["chunk_rows"]["rows"]
-    points = {row["name"]: (row["mib"], row["ms"]) for row in case["rows"] if "ms" in row}
-    _, floor = points.pop(GEMMS)
-    line = [(row["mib"], row["ms"]) for row in chunks if "ms" in row]
-    x_max, y_max = 1.15 * max(x for x, _ in line), max(1.8 * floor, 1.1 * max(y for _, y in line))
-    ax.axhline(floor, color="black", linestyle="--", linewidth=1)
-    ax.plot(*zip(*line, strict=True), "o-", color="tab:blue", markersize=4)
-    for name, (x, y) in points.items():
-        ours = name.startswith("liger_like")
-        ax.plot(x, y, "s" if ours else "o", color="tab:blue" if ours else "tab:red", markersize=6)
-        if (x < x_max and y < y_max) == zoom:
-            ax.annotate(name, (x, y), OFFSETS.get(name, (7, 4)), textcoords="offset points")
-    if zoom:
-        ax.set(xlim=(0, x_max), ylim=(0.9 * floor, y_max), title="the same, near the lower left corner")
-        ax.annotate(GEMMS, (0.02 * x_max, floor), (0, -13), textcoords="offset points")
-        for row in chunks:
-            if "ms" in row:
-                ax.annotate(row["name"], (row["mib"], row["ms"]), (4, 5), textcoords="offset points")
-    else:
-        ax.set(xlim=(0, 1.2 * max(x for x, _ in points.values())), ylim=(0, 1.1 * max(y for _, y in points.values())))
-        ax.set_title(f"{result['gpu']}: T {case['T']}, H {case['H']}, V {case['V']}")
-    ax.set(xlabel="peak memory above the inputs, MiB", ylabel="forward + backward, ms")
+
+def figure(results: list[Row]) -> Any:
+    return plots.drawn(draw, results, 5.5)
 
 
 def write_report() -> None:
-    """Write the tables, and the picture with a row of two panels for each file of results."""
+    """Write the tables, and the picture."""
     results = read_results("losses")
     NOTES.write_text(with_tables(NOTES.read_text(), results))
     README.write_text(with_overview(README.read_text(), results))
-    if not results:
-        return
-    from matplotlib.figure import Figure
-
-    figure = Figure(figsize=(12, 5 * len(results)), layout="constrained")
-    for result, axes in zip(results, figure.subplots(len(results), 2, squeeze=False), strict=True):
-        for ax, zoom in zip(axes, (False, True), strict=True):
-            draw(ax, result, zoom)
-    figure.savefig(PICTURE, dpi=120, metadata={"Comment": digest("losses")})
+    if results:
+        plots.save(figure(results), PICTURE, digest("losses"))

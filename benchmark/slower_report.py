@@ -2,8 +2,8 @@
 
 from collections.abc import Iterator
 
-from benchmark.bench_report import OURS
 from benchmark.markdown import NOTES, Row, between, results, table
+from benchmark.plots import OURS
 
 BEGIN, END = "<!-- slower: written by `python -m benchmark.report` -->\n", "<!-- /slower -->\n"
 COLUMNS = ("op", "shape", "", "the fastest", "its us", "ours us", "slower by")

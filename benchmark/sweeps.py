@@ -25,7 +25,7 @@ from benchmark import traces
 from benchmark.markdown import Row
 from benchmark.measure import attempt, environment, known, merged, present, rounded, settle, update
 from benchmark.processes import GPU, reset_peak, times
-from benchmark.sweeps_report import tables, write_report
+from benchmark.sweeps_report import INSIDE_SHAPE, tables, write_report
 from benchmark.training import CONTESTANTS, SELECTIVE, Preparation, build, clear, nothing, row_of, tokens_of, trainer
 from examples.train import CONFIGS
 from liger_like import patching
@@ -51,7 +51,7 @@ FULL = Sizes(
         "sequence": tuple((4, seq) for seq in (512, 1024, 2048, 4096, 8192, 12288, 16384, 24576)),
     },
     (1, 1024),
-    (4, 4096),
+    INSIDE_SHAPE,
 )
 QUICK = Sizes(CONFIGS["tiny"], {"batch": ((1, 32), (2, 32)), "sequence": ((2, 16), (2, 48))}, (1, 32), (2, 32))
 

@@ -1,9 +1,10 @@
-"""The tables and the pictures, in NOTES.md and the README, of what ``benchmark.sweeps`` measured: from results/."""
+"""Writes the tables and the pictures of what ``benchmark.sweeps`` measured into NOTES.md and the README."""
 
 from collections.abc import Callable, Collection, Mapping
 from pathlib import Path
 from typing import Any, NamedTuple
 
+from benchmark import plots
 from benchmark.markdown import NOTES, README, RESULTS, Row, between, digest, heading, number, ratio, results, table
 
 BEGIN = "<!-- sweeps: written by `python -m benchmark.sweeps --report` -->\n"
@@ -16,9 +17,16 @@ ABOUT_GRAPH = """\
 A small step, here of 1024 tokens, waits for the host, but not as one [CUDA graph](docs/patching.md#cuda-graphs):
 """
 
+MODEL, INSIDE_SHAPE = "Llama-3.2-1B", (4, 4096)
+INSIDE_TEXT = "{}'s shape, B {} S {}".format(MODEL, *INSIDE_SHAPE)
 SWEEPS = "batch", "sequence"
-COLORS = {"transformers": "tab:red", "Liger": "tab:green", "liger_like": "tab:blue"}
-STYLES = {"": "-", "compiled": "--", "selective": ":"}
+LINES = {"": "-", "compiled": "--", "selective": ":"}
+PHASES = {
+    "before": "#c8c8c8",
+    "forward": plots.COLORS[plots.OURS],
+    "backward": plots.COLORS["Liger"],
+    "optimizer": "#000000",
+}
 Rows = Mapping[str, Row]
 
 
@@ -124,79 +132,95 @@ def tables(result: Row) -> str:
 
 
 def draw_sweeps(figure: Any, result: Row) -> None:
-    """Throughput above memory, over batch and over sequence; a cross where the next shape failed."""
+    """Draw throughput above memory, by batch and by sequence; a cross where the next shape failed."""
     grid = figure.subplots(2, len(SWEEPS), sharex="col", sharey="row")
+    ends: dict[Any, list[tuple[str, float]]] = {ax: [] for ax in grid.flat}
     for part, column in zip(SWEEPS, grid.T, strict=True):
         for name, rows in result["parts"].get(part, {}).items():
-            peer, _, form = name.partition(", ")
             done = [row for row in rows if "ms" in row]
-            options = {"color": COLORS[peer], "linestyle": STYLES[form], "label": name}
+            style = {"color": plots.color(name), "linestyle": LINES[name.partition(", ")[2]]}
             for ax, key, unit in zip(column, ("tokens", "gib"), (1e3, 1), strict=True):
                 x, y = [row[part] for row in done], [row[key] / unit for row in done]
-                ax.plot(x, y, marker=".", **options)
+                ax.plot(x, y, marker=".", label=name, **style)
                 if len(done) < len(rows):
-                    ax.plot(x[-1:], y[-1:], "x", color=COLORS[peer], markersize=9)
+                    ax.plot(x[-1:], y[-1:], "x", color=style["color"], markersize=10)
+                ends[ax] += [(name, last) for last in y[-1:]]
         shapes = [row for rows in result["parts"].get(part, {}).values() for row in rows]
         other = next(p for p in SWEEPS if p != part)
         fixed = ", ".join(f"{other} {size}" for size in sorted({row[other] for row in shapes}))
-        column[0].set(title=f"{result['gpu']}: {fixed}", xscale="log")
         ticks = sorted({row[part] for row in shapes})
-        column[1].set(xlabel=part)
-        column[1].set_xticks(ticks, [str(tick) for tick in ticks], rotation=45)
+        column[0].set(title=fixed, xscale="log")
+        column[1].set_xlabel(f"{part}, {'sequences' if part == 'batch' else 'tokens'}")
+        told = [
+            tick for tick in ticks if tick.bit_count() == 1 or tick == ticks[-1]
+        ]  # room for powers of two, and the last
+        column[1].set_xticks(told, [str(tick) if tick < 1024 else f"{tick // 1024}k" for tick in told])
         column[1].minorticks_off()
-    for ax, label in zip(grid[:, 0], ("1000 tokens/s", "peak GiB"), strict=True):
-        ax.set(ylabel=label, ylim=(0, None))
-    grid[0, 0].legend()
+    for row, label in zip(grid, ("throughput, 1000 tokens/s", "peak memory, GiB"), strict=True):
+        row[0].set(ylabel=label, ylim=(0, None))
+        for ax in row:
+            ax.grid(axis="y")
+            plots.label_ends(ax, ends[ax], 0.065)
+    text = f"Training steps of {MODEL}'s shape, all layers checkpointed; a cross where the next larger shape failed"
+    plots.title(figure, text, result)
 
 
 def draw_memory(figure: Any, result: Row) -> None:
-    """What is allocated, by when it was; the phases end at the lines."""
+    """Draw what is allocated, by the phase that allocated it; lines part the phases."""
     rows: Rows = {name: row for name, (row,) in result["parts"]["memory"].items() if "gib" in row}
     axes = figure.subplots(1, len(rows), sharey=True, squeeze=False)[0]
+    most = max(sum(peak(row).values()) for row in rows.values())
     for ax, (name, row) in zip(axes, rows.items(), strict=True):
         count = len(row["gib"]["before"])
-        ax.stackplot([(i + 0.5) / count for i in range(count)], *row["gib"].values(), labels=[*row["gib"]])
+        x = [100 * (i + 0.5) / count for i in range(count)]
+        levels = {phase: gib for phase, gib in row["gib"].items() if any(gib)}
+        ax.stackplot(x, *levels.values(), colors=[PHASES[phase] for phase in levels], labels=levels)
+        total, when = max(zip(map(sum, zip(*levels.values(), strict=True)), x, strict=True))
+        ax.annotate(f"peak {total:.1f} GiB", (when, total), (14, 4), textcoords="offset points", weight="bold")
         for phase, end in row["ends"].items():
-            ax.axvline(end, color="black", linewidth=0.8)
-            ax.annotate(phase, (end, 1), (-12, -60), ("data", "axes fraction"), "offset points", rotation=90)
-        title = f"{result['gpu']}, {name}: peak {sum(peak(row).values()):.1f} GiB"
-        ax.set(title=title, xlabel="allocations and frees of a step", xlim=(0, 1))
-    most = max(sum(peak(row).values()) for row in rows.values())
-    axes[0].set(ylabel="GiB, by when they were allocated", ylim=(0, 1.3 * most))  # room for names above
-    axes[0].legend(loc="upper left")
+            if end < 1:
+                ax.axvline(100 * end, color=plots.QUIET, linewidth=0.8)
+                ax.annotate(f"{phase} ends", (100 * end, 1.2 * most), (-4, 0), textcoords="offset points", ha="right")
+        ax.set(title=name, xlabel="% of the step's allocations and frees", xlim=(0, 100))
+    axes[0].set(ylabel="GiB, by the phase that allocated them", ylim=(0, 1.3 * most))
+    plots.title(figure, f"Memory in a training step of {INSIDE_TEXT}, nothing checkpointed", result, axes[:1])
 
 
 def draw_profile(figure: Any, result: Row) -> None:
-    """A bar for each contestant, in it the groups."""
+    """Draw a bar for each group of kernels and contestant, and one for the whole step."""
     rows: Rows = {name: row for name, (row,) in result["parts"]["profile"].items() if "groups" in row}
     ax = figure.subplots()
-    left = dict.fromkeys(rows, 0.0)
-    for i, group in enumerate(next(iter(rows.values()))["groups"]):
-        widths = [row["groups"][group] for row in rows.values()]
-        bars = ax.barh([*rows], widths, left=[*left.values()], color=f"C{i}", label=group)
-        wide = 0.03 * max(sum(row["groups"].values()) for row in rows.values())
-        ax.bar_label(bars, [f"{width:.0f}" if width > wide else "" for width in widths], label_type="center")
-        left = {name: left[name] + width for name, width in zip(rows, widths, strict=True)}
-    ax.set(title=result["gpu"], xlabel="ms of kernels in a step")
+    height = 0.8 / len(rows)
+    for i, (name, row) in enumerate(rows.items()):
+        times = {"the step": row["ms"], "its kernels": sum(row["groups"].values()), **row["groups"]}
+        places = [place + i * height for place in range(len(times))]
+        bars = ax.barh(places, times.values(), height, color=plots.color(name), label=name)
+        texts = [f"{ms:.1f}" for ms in times.values()]
+        ax.bar_label(bars, [f"{name}: {texts[0]} ms", *texts[1:]], padding=4, color=plots.color(name))
+        ax.set_yticks([place + 0.4 - height / 2 for place in range(len(times))], times)
+    ax.set(xlabel="ms", xlim=(0, 1.25 * max(row["ms"] for row in rows.values())))
     ax.invert_yaxis()
-    ax.legend(loc="upper left", bbox_to_anchor=(1, 1))
+    plots.title(figure, f"Time in a training step of {INSIDE_TEXT}, nothing checkpointed, by what it was for", result)
 
 
 class Picture(NamedTuple):
     parts: tuple[str, ...]
     text: str
-    size: tuple[float, float]
+    height: float
     draw: Callable[[Any, Row], None]
 
     def of(self, measured: Collection[Row]) -> list[Row]:
         """Those results that it shows."""
         return [result for result in measured if any(result["parts"].get(part) for part in self.parts)]
 
+    def figure(self, shown: list[Row]) -> Any:
+        return plots.drawn(self.draw, shown, self.height)
+
 
 PICTURES = {
-    "sweeps": Picture(SWEEPS, "tokens/s and memory by batch and by sequence", (12, 8), draw_sweeps),
-    "memory": Picture(("memory",), "memory in a training step", (12, 4.5), draw_memory),
-    "profile": Picture(("profile",), "time in a training step by what it was for", (12, 3), draw_profile),
+    "sweeps": Picture(SWEEPS, "tokens/s and memory by batch and by sequence", 7.5, draw_sweeps),
+    "memory": Picture(("memory",), "memory in a training step", 4.8, draw_memory),
+    "profile": Picture(("profile",), "time in a training step by what it was for", 5.5, draw_profile),
 }
 
 
@@ -234,9 +258,4 @@ def write_report() -> None:
     README.write_text(with_overview(README.read_text(), measured))
     for name, picture in PICTURES.items():
         if shown := picture.of(measured):
-            from matplotlib.figure import Figure
-
-            figure = Figure(figsize=(picture.size[0], picture.size[1] * len(shown)), layout="constrained")
-            for part, result in zip(figure.subfigures(len(shown), squeeze=False).flat, shown, strict=True):
-                picture.draw(part, result)
-            figure.savefig(file_of(name), dpi=120, metadata={"Comment": digest("sweeps")})
+            plots.save(picture.figure(shown), file_of(name), digest("sweeps"))

@@ -101,7 +101,7 @@ def main() -> None:
         peer: Annotated[list[str] | None, typer.Option(help="A peer; may be repeated.")] = None,
         shape: Annotated[list[str] | None, typer.Option(help="A model, or a sweep; may be repeated.")] = None,
         quick: Annotated[bool, typer.Option("--quick", help="A shape of each op; without a GPU a tiny one.")] = False,
-        out: Annotated[Path, typer.Option(help="The folder for csv, Markdown and picture.")] = Path(".cache/bench"),
+        out: Annotated[Path, typer.Option(help="The folder for csv, Markdown and pictures.")] = Path(".cache/bench"),
         report: Annotated[bool, typer.Option("--report", help="Only write what benchmark/results/ says.")] = False,
     ) -> None:
         """Measure every op against every peer that is installed."""

@@ -13,6 +13,7 @@ import torch
 import torch.nn.functional as F  # noqa: N812
 
 from benchmark import bench, bench_report, contestants, markdown, measure
+from benchmark.bench_report import PICTURES
 from benchmark.bench_shapes import SHAPES, Case, cases
 from liger_like import cli
 from liger_like.ops import _common
@@ -54,12 +55,19 @@ def test_all_of_it_without_a_gpu(monkeypatch, tmp_path):
     assert [line["name"] for line in lines] == [row["name"] for case in result["cases"] for row in case["rows"]]
     assert float(lines[0]["wall_us"]) == result["cases"][0]["rows"][0]["wall_us"]
     assert path.with_suffix(".md").read_text() == bench_report.tables(result)
-    assert markdown.digest_of([path]).encode() in path.with_suffix(".png").read_bytes()
-    monkeypatch.setattr(bench_report, "draw", lambda *_: None)  # which takes seconds
+    assert_pictures_are_current(path)
+    monkeypatch.setattr(bench_report, "pictures", lambda _: {})  # drawing takes seconds
     assert run(monkeypatch, *arguments, "--op", "rms_norm") == 0
     again = json.loads(path.read_text())
     assert again["cases"][1:] == result["cases"][1:]
     assert again["cases"][0] != result["cases"][0]
+
+
+def assert_pictures_are_current(path):
+    """Assert that pictures of these results stand beside them, and no others."""
+    pictures = {path.with_name(bench_report.picture_name(json.loads(path.read_text()), name)) for name in PICTURES}
+    assert pictures == {*path.parent.glob(f"{path.stem}*.png")}
+    assert all(markdown.digest_of([path]).encode() in picture.read_bytes() for picture in pictures)
 
 
 def run(monkeypatch, *arguments):
@@ -382,7 +390,9 @@ OVERVIEW = f"""\
 
 All rows: [Markdown](results/bench-a-gpu-2026-01-01.md), [csv](results/bench-a-gpu-2026-01-01.csv).
 
-![share of the ceiling](results/bench-a-gpu-2026-01-01.png)
+![Norms](results/bench-a-gpu-2026-01-01-norms.png)
+
+![GLU and RoPE](results/bench-a-gpu-2026-01-01-glu-and-rope.png)
 """
 
 
@@ -405,7 +415,7 @@ def test_committed_files_are_current():
     assert bench_report.with_tables(notes, markdown.results("bench")) == notes, "run liger-like bench --report"
     for path in markdown.result_files("bench"):
         assert path.with_suffix(".md").read_text() == bench_report.tables(json.loads(path.read_text()))
-        assert markdown.digest_of([path]).encode() in path.with_suffix(".png").read_bytes()
+        assert_pictures_are_current(path)
 
 
 def test_merged():

@@ -127,6 +127,7 @@ def test_lines_end_where_the_next_shape_failed():
     others = {name: [] for name in sweeps.CONTESTANTS}
     sweeps_report.draw_sweeps(figure, RESULT | {"parts": {"batch": RESULT["parts"]["batch"], "sequence": others}})
     throughput, _, memory, _ = figure.axes
+    assert [text.get_text() for text in throughput.texts] == ["transformers", "liger_like"]
     for ax, first, last in ((throughput, 10.24, 40.96), (memory, 10.0, 20.0)):
         theirs, cross, ours = (line.get_xydata().tolist() for line in ax.lines)
         assert theirs == cross == [[1, first]]
