@@ -13,21 +13,23 @@ so that a descriptor of FAR rows can have its end wherever two more coordinates 
 """
 
 import functools
+import math
 
 import torch
 import triton
 from torch import Tensor
-from triton.experimental import gluon
-from triton.experimental.gluon import language as gl
-from triton.experimental.gluon.language.nvidia.hopper import (
+
+from liger_like.ops._common import INTERPRET, architecture, refused
+from liger_like.ops._gluon import (
+    TensorDescriptor,
+    gl,
+    gluon,
     mbarrier,
-    tma,
+    reinterpret,
+    tma_load,
     warpgroup_mma,
     warpgroup_mma_wait,
 )
-from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
-
-from liger_like.ops._common import INTERPRET, architecture, refused
 from liger_like.ops.attention._blocks import bounds_of_spans, schedule, zones
 from liger_like.ops.attention._setup import Masking
 
@@ -118,6 +120,17 @@ def _several(count, shape):
 def buffers(desc, COUNT: gl.constexpr):
     """Shared memory for so many times what TMA moves."""
     return gl.allocate_shared_memory(desc.dtype, _several(COUNT, desc.block_type.shape), desc.layout)
+
+
+@triton.constexpr_function
+def _as_many(shape, other):
+    return [math.prod(other) // math.prod(shape), *shape]
+
+
+@gluon.jit
+def buffers_in(desc, bufs):
+    """The memory of ``bufs``, of the same dtype, for as many times what TMA moves as fit."""
+    return reinterpret(bufs, desc.dtype, _as_many(desc.block_type.shape, bufs.shape), desc.layout)
 
 
 @gluon.jit
@@ -253,7 +266,7 @@ def load_rows(desc, rows, h, row, bufs, s, full, COUNT: gl.constexpr):
     mbarrier.expect(full, PARTS * desc.block_type.nbytes)
     for i in gl.static_range(PARTS):
         place = at(desc, rows, h, row, i * bufs.shape[-1])
-        tma.async_copy_global_to_shared(desc, place, full, bufs.index(s * PARTS + i))
+        tma_load(desc, place, full, bufs.index(s * PARTS + i))
 
 
 @gluon.jit
