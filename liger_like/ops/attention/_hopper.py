@@ -40,6 +40,7 @@ NO_WIDTHS = "the attention kernels for Hopper have no tile for heads of these wi
 NO_MASKS = "the attention kernels for Hopper know no bias, key_padding_mask or parts of a longer sequence"
 NO_TMA = "a tensor is empty or expanded, or its rows do not start at multiples of 16 bytes, as TMA wants them to"
 ROWS = gl.constexpr(64)  # of a warp group
+QUAD = gl.constexpr(6)  # the bits of a column by which the threads that share a row differ
 FAR = gl.constexpr(1 << 30)  # more rows than there are; FAR times the stride 2^34 is 0 modulo 2^64
 
 
@@ -369,11 +370,16 @@ def bounds(rows, behind, ahead, spans, length, HAS_BEHIND: gl.constexpr, HAS_AHE
 def hide(x, first, limits, STARTS: gl.constexpr = True, ENDS: gl.constexpr = True, hidden=0.0):
     """``x`` [rows, columns] of columns from ``first`` on, but ``hidden`` where those are out of the bounds of a row, or
     out of one of the two.
+
+    The bounds are moved by what differs between threads. The columns that are left are numbers that the compiler knows:
+    it need not keep one in a register for each element that a thread has.
     """
-    cols = first + gl.arange(0, x.shape[1], gl.SliceLayout(0, x.type.layout))[None, :]
+    cols = gl.arange(0, x.shape[1], gl.SliceLayout(0, x.type.layout))[None, :]
+    first += cols & QUAD
+    cols &= ~QUAD
     starts, ends = limits
     if STARTS:
-        x = gl.where(cols >= starts, x, hidden)
+        x = gl.where(cols >= starts - first, x, hidden)
     if ENDS:
-        x = gl.where(cols < ends, x, hidden)
+        x = gl.where(cols < ends - first, x, hidden)
     return x
