@@ -8,9 +8,11 @@ import torch
 import triton
 import triton.language as tl
 from test_ops import small
+from triton.runtime.interpreter import InterpretedFunction
+from triton.runtime.jit import JITFunction
 
 from benchmark import tune
-from liger_like.ops import _common, _tiles
+from liger_like.ops import _accumulate, _common, _tiles
 from liger_like.ops._common import launch
 from liger_like.ops._tiles import HOPPER, RULES, Tile, candidates, select, tiled
 from liger_like.testing import SPECS, assert_accurate, run
@@ -212,3 +214,25 @@ def test_tiled_asks_once(monkeypatch):
         (torch.float16, 9),
         (torch.float32, 8),
     ]
+
+
+def test_every_launch_says_whether_to_fuse(device, monkeypatch):
+    """Else the version of Triton decides how often a result is rounded."""
+    said = {}
+
+    def note(kernel, *args, grid, warmup, **options):
+        said[kernel.fn.__name__] = options.get("enable_fp_fusion")
+
+    for kind in (JITFunction, InterpretedFunction):
+        monkeypatch.setattr(kind, "run", note)
+    monkeypatch.setattr(_common, "DIRECT", False)
+    for spec in SPECS:
+        run(spec.fn, spec.inputs(torch.float32, device, **small(spec)), spec.options[0])
+    a, b = (torch.empty(32, columns, dtype=torch.bfloat16, device=device) for columns in (128, 64))
+    total = torch.empty(128, 64, dtype=torch.float16, device=device)
+    for architecture in (9, 10):
+        monkeypatch.setattr(_accumulate, "architecture", lambda device, it=architecture: it)
+        _accumulate.add_products(total, _accumulate.exponents_like(total), a, b, again=False)
+    _accumulate.scale_rows(b, None, torch.ones(1, device=device), b, False)
+    assert {"_add_products_kernel", "_add_products_hopper_kernel", "_scale_rows_kernel"} < said.keys()
+    assert [name for name, fused in said.items() if fused is not True] == []

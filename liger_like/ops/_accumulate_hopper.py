@@ -10,7 +10,7 @@ import torch
 import triton
 from torch import Tensor
 
-from liger_like.ops._common import num_programs
+from liger_like.ops._common import OPTIONS, num_programs
 from liger_like.ops._gluon import (
     TensorDescriptor,
     fence_async_shared,
@@ -170,4 +170,5 @@ def add_products(
         AGAIN=again,
         STAGES=STAGES,
         num_warps=4,
+        **OPTIONS,
     )

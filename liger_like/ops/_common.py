@@ -15,6 +15,9 @@ from torch.utils.flop_counter import register_flop_formula
 LIBRARY = torch.library.Library("liger_like", "DEF")
 INTERPRET: bool = triton.knobs.runtime.interpret  # read once, as the decorators of the kernels read it
 DIRECT = torch.version.hip is None and triton.__version__.startswith(("3.6.", "3.7."))  # see ``launch``
+# Options of every launch unless it passes its own. Whether a product and a sum are rounded once or twice would else be
+# decided by the version: fused up to Triton 3.9, not fused from 3.10 on.
+OPTIONS = {"enable_fp_fusion": True}
 _RUNTIME = triton.knobs.runtime
 _COMPILED: dict[tuple[Any, ...], tuple[Any, ...]] = {}
 _PLAIN = {Tensor, torch.nn.Parameter, int, float, str, bool, list, type(None)}
@@ -132,6 +135,7 @@ def launch(
     that do not start at a multiple of 16 bytes, and all launches in the interpreter, under a profiler's hooks, on AMD,
     where the size of a tensor decides, too, and by versions of Triton not known here.
     """
+    options = OPTIONS | options
     key, pointers, bits = [id(kernel), *options.values()], [], 0
     for tensor in tensors:
         pointer = dtype = None
