@@ -13,6 +13,7 @@ py := $(VENV)/bin/python
 ready := $(VENV)/.ready
 endif
 
+TRITON := installed 3.6.0
 OLDEST := $(addprefix test/test_,coverage.py patches_vision.py patching_recognition.py)
 
 .PHONY: demo test test-oldest check compile-check mutants sanitize coverage tune
@@ -33,11 +34,12 @@ check: $(ready)
 	$(py) -m ruff format --check .
 	$(py) -m mypy
 
-# both ends of the range of Triton: the installed one, and the oldest one allowed
-# make compile-check, for all GPUs, or make compile-check GPUS="sm_90 gfx942"
-compile-check: $(ready) .cache/triton-3.6.0
-	$(py) test/compile_check.py $(GPUS)
-	PYTHONPATH=.cache/triton-3.6.0:$(PYTHONPATH) $(py) test/compile_check.py $(or $(OLDEST_GPUS),$(GPUS))
+# for all GPUs by the installed Triton and the oldest one allowed, or for some GPUs by other versions of Triton:
+# make compile-check TRITON="installed 3.9.0" GPUS="sm_90 gfx942"
+compile-check: $(ready) $(addprefix .cache/triton-,$(filter-out installed,$(TRITON)))
+	for version in $(TRITON); do \
+		PYTHONPATH=$(CURDIR)/.cache/triton-$$version:$(PYTHONPATH) $(py) test/compile_check.py $(GPUS) || exit; \
+	done
 
 # make mutants, or some of them, make mutants ARGS="rope.py --workers 32"
 mutants: $(ready)

@@ -5,7 +5,7 @@ occurs once in it, what replaces that, and why. And pytest's -k for the tests th
 HOPPER_TESTS = {
     "_hopper.py": "test_attention_hopper and (documents or leaks or few_key_heads or 4097) and 64-64",
     "_forward_hopper.py": "test_attention_hopper and not hopper_backward and (window or documents or leaks or 4097)"
-    " and not (128 or 192 or 256)",
+    " and (64 or 96 or 144 or 192)",
     "_backward_hopper.py": "hopper_backward and (gradients or few_key_heads or nan or far_below) and (64-64 or 128-128)"
     " and torch.bfloat16",
     "_backward_hopper_256.py": "hopper_backward and (gradients or few_key_heads or nan) and 256-256-torch.bfloat16",
@@ -25,7 +25,8 @@ HOPPER = [
         "spans of the first row alone",
     ),
     ("_hopper.py", "gl.maximum(starts, spans[0])", "starts", "where spans start is not looked at"),
-    ("_hopper.py", "gl.where(cols < ends,", "gl.where(cols <= ends,", "a row sees one column more"),
+    ("_hopper.py", "gl.where(cols < ends -", "gl.where(cols <= ends -", "a row sees one column more"),
+    ("_hopper.py", "first += cols & QUAD", "first += 0", "all threads of a row mask as the first of them"),
     ("_hopper.py", "skipped = gl.program_id(1) * share", "skipped = 0 * share", "every split has the first heads"),
     ("_hopper.py", "(rows < length) & (cols < D)", "(rows < length - 1) & (cols < D)", "the last row is not stored"),
     (
@@ -42,6 +43,12 @@ HOPPER = [
     ),
     ("_forward_hopper.py", "total * decay + gl.sum(p, 1)", "total + gl.sum(p, 1)", "sums of another unit are added up"),
     ("_forward_hopper.py", "acc *= gl.convert_layout(decay, rows_o)[:, None]", "acc *= 1.0", "values of another unit"),
+    (
+        "_forward_hopper.py",
+        "(g * out_s.shape[0] + GROUPS - 1) // GROUPS",
+        "g * out_s.shape[0] // GROUPS",
+        "heads of 192 store a group's output over queries of the other",
+    ),
     ("_forward_hopper.py", "hk = h // (H // HK)", "hk = h % HK", "queries have the keys of another group"),
     (
         "_forward_hopper.py",

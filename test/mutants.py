@@ -103,6 +103,7 @@ MUTANTS = [
     Mutant(
         "_common.py", "return x.to(dtype).to(tl.float32)", "return x", "a cast that the reference makes is left out"
     ),
+    Mutant("_common.py", "OPTIONS | options", "{} | options", "the version of Triton decides what is fused"),
     Mutant("_common.py", "x.stride(0)\n", "x.shape[-1]\n", "rows of a wider tensor are read as dense"),
     Mutant(
         "_common.py",

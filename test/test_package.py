@@ -2,6 +2,7 @@
 
 import ast
 import json
+import re
 import shutil
 import subprocess
 import sys
@@ -99,6 +100,13 @@ def test_sizes(path: Path) -> None:
         if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef):
             lines = node.end_lineno - node.lineno + 1
             assert lines <= (120 if is_kernel(node) else 80), f"{node.name} has {lines} lines"
+
+
+def test_one_file_knows_what_triton_may_rename() -> None:
+    folders = (ROOT / "liger_like", ROOT / "patches")
+    texts = {path.name: path.read_text() for folder in folders for path in folder.rglob("*.py")}
+    private = re.compile(r"triton\.(experimental|_C)\b")
+    assert [name for name, text in texts.items() if private.search(text)] == ["_gluon.py"]
 
 
 def test_every_target_of_make_has_a_recipe() -> None:

@@ -13,9 +13,11 @@ import triton.language as tl
 from test_ops import small
 from triton._C.libtriton import native_specialize_impl
 from triton.backends.nvidia.compiler import CUDABackend
+from triton.runtime.interpreter import InterpretedFunction
+from triton.runtime.jit import JITFunction
 
 from benchmark import tune
-from liger_like.ops import _common, _tiles
+from liger_like.ops import _accumulate, _common, _tiles
 from liger_like.ops._common import launch
 from liger_like.ops._tiles import HOPPER, RULES, Tile, candidates, select, tiled
 from liger_like.testing import SPECS, assert_accurate, run
@@ -212,8 +214,8 @@ FLOATS = (0, 1, 2, True, 0.0, 1.0, 0.5, -1, 16, np.float32(1.0), np.float64(0.5)
 
 def test_launch_runs_what_triton_would_compile(monkeypatch):
     """Whatever the types of the numbers are, and whatever came before, a kernel runs with arguments of its own kind."""
-    monkeypatch.setattr(_common, "INTERPRET", False)
-    monkeypatch.setattr(_common, "DIRECT", True)
+    for name, value in {"INTERPRET": False, "DIRECT": True, "OPTIONS": {}}.items():
+        monkeypatch.setattr(_common, name, value)
     monkeypatch.setattr(torch._C, "_cuda_getCurrentRawStream", lambda device: 0, raising=False)
     for order in (1, -1):
         monkeypatch.setattr(_common, "_COMPILED", {})
@@ -273,3 +275,25 @@ def test_tiled_asks_once(monkeypatch):
         (torch.float16, 9),
         (torch.float32, 8),
     ]
+
+
+def test_every_launch_says_whether_to_fuse(device, monkeypatch):
+    """Else the version of Triton decides how often a result is rounded."""
+    said = {}
+
+    def note(kernel, *args, grid, warmup, **options):
+        said[kernel.fn.__name__] = options.get("enable_fp_fusion")
+
+    for kind in (JITFunction, InterpretedFunction):
+        monkeypatch.setattr(kind, "run", note)
+    monkeypatch.setattr(_common, "DIRECT", False)
+    for spec in SPECS:
+        run(spec.fn, spec.inputs(torch.float32, device, **small(spec)), spec.options[0])
+    a, b = (torch.empty(32, columns, dtype=torch.bfloat16, device=device) for columns in (128, 64))
+    total = torch.empty(128, 64, dtype=torch.float16, device=device)
+    for architecture in (9, 10):
+        monkeypatch.setattr(_accumulate, "architecture", lambda device, it=architecture: it)
+        _accumulate.add_products(total, _accumulate.exponents_like(total), a, b, again=False)
+    _accumulate.scale_rows(b, None, torch.ones(1, device=device), b, False)
+    assert {"_add_products_kernel", "_add_products_hopper_kernel", "_scale_rows_kernel"} < said.keys()
+    assert [name for name, fused in said.items() if fused is not True] == []

@@ -14,7 +14,7 @@ from torch import Tensor
 from triton.tools.tensor_descriptor import TensorDescriptor
 
 from liger_like.ops import _accumulate_hopper as hopper
-from liger_like.ops._common import architecture, num_programs, op, refused
+from liger_like.ops._common import OPTIONS, architecture, num_programs, op, refused
 
 MAX_ROUNDS = 16
 TILE = {"BLOCK_M": 128, "BLOCK_N": 128, "BLOCK_K": 64, "num_warps": 8, "num_stages": 3}
@@ -125,6 +125,7 @@ def add_products(
         K,
         AGAIN=again,
         **TILE,
+        **OPTIONS,
     )
 
 
@@ -149,4 +150,5 @@ def scale_rows(src: Tensor, order: Tensor | None, factor: Tensor, out: Tensor, a
             ADD=add,
             BLOCK_N=block_n,
             num_warps=max(1, block_n // 512),
+            **OPTIONS,
         )

@@ -9,18 +9,20 @@ use % STAGES, and the parity of use // STAGES is the barriers' phase.
 import torch
 import triton
 from torch import Tensor
-from triton.experimental import gluon
-from triton.experimental.gluon import language as gl
-from triton.experimental.gluon.language.nvidia.hopper import (
+
+from liger_like.ops._common import OPTIONS, num_programs
+from liger_like.ops._gluon import (
+    TensorDescriptor,
     fence_async_shared,
+    gl,
+    gluon,
     mbarrier,
-    tma,
+    tma_load,
+    tma_store,
+    tma_store_wait,
     warpgroup_mma,
     warpgroup_mma_wait,
 )
-from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
-
-from liger_like.ops._common import num_programs
 
 HALF_M, BLOCK_N, BLOCK_K, STAGES = 64, 256, 64, 3
 DTYPES = {torch.float16: gl.float16, torch.bfloat16: gl.bfloat16}
@@ -44,17 +46,15 @@ def _load(
             i = use % STAGES
             mbarrier.wait(empty.index(i), (use // STAGES & 1) ^ 1)
             mbarrier.expect(full.index(i), 2 * a_desc.block_type.nbytes + b_desc.block_type.nbytes)
-            tma.async_copy_global_to_shared(a_desc, [k, row], full.index(i), a_bufs.index(2 * i))
-            tma.async_copy_global_to_shared(a_desc, [k, row + HALF_M], full.index(i), a_bufs.index(2 * i + 1))
-            tma.async_copy_global_to_shared(b_desc, [k, col], full.index(i), b_bufs.index(i))
+            tma_load(a_desc, [k, row], full.index(i), a_bufs.index(2 * i))
+            tma_load(a_desc, [k, row + HALF_M], full.index(i), a_bufs.index(2 * i + 1))
+            tma_load(b_desc, [k, col], full.index(i), b_bufs.index(i))
             use += 1
         if AGAIN:
             for half in gl.static_range(2):
                 mbarrier.wait(sum_empty.index(half), sum_use & 1 ^ 1)
                 mbarrier.expect(sum_full.index(half), sum_desc.block_type.nbytes)
-                tma.async_copy_global_to_shared(
-                    sum_desc, [row + half * HALF_M, col], sum_full.index(half), sum_bufs.index(half)
-                )
+                tma_load(sum_desc, [row + half * HALF_M, col], sum_full.index(half), sum_bufs.index(half))
             sum_use += 1
 
 
@@ -88,7 +88,7 @@ def _multiply(
             acc = warpgroup_mma_wait(1, deps=(acc,))  # the product before this one is done
             mbarrier.arrive(empty.index((use + STAGES - 1) % STAGES), count=1, pred=k > 0)
             if k == 0:  # by now the last tile's sum has left its buffer
-                tma.store_wait(0)
+                tma_store_wait(0)
                 if AGAIN:
                     mbarrier.arrive(sum_empty.index(half), count=1, pred=sum_use > 0)
             use += 1
@@ -107,8 +107,8 @@ def _multiply(
             sum_buf.store((acc * inverse[:, None]).to(gl.float16))
             gl.store(exponent_ptrs, exponent.to(gl.uint8), mask=offs_m < M)
         fence_async_shared()
-        tma.async_copy_shared_to_global(out_desc, [row, tile % tiles_n * BLOCK_N], sum_buf)
-    tma.store_wait(0)
+        tma_store(out_desc, [row, tile % tiles_n * BLOCK_N], sum_buf)
+    tma_store_wait(0)
 
 
 @gluon.jit(do_not_specialize=["K"])
@@ -170,4 +170,5 @@ def add_products(
         AGAIN=again,
         STAGES=STAGES,
         num_warps=4,
+        **OPTIONS,
     )

@@ -16,6 +16,9 @@ LIBRARY = torch.library.Library("liger_like", "DEF")
 INTERPRET: bool = triton.knobs.runtime.interpret  # read once, as the decorators of the kernels read it
 # the versions whose launcher ``launch`` calls as Triton itself does
 DIRECT = torch.version.hip is None and triton.__version__.startswith(("3.6.", "3.7.", "3.8.", "3.9."))
+# Options of every launch unless it passes its own. Whether a product and a sum are rounded once or twice would else be
+# decided by the version: fused up to Triton 3.9, not fused from 3.10 on.
+OPTIONS = {"enable_fp_fusion": True}
 _RUNTIME = triton.knobs.runtime
 _COMPILED: dict[tuple[Any, ...], tuple[Any, ...]] = {}
 _PLAIN = {Tensor, torch.nn.Parameter, int, float, str, bool, list, type(None)}
@@ -150,6 +153,7 @@ def launch(
     hooks, with tensors that are not aligned to 16 bytes, on AMD (which also specialises on tensor sizes), and in
     versions that ``DIRECT`` does not list.
     """
+    options = OPTIONS | options
     sizes, floats = (*map(int, sizes),), (*map(float, floats),)
     # with types: 1, 1.0 and True are equal, but not to a kernel
     key, pointers, bits = [id(kernel), *options, *options.values(), *map(type, options.values())], [], 0

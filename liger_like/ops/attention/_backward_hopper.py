@@ -11,20 +11,20 @@ Queries come into a ring of STAGES buffers, and ds has one of two.
 import triton
 import triton.language as tl
 from torch import Tensor
-from triton._C.libtriton import ir
-from triton.experimental import gluon
-from triton.experimental.gluon import language as gl
-from triton.experimental.gluon.language._core import builtin
-from triton.experimental.gluon.language.nvidia.ampere import async_copy
-from triton.experimental.gluon.language.nvidia.hopper import (
+
+from liger_like.ops._common import launch
+from liger_like.ops._gluon import (
+    cp_async,
+    cp_async_arrive,
     fence_async_shared,
+    gl,
+    gluon,
     mbarrier,
-    tma,
+    tma_add,
+    tma_store_wait,
     warpgroup_mma,
     warpgroup_mma_wait,
 )
-
-from liger_like.ops._common import launch
 from liger_like.ops.attention._blocks import LOG2E, load_spans, scores, unit_of_scores, visible, within
 from liger_like.ops.attention._hopper import (
     FAR,
@@ -49,13 +49,6 @@ BLOCK_M = {(64, 64): (128, 64), (128, 128): (64, 64)}
 STAGES = 2
 
 
-@builtin
-def _add_to_global(desc, coord, src, _semantic=None):
-    """TMA adds ``src`` to what is in memory."""
-    coord = _semantic._convert_to_ir_values(coord, require_i64=False)
-    _semantic.builder.create_async_tma_reduce(ir.DESCRIPTOR_REDUCE_KIND.ADD, desc.handle, coord, src.handle)
-
-
 @gluon.jit
 def _load(
     block, descs, rows_ptr, bufs, kv_full, full, empty, B, PADDED, H: gl.constexpr, BLOCK_M: gl.constexpr,
@@ -77,10 +70,10 @@ def _load(
             s = use % STAGES
             mbarrier.wait(empty.index(s), use // STAGES & 1 ^ 1)
             # not by TMA, for which a packed sequence would have to start at a multiple of 16 bytes
-            async_copy.async_copy_global_to_shared(lse_s.index(s), lse_ptr + m + offs)
+            cp_async(lse_s.index(s), lse_ptr + m + offs)
             # 0 times what the next sequence has may be NaN
-            async_copy.async_copy_global_to_shared(delta_s.index(s), delta_ptr + gl.minimum(m + offs, end_q - 1))
-            async_copy.mbarrier_arrive(full.index(s), increment_count=False)
+            cp_async(delta_s.index(s), delta_ptr + gl.minimum(m + offs, end_q - 1))
+            cp_async_arrive(full.index(s), increment_count=False)
             load_rows(q_desc, queries, h, m, q_s, s, full.index(s), STAGES)
             load_rows(dout_desc, queries, h, m, dout_s, s, full.index(s), STAGES)
             use += 1
@@ -103,10 +96,10 @@ def _hide(
 @gluon.jit
 def _add_dq(dq, desc, buf, rows, h, row, col):
     """Add to what is in memory from ``row`` and ``col`` on, as soon as the buffer's last content is there."""
-    tma.store_wait(0)
+    tma_store_wait(0)
     buf.reshape(dq.shape).store(dq)
     fence_async_shared()
-    _add_to_global(desc, at(desc, rows, h, row, col), buf)
+    tma_add(desc, at(desc, rows, h, row, col), buf)
 
 
 @gluon.jit
@@ -216,7 +209,7 @@ def _multiply(
         dq = warpgroup_mma(ds_part, k_part, zeros, use_acc=False, is_async=True)
         dq = warpgroup_mma_wait(0, deps=(dq,))
         _add_dq(dq, dq_desc, dq_s.index(g), queries, last_h, last_m + first_row, first_col)
-    tma.store_wait(0)
+    tma_store_wait(0)
     # the parts of a split group stand one behind the other
     first = ((gl.program_id(1) * B + b).to(gl.int64) * SK + row) * HK + hk
     store_rows(dk_ptr + first * D, dk * scale, end_k - row, HK, D)

@@ -11,16 +11,17 @@ of the block before is summed.
 
 import torch
 from torch import Tensor
-from triton.experimental import gluon
-from triton.experimental.gluon import language as gl
-from triton.experimental.gluon.language.nvidia.ampere import async_copy
-from triton.experimental.gluon.language.nvidia.hopper import (
+
+from liger_like.ops._common import launch
+from liger_like.ops._gluon import (
+    cp_async,
+    cp_async_arrive,
     fence_async_shared,
+    gl,
+    gluon,
     mbarrier,
     warpgroup_mma_wait,
 )
-
-from liger_like.ops._common import launch
 from liger_like.ops.attention._blocks import LOG2E, load_spans, scores, unit_of_scores
 from liger_like.ops.attention._hopper import (
     ROWS,
@@ -63,8 +64,8 @@ def _fill(desc, rows, h, m, bufs, ptr, numbers, ring, use):
     mbarrier.wait(empty.index(s), use // STAGES & 1 ^ 1)
     # not by TMA, for which a packed sequence would have to start at a multiple of 16 bytes
     offs = m + gl.arange(0, ROWS, gl.BlockedLayout([1], [32], [1], [0]))
-    async_copy.async_copy_global_to_shared(numbers.index(s), ptr + gl.minimum(offs, rows[1] - 1))
-    async_copy.mbarrier_arrive(full.index(s), increment_count=False)
+    cp_async(numbers.index(s), ptr + gl.minimum(offs, rows[1] - 1))
+    cp_async_arrive(full.index(s), increment_count=False)
     load_rows(desc, rows, h, m, bufs, s, full.index(s), STAGES)
 
 

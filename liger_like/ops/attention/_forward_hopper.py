@@ -8,17 +8,18 @@ loads first is on its way while the one before is multiplied and stored.
 
 import torch
 from torch import Tensor
-from triton.experimental import gluon
-from triton.experimental.gluon import language as gl
-from triton.experimental.gluon.language.nvidia.hopper import (
+
+from liger_like.ops._common import launch, num_programs
+from liger_like.ops._gluon import (
     fence_async_shared,
+    gl,
+    gluon,
     mbarrier,
-    tma,
+    tma_store,
+    tma_store_wait,
     warpgroup_mma,
     warpgroup_mma_wait,
 )
-
-from liger_like.ops._common import launch, num_programs
 from liger_like.ops.attention._blocks import finish, load_spans, scores, unit_of_scores
 from liger_like.ops.attention._hopper import (
     ROWS,
@@ -26,6 +27,7 @@ from liger_like.ops.attention._hopper import (
     barriers,
     bounds,
     buffers,
+    buffers_in,
     contract,
     descriptor,
     draw_tile,
@@ -120,8 +122,7 @@ def _attend(
     rows_o: gl.constexpr = gl.SliceLayout(1, layout_o)
     zeros = gl.zeros([ROWS, BLOCK_N], gl.float32, layout_s)
     q = parts_of(q_s, g, GROUPS)
-    # where there is no room, the first parts of the queries
-    out = out_s.index(g * (out_s.shape[0] // GROUPS))._reinterpret(dtype, out_desc.block_type.shape, out_desc.layout)
+    out = out_s.index((g * out_s.shape[0] + GROUPS - 1) // GROUPS)  # the first that starts among its own queries
     use = 0
     turn = 0
     read = 0
@@ -183,17 +184,17 @@ def _attend(
             acc = gl.where(factor > 0.0, acc * factor, 0.0)  # of a row that sees no key, 0 times what may be NaN
             lse_ptrs = lse_ptr + (b.to(gl.int64) * H + h) * S + start_q + queries
             gl.store(lse_ptrs, lse, mask=queries < length_q)
-            tma.store_wait(0)
+            tma_store_wait(0)
             out.reshape(acc.shape).store(acc.to(dtype))
             fence_async_shared()
             place = at(out_desc, (b, start_q + length_q), h, start_q + row, 0)
-            tma.async_copy_shared_to_global(out_desc, place, out)
+            tma_store(out_desc, place, out)
             if not ROOM:
-                tma.store_wait(0)
+                tma_store_wait(0)
                 mbarrier.arrive(q_empty.index(g), count=1)
         tile = read_tile(queue, read)
         read += 1
-    tma.store_wait(0)
+    tma_store_wait(0)
 
 
 @gluon.jit(do_not_specialize=["B", "S", "SK", "count", "blocks", "section", "tiles", "left", "right"])
@@ -209,7 +210,7 @@ def _attention_fwd_hopper_kernel(
     # for the output beside the queries, of 226 KiB
     ROOM: gl.constexpr = (GROUPS * ROWS + STAGES * BLOCK_N) * (PARTS * BLOCK_D + BLOCK_DV) <= 113 << 10
     q_s = buffers(q_desc, GROUPS * PARTS)
-    out_s = buffers(out_desc, GROUPS) if ROOM else q_s
+    out_s = buffers(out_desc, GROUPS) if ROOM else buffers_in(out_desc, q_s)
     k_s = buffers(k_desc, STAGES * PARTS)
     v_s = buffers(v_desc, STAGES)
     q_full = barriers(GROUPS, 1)

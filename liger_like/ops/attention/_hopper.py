@@ -13,21 +13,23 @@ so that a descriptor of FAR rows can have its end wherever two more coordinates 
 """
 
 import functools
+import math
 
 import torch
 import triton
 from torch import Tensor
-from triton.experimental import gluon
-from triton.experimental.gluon import language as gl
-from triton.experimental.gluon.language.nvidia.hopper import (
+
+from liger_like.ops._common import INTERPRET, architecture, refused
+from liger_like.ops._gluon import (
+    TensorDescriptor,
+    gl,
+    gluon,
     mbarrier,
-    tma,
+    reinterpret,
+    tma_load,
     warpgroup_mma,
     warpgroup_mma_wait,
 )
-from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
-
-from liger_like.ops._common import INTERPRET, architecture, refused
 from liger_like.ops.attention._blocks import bounds_of_spans, schedule, zones
 from liger_like.ops.attention._setup import Masking
 
@@ -38,6 +40,7 @@ NO_WIDTHS = "the attention kernels for Hopper have no tile for heads of these wi
 NO_MASKS = "the attention kernels for Hopper know no bias, key_padding_mask or parts of a longer sequence"
 NO_TMA = "a tensor is empty or expanded, or its rows do not start at multiples of 16 bytes, as TMA wants them to"
 ROWS = gl.constexpr(64)  # of a warp group
+QUAD = gl.constexpr(6)  # the bits of a column by which the threads that share a row differ
 FAR = gl.constexpr(1 << 30)  # more rows than there are; FAR times the stride 2^34 is 0 modulo 2^64
 
 
@@ -118,6 +121,17 @@ def _several(count, shape):
 def buffers(desc, COUNT: gl.constexpr):
     """Shared memory for so many times what TMA moves."""
     return gl.allocate_shared_memory(desc.dtype, _several(COUNT, desc.block_type.shape), desc.layout)
+
+
+@triton.constexpr_function
+def _as_many(shape, other):
+    return [math.prod(other) // math.prod(shape), *shape]
+
+
+@gluon.jit
+def buffers_in(desc, bufs):
+    """The memory of ``bufs``, of the same dtype, for as many times what TMA moves as fit."""
+    return reinterpret(bufs, desc.dtype, _as_many(desc.block_type.shape, bufs.shape), desc.layout)
 
 
 @gluon.jit
@@ -253,7 +267,7 @@ def load_rows(desc, rows, h, row, bufs, s, full, COUNT: gl.constexpr):
     mbarrier.expect(full, PARTS * desc.block_type.nbytes)
     for i in gl.static_range(PARTS):
         place = at(desc, rows, h, row, i * bufs.shape[-1])
-        tma.async_copy_global_to_shared(desc, place, full, bufs.index(s * PARTS + i))
+        tma_load(desc, place, full, bufs.index(s * PARTS + i))
 
 
 @gluon.jit
@@ -356,11 +370,16 @@ def bounds(rows, behind, ahead, spans, length, HAS_BEHIND: gl.constexpr, HAS_AHE
 def hide(x, first, limits, STARTS: gl.constexpr = True, ENDS: gl.constexpr = True, hidden=0.0):
     """``x`` [rows, columns] of columns from ``first`` on, but ``hidden`` where those are out of the bounds of a row, or
     out of one of the two.
+
+    The bounds are moved by what differs between threads. The columns that are left are numbers that the compiler knows:
+    it need not keep one in a register for each element that a thread has.
     """
-    cols = first + gl.arange(0, x.shape[1], gl.SliceLayout(0, x.type.layout))[None, :]
+    cols = gl.arange(0, x.shape[1], gl.SliceLayout(0, x.type.layout))[None, :]
+    first += cols & QUAD
+    cols &= ~QUAD
     starts, ends = limits
     if STARTS:
-        x = gl.where(cols >= starts, x, hidden)
+        x = gl.where(cols >= starts - first, x, hidden)
     if ENDS:
-        x = gl.where(cols < ends, x, hidden)
+        x = gl.where(cols < ends - first, x, hidden)
     return x

@@ -1,0 +1,60 @@
+"""The names of Gluon that the kernels for Hopper use, one for each function whatever the installed Triton calls it.
+
+Gluon is experimental: between versions of Triton its functions get other names. No other file of the package imports
+``triton.experimental``, so that a new version is dealt with here.
+"""
+
+from triton._C.libtriton import ir
+from triton.experimental import gluon
+from triton.experimental.gluon import language as gl
+from triton.experimental.gluon.language._core import builtin
+from triton.experimental.gluon.language.nvidia.ampere import async_copy
+from triton.experimental.gluon.language.nvidia.hopper import (
+    fence_async_shared,
+    mbarrier,
+    tma,
+    warpgroup_mma,
+    warpgroup_mma_wait,
+)
+from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
+
+__all__ = [
+    "TensorDescriptor",
+    "cp_async",
+    "cp_async_arrive",
+    "fence_async_shared",
+    "gl",
+    "gluon",
+    "mbarrier",
+    "reinterpret",
+    "tma_add",
+    "tma_load",
+    "tma_store",
+    "tma_store_wait",
+    "warpgroup_mma",
+    "warpgroup_mma_wait",
+]
+
+tma_store_wait = tma.store_wait
+cp_async_arrive = async_copy.mbarrier_arrive
+
+if hasattr(tma, "async_load"):  # from Triton 3.8 on
+    tma_load, tma_store, tma_add = tma.async_load, tma.async_store, tma.async_atomic_add
+    cp_async = async_copy.async_load
+else:
+    tma_load, tma_store = tma.async_copy_global_to_shared, tma.async_copy_shared_to_global
+    cp_async = async_copy.async_copy_global_to_shared
+
+    @builtin
+    def tma_add(desc, coord, src, _semantic=None):
+        """Add the buffer ``src`` to global memory by TMA, which these versions can but have no function for."""
+        coord = _semantic._convert_to_ir_values(coord, require_i64=False)
+        _semantic.builder.create_async_tma_reduce(ir.DESCRIPTOR_REDUCE_KIND.ADD, desc.handle, coord, src.handle)
+
+
+@builtin
+def reinterpret(buffer, dtype, shape, layout, _semantic=None):
+    """View a buffer of shared memory as one of another dtype, shape and layout but the same size in bytes."""
+    public = hasattr(buffer, "reinterpret")  # from Triton 3.9 on
+    view = buffer.reinterpret if public else buffer._reinterpret
+    return view(dtype, shape, layout, _semantic=_semantic)
