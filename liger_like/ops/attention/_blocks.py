@@ -126,6 +126,17 @@ def schedule(pid, blocks, heads, section):
 
 
 @triton.jit
+def start_of(cu_ptr, index, count, total):
+    """Return the row at which a packed sequence starts: 0 for the first, ``total`` past the last of ``count``.
+
+    Offsets outside of ``total`` rows are clamped, so that wrong ones cannot lead out of the tensor.
+    """
+    start = tl.load(cu_ptr + index, mask=(index > 0) & (index <= count), other=0)
+    start = tl.minimum(tl.maximum(start, 0), total).to(tl.int32)
+    return tl.where(index > count, total, start)
+
+
+@triton.jit
 def find_rows(
     b, block, cu_ptr, cu_other_ptr, count, total, total_other, BLOCK: tl.constexpr, PACK: tl.constexpr,
     SEQUENCES: tl.constexpr,
@@ -142,17 +153,17 @@ def find_rows(
         return b, block * BLOCK, zero, total, zero, total_other
     else:
         offs = tl.arange(0, SEQUENCES)
-        starts = tl.load(cu_ptr + offs, mask=offs <= count, other=total).to(tl.int32)
-        ends = tl.load(cu_ptr + offs + 1, mask=offs < count, other=total).to(tl.int32)
-        blocks = tl.cdiv((ends - starts) * PACK, BLOCK)
+        starts, ends = start_of(cu_ptr, offs, count, total), start_of(cu_ptr, offs + 1, count, total)
+        lengths = tl.maximum(ends - starts, 0)  # offsets that fall are wrong, and so is the result, but nothing else
+        blocks = tl.cdiv(lengths * PACK, BLOCK)
         index = tl.sum((tl.cumsum(blocks) <= block).to(tl.int32))
         here = offs == index
         row = (block - tl.sum(tl.where(offs < index, blocks, 0))) * BLOCK
         start = tl.sum(tl.where(here, starts, 0)).to(tl.int64)
-        length = tl.sum(tl.where(here, ends - starts, 0))
-        start_other = tl.load(cu_other_ptr + index, mask=index < count, other=0).to(tl.int64)
-        end_other = tl.load(cu_other_ptr + index + 1, mask=index < count, other=0).to(tl.int64)
-        return index, row, start, length, start_other, (end_other - start_other).to(tl.int32)
+        length = tl.sum(tl.where(here & (row >= 0), lengths, 0))
+        start_other = start_of(cu_other_ptr, index, count, total_other)
+        length_other = tl.maximum(start_of(cu_other_ptr, index + 1, count, total_other) - start_other, 0)
+        return index, row, start, length, start_other.to(tl.int64), tl.where(index < count, length_other, 0)
 
 
 @triton.jit
