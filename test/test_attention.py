@@ -327,9 +327,9 @@ def test_gradients_that_nobody_needs_have_the_shape_that_is_traced(deterministic
     inputs = attention_inputs(torch.float32, device, B=1, S=9, Sk=20, H=2, Hk=1, D=16, Dv=8, bias="hsk")
     q, k, v, bias = (t.detach() for t in inputs.values())
     masking = (bias, *[None] * 5, 9, 20, 0.25, None, -1, -1)
-    out, lse = attention_fwd(q, k, v, None, *masking)
+    out, lse, sums = attention_fwd(q, k, v, None, *masking)
     dout = torch.randn_like(out)
-    rows, _ = attention_delta(dout, out, lse, None, None)
+    rows, _ = attention_delta(dout, out, lse, sums, None, None)
     for needs in itertools.product([False, True], repeat=4):
         args = (dout, q, k, v, rows, None, *masking, deterministic, list(needs))
         op = torch.ops.liger_like.attention_bwd.default

@@ -148,7 +148,7 @@ class Parts(torch.autograd.Function):
             parts = []
             for keys in Parts.slices(cuts[1]):
                 tensors = q[:, rows], k[:, keys], v[:, keys], None
-                parts.append(attention_fwd(*tensors, *Parts.masking(ctx, rows, keys)))
+                parts.append(attention_fwd(*tensors, *Parts.masking(ctx, rows, keys))[:2])
             out, lse = (torch.stack(t) for t in zip(*parts, strict=True))
             most = lse if sinks is None else torch.cat((lse, sinks[:, None].expand_as(lse[:1])))
             whole = most.logsumexp(0).masked_fill(lse.amax(0) == -torch.inf, -torch.inf)
@@ -182,7 +182,7 @@ class Parts(torch.autograd.Function):
         dq, dk, dv = (torch.zeros_like(t) for t in (q, k, v))
         dsinks, dbias = (None if t is None else torch.zeros_like(t) for t in (sinks, bias))
         for rows, (out, lse) in zip(Parts.slices(ctx.cuts[0]), ctx.rows, strict=True):
-            of_rows, part = attention_delta(dout[:, rows], out, lse, dlse[:, :, rows], sinks)
+            of_rows, part = attention_delta(dout[:, rows], out, lse, None, dlse[:, :, rows], sinks)
             if sinks is not None:
                 dsinks += part
             for keys in Parts.slices(ctx.cuts[1]):

@@ -108,8 +108,8 @@ class _Attention(torch.autograd.Function):
         ctx: Any, q: Tensor, k: Tensor, v: Tensor, sinks: Tensor | None, bias: Tensor | None, deterministic: bool,
         *masking: Any,
     ) -> tuple[Tensor, Tensor]:  # fmt: skip
-        out, lse = attention_fwd(q, k, v, sinks, bias, *masking)
-        ctx.save_for_backward(q, k, v, sinks, bias, *masking[:5], out, lse)
+        out, lse, sums = attention_fwd(q, k, v, sinks, bias, *masking)
+        ctx.save_for_backward(q, k, v, sinks, bias, *masking[:5], out, lse, sums)
         ctx.deterministic, ctx.scalars = deterministic, masking[5:]
         ctx.set_materialize_grads(False)
         return out, lse
@@ -117,12 +117,12 @@ class _Attention(torch.autograd.Function):
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, dout: Tensor | None, dlse: Tensor | None) -> Any:
-        q, k, v, sinks, bias, *masks, out, lse = ctx.saved_tensors
+        q, k, v, sinks, bias, *masks, out, lse, sums = ctx.saved_tensors
         needs = list(ctx.needs_input_grad[:5])
         if dout is None and dlse is None:
             return (None,) * len(ctx.needs_input_grad)
         dout = torch.zeros_like(out) if dout is None else dout
-        rows, dsinks = attention_delta(dout, out, lse, dlse, sinks)
+        rows, dsinks = attention_delta(dout, out, lse, sums, dlse, sinks)
         dq, dk, dv, dbias = attention_bwd(
             dout, q, k, v, rows, bias, *masks, *ctx.scalars, ctx.deterministic, [*needs[:3], needs[4]]
         )
