@@ -79,7 +79,7 @@ def explain(
         sizes = {n: p for n, p in inspect.signature(spec.inputs).parameters.items() if n not in ("dtype", "device")}
         _require_names("shape", shape, sizes)
         if missing := [n for n, p in sizes.items() if p.default is p.empty and n not in shape]:
-            raise TypeError(f"shape must have {', '.join(missing)} for {spec.name}, got {', '.join(shape) or 'nothing'}")
+            raise TypeError(f"shape must have {', '.join(missing)} for {spec.name}, got {', '.join(shape)}")
         inputs = spec.inputs(dtype, device, **shape)
     _require_names("options", options, [n for n in arguments if n not in inputs])
     reasons: list[str] = []

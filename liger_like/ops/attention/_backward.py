@@ -251,8 +251,8 @@ def _attention_dq_kernel(
         edge = (n < inner_start) | (n + BLOCK_N > inner_end)
         dq = _add_keys(
             dq, q, dout, n, edge, k_ptr, v_ptr, bias_ptr, mask_ptr, STRIDE_K, STRIDE_V, stride_bs, stride_bk, queries,
-            most, rest, delta, spans, shift, length_q, length_k, left, right, scale, SOFTCAP, HAS_LEFT, HAS_RIGHT, D, DV,
-            BLOCK_N,
+            most, rest, delta, spans, shift, length_q, length_k, left, right, scale, SOFTCAP, HAS_LEFT, HAS_RIGHT, D,
+            DV, BLOCK_N,
         )  # fmt: skip
     place = (b * S + first_q) * H + h
     store_parts(dq_ptr + place * D, rows, H * D, rows < length_q - row, scale_parts(dq, scale), D)
@@ -324,7 +324,8 @@ def _arguments(
     """The sizes and the constants that both kernels take."""
     strides = *strides_of(q, k, v, dout), *masking.bias_strides()
     sizes = [*strides, q.shape[0], q.shape[1], k.shape[1], rows.shape[3], masking.sequences]
-    return sizes, masking.constants() | constants_of(q, k, v) | {"STRIDE_D": dout.stride(1), "APART": rows.shape[0] == 3}
+    constants = {"STRIDE_D": dout.stride(1), "APART": rows.shape[0] == 3}
+    return sizes, masking.constants() | constants_of(q, k, v) | constants
 
 
 def _fill_dkv(

@@ -2,6 +2,7 @@
 wait for, only with ``LIGER_LIKE_CHECK=1`` in the environment.
 """
 
+import itertools
 import os
 
 import torch
@@ -117,7 +118,7 @@ def check_offsets(name: str, cu_seqlens: Tensor, like: Tensor, rows: int, longes
     if not _readable(cu_seqlens):
         return
     offsets = cu_seqlens.tolist()
-    lengths = [end - start for start, end in zip(offsets, offsets[1:], strict=False)]
+    lengths = [end - start for start, end in itertools.pairwise(offsets)]
     if offsets[0]:
         raise ValueError(f"{name} must start with 0, got {offsets[0]}: offsets are needed, not lengths")
     for i, length in enumerate(lengths):

@@ -91,8 +91,8 @@ def _store_sums(lse_ptr, sums_ptr, place, count, mask, most, rest):
 
 @triton.jit(do_not_specialize=["B", "S", "SK", "count", "blocks", "section", "splits", "left", "right"])
 def _attention_fwd_kernel(
-    q_ptr, k_ptr, v_ptr, sinks_ptr, bias_ptr, mask_ptr, cu_q_ptr, cu_k_ptr, offsets_ptr, spans_ptr, out_ptr, lse_ptr, sums_ptr,
-    stride_qb, stride_qh, stride_kb, stride_kh, stride_vb, stride_vh,
+    q_ptr, k_ptr, v_ptr, sinks_ptr, bias_ptr, mask_ptr, cu_q_ptr, cu_k_ptr, offsets_ptr, spans_ptr, out_ptr,
+    lse_ptr, sums_ptr, stride_qb, stride_qh, stride_kb, stride_kh, stride_vb, stride_vh,
     stride_bb, stride_bh, stride_bs, stride_bk, B, S, SK, count, blocks, section, splits, left, right, scale,
     H: tl.constexpr, HK: tl.constexpr, D: tl.constexpr, DV: tl.constexpr,
     STRIDE_Q: tl.constexpr, STRIDE_K: tl.constexpr, STRIDE_V: tl.constexpr,
@@ -151,8 +151,8 @@ def _attention_fwd_kernel(
 
 @triton.jit(do_not_specialize=["R", "S", "splits"])
 def _merge_kernel(
-    parts_ptr, parts_sums_ptr, sinks_ptr, out_ptr, lse_ptr, sums_ptr, R, S, H, splits, DV: tl.constexpr, BLOCK_D: tl.constexpr,
-    SPLITS: tl.constexpr,
+    parts_ptr, parts_sums_ptr, sinks_ptr, out_ptr, lse_ptr, sums_ptr, R, S, H, splits, DV: tl.constexpr,
+    BLOCK_D: tl.constexpr, SPLITS: tl.constexpr,
 ):  # fmt: skip
     """Sum a row [DV] of the output from its parts, weighted by their sums."""
     row = tl.program_id(0).to(tl.int64)  # of [B, H, S]

@@ -121,9 +121,7 @@ def buffers(desc, COUNT: gl.constexpr):
 
 
 @gluon.jit
-def find_rows(
-    block, cu_ptr, cu_other_ptr, count, total, total_other, BLOCK: gl.constexpr, SEQUENCES: gl.constexpr
-):
+def find_rows(block, cu_ptr, cu_other_ptr, count, total, total_other, BLOCK: gl.constexpr, SEQUENCES: gl.constexpr):
     """Where a block of rows of packed sequences lies: its first row, where its sequence starts, the length of that, and
     where the other side of it starts and its length.
 
