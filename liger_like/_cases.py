@@ -20,9 +20,17 @@ def _labels(lead: tuple[int, ...], V: int, device: str, ignored: float = 0.2) ->
     return labels.masked_fill(torch.rand(lead, device=device) < ignored, -100)
 
 
-def norm_inputs(dtype: torch.dtype, device: str, lead: tuple[int, ...], N: int, **flags: bool) -> Inputs:
+def norm_inputs(
+    dtype: torch.dtype,
+    device: str,
+    lead: tuple[int, ...],
+    N: int,
+    residual: bool = False,
+    weight: bool = False,
+    bias: bool = False,
+) -> Inputs:
     randn = partial(_randn, dtype=dtype, device=device)
-    names = ["x"] + [n for n in ("residual", "weight", "bias") if flags.get(n)]
+    names = ["x"] + [n for n, asked in (("residual", residual), ("weight", weight), ("bias", bias)) if asked]
     return {n: randn(*(lead if n in ("x", "residual") else ()), N) for n in names}
 
 

@@ -1,6 +1,7 @@
 """``explain``: which implementation a call runs on this machine, and why not another one."""
 
-from collections.abc import Callable, Mapping
+import inspect
+from collections.abc import Callable, Iterable, Mapping
 from typing import Any, NamedTuple
 from unittest import mock
 
@@ -58,25 +59,41 @@ def explain(
     themselves by the names of the arguments, of which strides, too, may decide. ``options`` are those of the op. The
     memory is that of the call. Not to be used while another thread launches kernels.
 
-    Raises ValueError for an op that there is not.
+    Raises ValueError for an unknown op, and TypeError for an unknown or missing name in ``shape`` or ``options``.
     """
+    from liger_like import ops
     from liger_like.testing import SPECS
 
     specs = {spec.name: spec for spec in SPECS}
-    name = op if isinstance(op, str) else op.__name__
+    name = op if isinstance(op, str) else getattr(op, "__name__", op)
     _common.require_choice("op", name, tuple(specs))
-    spec, device = specs[name], str(device or ("cuda" if torch.cuda.is_available() else "cpu"))
+    spec, device = specs[str(name)], str(device or ("cuda" if torch.cuda.is_available() else "cpu"))
+    if not isinstance(shape, Mapping):
+        raise TypeError(f"shape must be a dict of sizes or tensors, got {type(shape).__name__}")
+    arguments = inspect.signature(getattr(ops, spec.name)).parameters
     if any(isinstance(value, Tensor) for value in shape.values()):
+        _require_names("shape", shape, arguments)
         inputs = {n: t.detach().requires_grad_(t.requires_grad) for n, t in shape.items() if isinstance(t, Tensor)}
         options |= {n: value for n, value in shape.items() if n not in inputs}
     else:
+        sizes = {n: p for n, p in inspect.signature(spec.inputs).parameters.items() if n not in ("dtype", "device")}
+        _require_names("shape", shape, sizes)
+        if missing := [n for n, p in sizes.items() if p.default is p.empty and n not in shape]:
+            raise TypeError(f"shape must have {', '.join(missing)} for {spec.name}, got {', '.join(shape)}")
         inputs = spec.inputs(dtype, device, **shape)
+    _require_names("options", options, [n for n in arguments if n not in inputs])
     reasons: list[str] = []
     with mock.patch.object(_common, "REASONS", reasons), mock.patch.dict(_tiles._CHOSEN, clear=not _tiles.AUTOTUNE):
         launches = _launches(lambda: spec.fn(**inputs, **options))
     languages = " and ".join(dict.fromkeys(launch.language for launch in launches))
     without = "plain torch" if reasons else "nothing to compute"
-    return Explanation(name, languages or without, launches, [*dict.fromkeys(reasons)])
+    return Explanation(spec.name, languages or without, launches, [*dict.fromkeys(reasons)])
+
+
+def _require_names(argument: str, given: Iterable[str], known: Iterable[str]) -> None:
+    """Raise TypeError unless all names ``given`` in an argument are ``known``."""
+    if unknown := [name for name in given if name not in known]:
+        raise TypeError(f"{argument} must be out of {', '.join(known)}, got {', '.join(unknown)}")
 
 
 def _launches(call: Callable[[], Any]) -> list[Launch]:

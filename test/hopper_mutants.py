@@ -5,13 +5,25 @@ occurs once in it, what replaces that, and why. And pytest's -k for the tests th
 HOPPER_TESTS = {
     "_hopper.py": "test_attention_hopper and (documents or leaks or few_key_heads or 4097) and 64-64",
     "_forward_hopper.py": "test_attention_hopper and not hopper_backward and (window or documents or leaks or 4097)"
-    " and (64 or 96 or 144 or 192)",
+    " and (64 or 96 or 144 or 192) or nan_stays",
     "_backward_hopper.py": "hopper_backward and (gradients or few_key_heads or nan or far_below) and (64-64 or 128-128)"
     " and torch.bfloat16",
     "_backward_hopper_256.py": "hopper_backward and (gradients or few_key_heads or nan) and 256-256-torch.bfloat16",
 }
 
 HOPPER = [
+    (
+        "_hopper.py",
+        "length = gl.maximum(start_of(cu_ptr, index + 1, count, total) - start, 0)",
+        "length = start_of(cu_ptr, index + 1, count, total)",
+        "a sequence ends with the rows before it",
+    ),
+    (
+        "_forward_hopper.py",
+        "gl.where(factor == 0.0, 0.0, acc * factor)",
+        "gl.where(factor > 0.0, acc * factor, 0.0)",
+        "NaN becomes 0",
+    ),
     (
         "_hopper.py",
         "gl.num_programs(0) + gl.atomic_add",

@@ -33,6 +33,8 @@ FILES = (
     "test/test_losses.py",
     "test/test_norms_and_rope.py",
     "test/test_tiles.py",
+    "test/test_attention_check.py",
+    "test/test_attention_extremes.py",
     "test/test_attention_programs.py",
     "test/test_attention_varlen.py",
     "test/test_attention_spans.py",

@@ -327,9 +327,9 @@ def test_gradients_that_nobody_needs_have_the_shape_that_is_traced(deterministic
     inputs = attention_inputs(torch.float32, device, B=1, S=9, Sk=20, H=2, Hk=1, D=16, Dv=8, bias="hsk")
     q, k, v, bias = (t.detach() for t in inputs.values())
     masking = (bias, *[None] * 5, 9, 20, 0.25, None, -1, -1)
-    out, lse = attention_fwd(q, k, v, None, *masking)
+    out, lse, sums = attention_fwd(q, k, v, None, *masking)
     dout = torch.randn_like(out)
-    rows, _ = attention_delta(dout, out, lse, None, None)
+    rows, _ = attention_delta(dout, out, lse, sums, None, None)
     for needs in itertools.product([False, True], repeat=4):
         args = (dout, q, k, v, rows, None, *masking, deterministic, list(needs))
         op = torch.ops.liger_like.attention_bwd.default
@@ -426,8 +426,24 @@ Q, K = torch.randn(2, 5, 4, 8), torch.randn(2, 7, 2, 8)
         (ValueError, "bias must be broadcastable", {"bias": torch.ones(2, 2, 5, 7)}),
         (ValueError, "bias must be broadcastable", {"bias": torch.ones(1, 1, 1, 5, 7)}),
         (TypeError, "bias must be floating point", {"bias": torch.ones(5, 7).bool()}),
-        (ValueError, "key_padding_mask must be bool", {"key_padding_mask": torch.ones(2, 7)}),
-        (ValueError, "key_padding_mask must be bool", {"key_padding_mask": torch.ones(2, 5).bool()}),
+        (TypeError, "key_padding_mask must be bool on cpu", {"key_padding_mask": torch.ones(2, 7)}),
+        (TypeError, "key_padding_mask must be bool on cpu", {"key_padding_mask": torch.ones(2, 7).bool().to("meta")}),
+        (ValueError, r"key_padding_mask must have shape \[2, 7\]", {"key_padding_mask": torch.ones(2, 5).bool()}),
+        (TypeError, "key_padding_mask must be a tensor, got list", {"key_padding_mask": [[True] * 7] * 2}),
+        (TypeError, "bias must be a tensor, got list", {"bias": [0.0]}),
+        (TypeError, "bias must be a tensor, got list", {"bias": [0.0], "k": K[:, :0], "v": K[:, :0]}),
+        (TypeError, "spans must be a tensor, got list", {"spans": [[0], [1]]}),
+        (TypeError, "sinks must be a tensor, got float", {"sinks": 1.0}),
+        (TypeError, "window must be two integers.*got None", {"window": None}),
+        (TypeError, "window must be two integers.*got 3", {"window": 3}),
+        (TypeError, "scale must be a number, got str", {"scale": "a"}),
+        (ValueError, "scale must be positive and finite", {"scale": float("nan")}),
+        (TypeError, "softcap must be a number, got str", {"softcap": "a"}),
+        (TypeError, "softcap must be a number, got bool", {"softcap": True}),
+        (ValueError, "softcap must be positive and finite, got inf", {"softcap": float("inf")}),
+        (TypeError, "causal must be True or False, got 'x'", {"causal": "x"}),
+        (TypeError, "return_lse must be True or False, got 1", {"return_lse": 1}),
+        (TypeError, "deterministic must be True or False or None, got 'no'", {"deterministic": "no"}),
     ],
 )  # fmt: skip
 def test_error_names_the_argument(error, message, changed):

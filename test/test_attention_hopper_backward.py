@@ -48,7 +48,7 @@ def heads_of(D, H=2, Hk=1, S=24, dtype=torch.float16, device="cpu", Dv=None):
 def backward(q, k, v, dout, *, deterministic=False, needs=(True, True, True, False), bias=None):
     B, S, H, _ = q.shape
     out, lse = torch.zeros_like(dout), torch.zeros(B, H, S, device=q.device)
-    rows, _ = attention_delta(dout, out, lse, None, None)
+    rows, _ = attention_delta(dout, out, lse, None, None, None)
     scalars = S, k.shape[1], 0.125, None, -1, 0
     return attention_bwd(dout, q, k, v, rows, bias, None, None, None, None, None, *scalars, deterministic, [*needs])
 

@@ -148,7 +148,7 @@ class Parts(torch.autograd.Function):
             parts = []
             for keys in Parts.slices(cuts[1]):
                 tensors = q[:, rows], k[:, keys], v[:, keys], None
-                parts.append(attention_fwd(*tensors, *Parts.masking(ctx, rows, keys)))
+                parts.append(attention_fwd(*tensors, *Parts.masking(ctx, rows, keys))[:2])
             out, lse = (torch.stack(t) for t in zip(*parts, strict=True))
             most = lse if sinks is None else torch.cat((lse, sinks[:, None].expand_as(lse[:1])))
             whole = most.logsumexp(0).masked_fill(lse.amax(0) == -torch.inf, -torch.inf)
@@ -182,7 +182,7 @@ class Parts(torch.autograd.Function):
         dq, dk, dv = (torch.zeros_like(t) for t in (q, k, v))
         dsinks, dbias = (None if t is None else torch.zeros_like(t) for t in (sinks, bias))
         for rows, (out, lse) in zip(Parts.slices(ctx.cuts[0]), ctx.rows, strict=True):
-            of_rows, part = attention_delta(dout[:, rows], out, lse, dlse[:, :, rows], sinks)
+            of_rows, part = attention_delta(dout[:, rows], out, lse, None, dlse[:, :, rows], sinks)
             if sinks is not None:
                 dsinks += part
             for keys in Parts.slices(ctx.cuts[1]):
@@ -301,6 +301,11 @@ CU_Q, CU_K = torch.tensor([0, 5, 9]), torch.tensor([0, 12, 12])
         (TypeError, "cu_seqlens_k must be int32 or int64 on cpu", {"cu_seqlens_k": CU_K.to("meta")}),
         (ValueError, "cu_seqlens_k must have the shape", {"cu_seqlens_k": CU_K[:2]}),
         (ValueError, "cu_seqlens_q must have the shape", {"cu_seqlens_q": CU_Q[None], "cu_seqlens_k": CU_K[None]}),
+        (TypeError, "cu_seqlens_q must be a tensor, got list", {"cu_seqlens_q": [0, 5, 9]}),
+        (TypeError, "max_seqlen_q must be an integer, got float", {"max_seqlen_q": 5.0}),
+        (TypeError, "max_seqlen_k must be an integer, got Tensor", {"max_seqlen_k": CU_K[1]}),
+        (ValueError, "max_seqlen_k must be at least 0, got -1", {"max_seqlen_k": -1}),
+        (TypeError, "causal must be True or False", {"causal": "x"}),
         (ValueError, "window must be two integers", {"window": (-2, 0)}),
         (ValueError, r"sinks must have shape \[4\]", {"sinks": torch.ones(2)}),
     ],

@@ -107,6 +107,28 @@ def test_no_rows():
     assert explain("rms_norm", NORM | {"lead": (0,)}).implementation == "nothing to compute"
 
 
-def test_an_op_that_there_is_not():
-    with pytest.raises(ValueError, match=r"op must be one of 'rms_norm', .*, got 'softmax'"):
-        explain("softmax", {})
+@pytest.mark.parametrize(
+    ("error", "message", "call"),
+    [
+        (ValueError, r"op must be one of 'rms_norm', .*, got 'softmax'", lambda: explain("softmax", {})),
+        (ValueError, r"op must be one of 'rms_norm', .*, got 3", lambda: explain(3, {})),
+        (TypeError, "shape must be a dict of sizes or tensors, got list", lambda: explain("rms_norm", [9, 64])),
+        (
+            TypeError,
+            "shape must be out of lead, N, residual, weight, bias, got n, M",
+            lambda: explain("rms_norm", {"lead": (9,), "n": 64, "M": 3}),
+        ),
+        (TypeError, "shape must have lead, N for rms_norm, got weight", lambda: explain("rms_norm", {"weight": True})),
+        (TypeError, "shape must be out of x, weight, .*, got y", lambda: explain("rms_norm", {"y": torch.ones(2)})),
+        (TypeError, "options must be out of .*eps.*, got epsilon", lambda: explain("rms_norm", NORM, epsilon=1e-6)),
+        (TypeError, "options must be out of .*causal.*, got mask", lambda: explain("flash_attention", HEADS, mask=1)),
+        (
+            TypeError,
+            "options must be out of .*, got x",
+            lambda: explain("rms_norm", {"x": torch.ones(2)}, x=torch.ones(2)),
+        ),
+    ],
+)
+def test_error_names_the_argument(error, message, call):
+    with pytest.raises(error, match=message):
+        call()

@@ -332,6 +332,14 @@ def require_choice(name: str, value: object, choices: tuple[object, ...]) -> Non
         raise ValueError(f"{name} must be one of {', '.join(map(repr, choices))}, got {value!r}")
 
 
+def require_positive(name: str, value: float) -> None:
+    """Raise unless ``value`` is a positive, finite number."""
+    if isinstance(value, bool) or not isinstance(value, int | float):
+        raise TypeError(f"{name} must be a number, got {type(value).__name__}")
+    if not 0 < value < float("inf"):
+        raise ValueError(f"{name} must be positive and finite, got {value}")
+
+
 def require_eps(eps: float) -> None:
     """Raise unless ``eps`` is a non-negative number."""
     if not isinstance(eps, int | float):

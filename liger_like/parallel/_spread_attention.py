@@ -164,7 +164,7 @@ def _merge(out: Tensor, lse: Tensor, more: Tensor, more_lse: Tensor) -> tuple[Te
 def _of_rows(on_kernels: bool, sinks: Tensor | None, dout: Tensor, out: Tensor, lse: Tensor) -> Any:
     """What the backward needs to know of rows over all their keys: lse and delta; and the gradient of the sinks."""
     if on_kernels:
-        return attention_delta(dout, out.contiguous(), lse.contiguous(), None, sinks)
+        return attention_delta(dout, out.contiguous(), lse.contiguous(), None, None, sinks)
     delta = (dout.to(lse.dtype) * out.to(lse.dtype)).sum(-1).transpose(1, 2)
     dsinks = None if sinks is None else -(torch.exp(sinks[:, None] - lse) * delta).sum((0, 2)).to(sinks.dtype)
     return torch.stack((lse, delta)), dsinks

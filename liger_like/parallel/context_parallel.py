@@ -9,6 +9,7 @@ from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
 from torch.nn.functional import pad
 
+from liger_like.ops.attention._checks import check_heads, check_offsets, check_options, require_int
 from liger_like.parallel._spread_attention import METHODS, Shards
 from liger_like.patches import attention
 
@@ -114,7 +115,15 @@ class ContextParallel:
 
         A query sees ``left`` keys before its own (-1: all), within its document, which begin at ``cu_seqlens`` [n + 1]
         in the rows of the whole batch one after the other. Otherwise as ``flash_attention``.
+
+        Raises TypeError or ValueError for arguments that do not fit, and RuntimeError if the batch has documents but
+        ``cu_seqlens`` is None.
         """
+        check_options(True, scale, (-1, -1), softcap, deterministic)
+        check_heads(q, k, v, sinks, 4)
+        require_int("left", left, -1)
+        if cu_seqlens is not None:
+            check_offsets("cu_seqlens", cu_seqlens, q, q.shape[0] * q.shape[1] * self.shards.size)
         if k.shape[1] != q.shape[1] or q.shape[1] % len(self.shards.chunks()):
             raise ValueError(
                 f"context_parallel needs as many queries as keys, got {q.shape[1]} and {k.shape[1]} tokens: use .shard"

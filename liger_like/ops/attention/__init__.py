@@ -11,8 +11,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from liger_like.ops._common import apply, on_shards, once_differentiable, packed, refused, require, use_kernel
+from liger_like.ops._common import apply, on_shards, once_differentiable, packed, refused, use_kernel
 from liger_like.ops.attention._backward import attention_bwd, attention_delta
+from liger_like.ops.attention._checks import check_heads, check_masks, check_offsets, check_options
 from liger_like.ops.attention._forward import attention_fwd
 
 MAX_HEAD_WIDTH = 256
@@ -108,8 +109,8 @@ class _Attention(torch.autograd.Function):
         ctx: Any, q: Tensor, k: Tensor, v: Tensor, sinks: Tensor | None, bias: Tensor | None, deterministic: bool,
         *masking: Any,
     ) -> tuple[Tensor, Tensor]:  # fmt: skip
-        out, lse = attention_fwd(q, k, v, sinks, bias, *masking)
-        ctx.save_for_backward(q, k, v, sinks, bias, *masking[:5], out, lse)
+        out, lse, sums = attention_fwd(q, k, v, sinks, bias, *masking)
+        ctx.save_for_backward(q, k, v, sinks, bias, *masking[:5], out, lse, sums)
         ctx.deterministic, ctx.scalars = deterministic, masking[5:]
         ctx.set_materialize_grads(False)
         return out, lse
@@ -117,12 +118,12 @@ class _Attention(torch.autograd.Function):
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, dout: Tensor | None, dlse: Tensor | None) -> Any:
-        q, k, v, sinks, bias, *masks, out, lse = ctx.saved_tensors
+        q, k, v, sinks, bias, *masks, out, lse, sums = ctx.saved_tensors
         needs = list(ctx.needs_input_grad[:5])
         if dout is None and dlse is None:
             return (None,) * len(ctx.needs_input_grad)
         dout = torch.zeros_like(out) if dout is None else dout
-        rows, dsinks = attention_delta(dout, out, lse, dlse, sinks)
+        rows, dsinks = attention_delta(dout, out, lse, sums, dlse, sinks)
         dq, dk, dv, dbias = attention_bwd(
             dout, q, k, v, rows, bias, *masks, *ctx.scalars, ctx.deterministic, [*needs[:3], needs[4]]
         )
@@ -131,36 +132,13 @@ class _Attention(torch.autograd.Function):
         return *found, *(None,) * (len(ctx.needs_input_grad) - 5)
 
 
-def _check(
-    q: Tensor, k: Tensor, v: Tensor, scale: float | None, window: tuple[int, int], softcap: float | None,
-    sinks: Tensor | None,
-) -> None:  # fmt: skip
-    for name, tensor in (("q", q), ("k", k), ("v", v)):
-        require(name, tensor, like=q)
-        if tensor.dtype != q.dtype:
-            raise TypeError(f"{name} must have the dtype of q, {q.dtype}, got {tensor.dtype}")
-        if tensor.dim() != q.dim():
-            raise ValueError(f"{name} must have {q.dim()} dimensions, as q, got shape {list(tensor.shape)}")
-    (H, D), Hk = q.shape[-2:], k.shape[-2]
-    if k.shape[-1] != D or k.shape[:-3] != q.shape[:-3]:
-        raise ValueError(f"k must have the batch and the head width of q, {list(q.shape)}, got {list(k.shape)}")
-    if v.shape[:-1] != k.shape[:-1]:
-        raise ValueError(f"v must have the shape of k but for the head width, {list(k.shape)}, got {list(v.shape)}")
-    if not Hk or H % Hk:
-        raise ValueError(f"the heads of k, {Hk}, must divide those of q, {H}")
-    if scale is not None and not scale > 0:
-        raise ValueError(f"scale must be positive, got {scale}")
-    if softcap is not None and not softcap > 0:
-        raise ValueError(f"softcap must be positive, got {softcap}")
-    if len(window) != 2 or any(not isinstance(side, int) or side < -1 for side in window):
-        raise ValueError(f"window must be two integers, at least -1 (which is no bound), got {window!r}")
-    if sinks is not None:
-        require("sinks", sinks, like=q, shape=(H,))
-
-
 def _use_kernel(q: Tensor, v: Tensor) -> bool:
     narrow = max(q.shape[-1], v.shape[-1]) <= MAX_HEAD_WIDTH
     return use_kernel(q) and (narrow or refused(f"kernels take heads of up to {MAX_HEAD_WIDTH} features"))
+
+
+def _scale(q: Tensor, scale: float | None) -> float:
+    return q.shape[-1] ** -0.5 if scale is None else float(scale)
 
 
 def _deterministic(asked: bool | None) -> bool:
@@ -191,24 +169,9 @@ def flash_attention(
 
     Raises TypeError or ValueError for arguments that do not fit. See Dao, arXiv:2307.08691.
     """
-    _check(q, k, v, scale, window, softcap, sinks)
-    if q.dim() != 4:
-        raise ValueError(f"q must have 4 dimensions, got shape {list(q.shape)}")
-    (B, S, H, D), Sk = q.shape, k.shape[1]
-    if bias is not None:
-        if Sk:
-            require("bias", bias, like=q)
-        if bias.dim() > 4 or any(n not in (1, m) for n, m in zip(bias.shape[::-1], (Sk, S, H, B), strict=False)):
-            raise ValueError(f"bias must be broadcastable to {[B, H, S, Sk]}, got {list(bias.shape)}")
-    if key_padding_mask is not None and (key_padding_mask.shape != (B, Sk) or key_padding_mask.dtype != torch.bool):
-        raise ValueError(
-            f"key_padding_mask must be bool {[B, Sk]}, got {key_padding_mask.dtype} {list(key_padding_mask.shape)}"
-        )
-    if spans is not None:
-        if spans.dtype != torch.int32 or spans.device != q.device:
-            raise TypeError(f"spans must be int32 on {q.device}, got {spans.dtype} on {spans.device}")
-        if spans.shape != (2, B, S):
-            raise ValueError(f"spans must have shape {[2, B, S]}, got {list(spans.shape)}")
+    check_options(causal, scale, window, softcap, deterministic, return_lse)
+    check_heads(q, k, v, sinks, 4)
+    check_masks(q, k, bias, key_padding_mask, spans)
     if not _use_kernel(q, v):
         options = {"causal": causal, "scale": scale, "window": window, "softcap": softcap, "sinks": sinks}
         options |= {"bias": bias, "key_padding_mask": key_padding_mask, "spans": spans, "return_lse": return_lse}
@@ -226,9 +189,9 @@ def flash_attention(
         None,
         None,
         packed(spans),
-        S,
-        Sk,
-        D**-0.5 if scale is None else scale,
+        q.shape[1],
+        k.shape[1],
+        _scale(q, scale),
         softcap,
         *_window(causal, window),
     )
@@ -246,17 +209,23 @@ def flash_attention_varlen(
 
     Sequence i has the rows ``cu_seqlens_q[i]`` to ``cu_seqlens_q[i + 1]`` of q and those of ``cu_seqlens_k`` (both
     int32 or int64 [n + 1], starting with 0, not falling) of k and v, either possibly none. ``max_seqlen_q`` and
-    ``max_seqlen_k``: the lengths of the longest, or more. Rows behind the last sequence see nothing. lse is [H, T].
+    ``max_seqlen_k``: the lengths of the longest, or more. Rows past the last sequence see nothing. lse is [H, T].
     Otherwise as ``flash_attention``; only pairs of rows that see one another cost time.
+
+    Offsets that break these rules give wrong results, but read and write nothing outside of the tensors. With
+    ``LIGER_LIKE_CHECK=1`` in the environment they raise ValueError, at the cost of waiting for the GPU.
+
+    Raises TypeError or ValueError for arguments that do not fit.
     """
-    _check(q, k, v, scale, window, softcap, sinks)
-    if q.dim() != 3:
-        raise ValueError(f"q must have 3 dimensions, got shape {list(q.shape)}")
-    for name, cu in (("cu_seqlens_q", cu_seqlens_q), ("cu_seqlens_k", cu_seqlens_k)):
-        if cu.dtype not in (torch.int32, torch.int64) or cu.device != q.device:
-            raise TypeError(f"{name} must be int32 or int64 on {q.device}, got {cu.dtype} on {cu.device}")
-        if cu.shape != cu_seqlens_q.shape or cu.dim() != 1 or not cu.shape[0]:
-            raise ValueError(f"{name} must have the shape [n + 1] of cu_seqlens_q, got {list(cu.shape)}")
+    check_options(causal, scale, window, softcap, deterministic, return_lse)
+    check_heads(q, k, v, sinks, 3)
+    check_offsets("cu_seqlens_q", cu_seqlens_q, q, q.shape[0], max_seqlen_q)
+    check_offsets("cu_seqlens_k", cu_seqlens_k, q, k.shape[0], max_seqlen_k)
+    if cu_seqlens_k.shape != cu_seqlens_q.shape:
+        raise ValueError(
+            f"cu_seqlens_k must have the shape of cu_seqlens_q, {list(cu_seqlens_q.shape)},"
+            f" got {list(cu_seqlens_k.shape)}"
+        )
     if not _use_kernel(q, v):
         options = {"causal": causal, "scale": scale, "window": window, "softcap": softcap, "sinks": sinks}
         lengths = cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k
@@ -276,7 +245,7 @@ def flash_attention_varlen(
         None,
         max_seqlen_q,
         max_seqlen_k,
-        q.shape[-1] ** -0.5 if scale is None else scale,
+        _scale(q, scale),
         softcap,
         *_window(causal, window),
     )

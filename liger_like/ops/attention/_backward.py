@@ -19,6 +19,7 @@ from liger_like.ops.attention import _backward_hopper as hopper
 from liger_like.ops.attention import _backward_hopper_256 as hopper_256
 from liger_like.ops.attention._bias import attention_dbias
 from liger_like.ops.attention._blocks import (
+    LOG2E,
     add_product,
     bounds_of_spans,
     find_rows,
@@ -26,6 +27,7 @@ from liger_like.ops.attention._blocks import (
     load_bias,
     load_parts,
     load_spans,
+    load_sums,
     probabilities,
     scale_parts,
     schedule,
@@ -52,7 +54,7 @@ ROWS = 128  # at most so many queries in a block
 
 @triton.jit(do_not_specialize=["B", "S", "PADDED", "blocks"])
 def _delta_kernel(
-    dout_ptr, out_ptr, lse_ptr, dlse_ptr, sinks_ptr, rows_ptr, dsinks_ptr, stride_b, stride_s, stride_h,
+    dout_ptr, out_ptr, lse_ptr, sums_ptr, dlse_ptr, sinks_ptr, rows_ptr, dsinks_ptr, stride_b, stride_s, stride_h,
     stride_lb, stride_lh, stride_ls, B, S, PADDED, H, blocks, DV: tl.constexpr, BLOCK_M: tl.constexpr,
     BLOCK_D: tl.constexpr,
 ):  # fmt: skip
@@ -67,34 +69,42 @@ def _delta_kernel(
     delta = tl.sum(dout * tl.load(out_ptrs, mask=both, other=0.0).to(tl.float32), 1)
     if dlse_ptr is not None:
         delta -= tl.load(dlse_ptr + b * stride_lb + h * stride_lh + rows * stride_ls, mask=mask, other=0.0)
-    lse = tl.load(lse_ptr + head * S + rows, mask=mask, other=float("-inf"))
-    lse = tl.where(lse == float("-inf"), float("inf"), lse)
-    rows_ptr += head * PADDED
-    tl.store(rows_ptr + rows, lse, mask=rows < PADDED)
-    tl.store(rows_ptr + (rows + tl.cast(B, tl.int64) * H * PADDED), delta, mask=rows < PADDED)
+    count = tl.cast(B, tl.int64) * H
+    most_ptr = lse_ptr if sums_ptr is None else sums_ptr
+    most = tl.load(most_ptr + head * S + rows, mask=mask, other=float("-inf"))
+    none = most == float("-inf")
+    most, delta = tl.where(none, float("inf"), most), tl.where(none, 0.0, delta)
+    rows_ptr += head * PADDED + rows
+    inside, rest = rows < PADDED, 0.0
+    tl.store(rows_ptr, most, mask=inside)
+    tl.store(rows_ptr + count * PADDED, delta, mask=inside)
+    if sums_ptr is not None:
+        rest = tl.load(sums_ptr + (count + head) * S + rows, mask=mask, other=0.0)
+        tl.store(rows_ptr + 2 * count * PADDED, rest, mask=inside)
     if sinks_ptr is not None:
-        p = tl.exp(tl.load(sinks_ptr + h).to(tl.float32) - lse)
+        p = tl.exp2((tl.load(sinks_ptr + h).to(tl.float32) - most) * LOG2E - rest)
         tl.store(dsinks_ptr + tl.program_id(0), -tl.sum(p * delta, 0))
 
 
 @triton.jit
 def _add_queries(
-    state, k, v, m, edge, q_ptr, dout_ptr, rows_ptr, delta_ptr, bias_ptr, STRIDE_Q, STRIDE_D, stride_bs, stride_bk,
+    state, k, v, m, edge, q_ptr, dout_ptr, rows_ptr, count, bias_ptr, STRIDE_Q, STRIDE_D, stride_bs, stride_bk,
     keys, seen_keys, spans, shift, length_q, length_k, left, right, scale, SOFTCAP: tl.constexpr,
-    HAS_LEFT: tl.constexpr, HAS_RIGHT: tl.constexpr, D: tl.constexpr, DV: tl.constexpr, BLOCK_M: tl.constexpr,
+    HAS_LEFT: tl.constexpr, HAS_RIGHT: tl.constexpr, D: tl.constexpr, DV: tl.constexpr, APART: tl.constexpr,
+    BLOCK_M: tl.constexpr,
 ):  # fmt: skip
     """Add what the block of queries at ``m`` gives to dk and dv."""
     dk, dv = state
     rows, first = tl.arange(0, BLOCK_M), tl.cast(m, tl.int64)
     queries = m + rows
     mask = queries < length_q
-    lse = tl.load(rows_ptr + first + rows)  # before the wait for what is loaded ahead
+    most, rest = load_sums(rows_ptr + first + rows, count, APART)  # before the wait for what is loaded ahead
     q = load_parts(q_ptr + first * STRIDE_Q, rows, STRIDE_Q, mask, D)
     dout = load_parts(dout_ptr + first * STRIDE_D, rows, STRIDE_D, mask, DV)
     bias = None
     if bias_ptr is not None:
         bias = load_bias(bias_ptr, queries[None, :], keys[:, None], stride_bs, stride_bk, length_q, length_k)
-    p, slopes = probabilities(k, q, bias, lse[None, :], scale, SOFTCAP)
+    p, slopes = probabilities(k, q, bias, most[None, :], rest if rest is None else rest[None, :], scale, SOFTCAP)
     if edge:
         seen = visible(queries[None, :], keys[:, None], shift, length_k, left, right, HAS_LEFT, HAS_RIGHT)
         seen = within(seen, spans, queries[None, :])
@@ -102,7 +112,8 @@ def _add_queries(
             seen = seen & seen_keys[:, None]
         p = tl.where(seen & mask[None, :], p, 0.0)
     dv, p = add_product(dv, p, dout), p * slopes
-    delta = tl.load(delta_ptr + first + rows)  # during that product
+    # during that product; 0 times the delta of the next sequence may be NaN
+    delta = tl.load(rows_ptr + count + tl.minimum(first + rows, length_q - 1))
     ds = p * less_delta(v, dout, delta[None, :])
     return add_product(dk, ds, q), dv
 
@@ -116,7 +127,7 @@ def _attention_dkv_kernel(
     H: tl.constexpr, HK: tl.constexpr, D: tl.constexpr, DV: tl.constexpr,
     STRIDE_Q: tl.constexpr, STRIDE_K: tl.constexpr, STRIDE_V: tl.constexpr, STRIDE_D: tl.constexpr,
     SOFTCAP: tl.constexpr, HAS_LEFT: tl.constexpr, HAS_RIGHT: tl.constexpr,
-    SEQUENCES: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
+    SEQUENCES: tl.constexpr, APART: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
 ):  # fmt: skip
     block, head = schedule(tl.program_id(0), blocks, B * HK, section)
     b, hk = head // HK, (head % HK).to(tl.int64)
@@ -145,6 +156,7 @@ def _attention_dkv_kernel(
     )
     seen_keys = mask if mask_ptr is not None else None
     state = zero_parts(BLOCK_N, D), zero_parts(BLOCK_N, DV)
+    count_rows = tl.cast(B, tl.int64) * H * PADDED
     group = H // HK
     share = tl.cdiv(group, splits)
     first_head = hk * group + tl.program_id(1) * share
@@ -153,14 +165,13 @@ def _attention_dkv_kernel(
         q_head = q_ptr + b * stride_qb + start_q * STRIDE_Q + h * stride_qh
         dout_head = dout_ptr + b * stride_db + start_q * STRIDE_D + h * stride_dh
         rows_head = rows_ptr + (b * H + h) * PADDED + start_q
-        delta_head = rows_head + tl.cast(B, tl.int64) * H * PADDED
         bias_head = bias_ptr if bias_ptr is None else bias_ptr + b * stride_bb + h * stride_bh
         for m in tl.range(start, end, BLOCK_M):
             edge = unseen | (m < inner_start) | (m + BLOCK_M > inner_end)
             state = _add_queries(
-                state, k, v, m, edge, q_head, dout_head, rows_head, delta_head, bias_head, STRIDE_Q, STRIDE_D,
+                state, k, v, m, edge, q_head, dout_head, rows_head, count_rows, bias_head, STRIDE_Q, STRIDE_D,
                 stride_bs, stride_bk, keys, seen_keys, spans, shift, length_q, length_k, left, right, scale, SOFTCAP,
-                HAS_LEFT, HAS_RIGHT, D, DV, BLOCK_M,
+                HAS_LEFT, HAS_RIGHT, D, DV, APART, BLOCK_M,
             )  # fmt: skip
     dk, dv = state
     b += tl.program_id(1).to(tl.int64) * B  # the parts of a split group stand one behind the other
@@ -171,8 +182,8 @@ def _attention_dkv_kernel(
 
 @triton.jit
 def _add_keys(
-    dq, q, dout, n, edge, k_ptr, v_ptr, bias_ptr, mask_ptr, STRIDE_K, STRIDE_V, stride_bs, stride_bk, queries, lse,
-    delta, spans, shift, length_q, length_k, left, right, scale, SOFTCAP: tl.constexpr, HAS_LEFT: tl.constexpr,
+    dq, q, dout, n, edge, k_ptr, v_ptr, bias_ptr, mask_ptr, STRIDE_K, STRIDE_V, stride_bs, stride_bk, queries, most,
+    rest, delta, spans, shift, length_q, length_k, left, right, scale, SOFTCAP: tl.constexpr, HAS_LEFT: tl.constexpr,
     HAS_RIGHT: tl.constexpr, D: tl.constexpr, DV: tl.constexpr, BLOCK_N: tl.constexpr,
 ):  # fmt: skip
     """Add what the block of keys at ``n`` gives to dq."""
@@ -186,7 +197,7 @@ def _add_keys(
     bias = None
     if bias_ptr is not None:
         bias = load_bias(bias_ptr, queries[:, None], keys[None, :], stride_bs, stride_bk, length_q, length_k)
-    p, slopes = probabilities(q, k, bias, lse[:, None], scale, SOFTCAP)
+    p, slopes = probabilities(q, k, bias, most[:, None], rest if rest is None else rest[:, None], scale, SOFTCAP)
     if mask_ptr is not None:
         p = tl.where(mask[None, :], p, 0.0)
     if edge:
@@ -205,7 +216,7 @@ def _attention_dq_kernel(
     H: tl.constexpr, HK: tl.constexpr, D: tl.constexpr, DV: tl.constexpr,
     STRIDE_Q: tl.constexpr, STRIDE_K: tl.constexpr, STRIDE_V: tl.constexpr, STRIDE_D: tl.constexpr,
     SOFTCAP: tl.constexpr, HAS_LEFT: tl.constexpr, HAS_RIGHT: tl.constexpr,
-    SEQUENCES: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
+    SEQUENCES: tl.constexpr, APART: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
 ):  # fmt: skip
     block, head = schedule(tl.program_id(0), blocks, B * H, section)
     b, h = head // H, (head % H).to(tl.int64)
@@ -221,7 +232,9 @@ def _attention_dq_kernel(
     q = load_parts(q_ptr + b * stride_qb + h * stride_qh + first_q * STRIDE_Q, rows, STRIDE_Q, mask_q, D)
     dout = load_parts(dout_ptr + b * stride_db + h * stride_dh + first_q * STRIDE_D, rows, STRIDE_D, mask_q, DV)
     rows_ptr += (b * H + h) * PADDED + first_q
-    lse, delta = tl.load(rows_ptr + rows), tl.load(rows_ptr + tl.cast(B, tl.int64) * H * PADDED + rows)
+    count_rows = tl.cast(B, tl.int64) * H * PADDED
+    most, rest = load_sums(rows_ptr + rows, count_rows, APART)
+    delta = tl.load(rows_ptr + count_rows + rows)
     k_ptr += b * stride_kb + start_k * STRIDE_K + hk * stride_kh
     v_ptr += b * stride_vb + start_k * STRIDE_V + hk * stride_vh
     bias_ptr = bias_ptr if bias_ptr is None else bias_ptr + b * stride_bb + h * stride_bh
@@ -238,8 +251,8 @@ def _attention_dq_kernel(
         edge = (n < inner_start) | (n + BLOCK_N > inner_end)
         dq = _add_keys(
             dq, q, dout, n, edge, k_ptr, v_ptr, bias_ptr, mask_ptr, STRIDE_K, STRIDE_V, stride_bs, stride_bk, queries,
-            lse, delta, spans, shift, length_q, length_k, left, right, scale, SOFTCAP, HAS_LEFT, HAS_RIGHT, D, DV,
-            BLOCK_N,
+            most, rest, delta, spans, shift, length_q, length_k, left, right, scale, SOFTCAP, HAS_LEFT, HAS_RIGHT, D,
+            DV, BLOCK_N,
         )  # fmt: skip
     place = (b * S + first_q) * H + h
     store_parts(dq_ptr + place * D, rows, H * D, rows < length_q - row, scale_parts(dq, scale), D)
@@ -261,30 +274,33 @@ def _spans_of_keys(spans: Tensor | None, SK: int) -> Tensor | None:
 
 
 def _delta_outputs(
-    dout: Tensor, out: Tensor, lse: Tensor, dlse: Tensor | None, sinks: Tensor | None
+    dout: Tensor, out: Tensor, lse: Tensor, sums: Tensor | None, dlse: Tensor | None, sinks: Tensor | None
 ) -> tuple[Tensor, Tensor]:
     B, H, S = lse.shape
-    return lse.new_empty(2, B, H, -(-S // ROWS) * ROWS + ROWS), lse.new_empty(0) if sinks is None else torch.empty_like(
-        sinks
-    )
+    count = 2 if sums is None or not sums.numel() else 3
+    rows = lse.new_empty(count, B, H, -(-S // ROWS) * ROWS + ROWS)
+    return rows, lse.new_empty(0) if sinks is None else torch.empty_like(sinks)
 
 
 @op(
-    "attention_delta(Tensor dout, Tensor out, Tensor lse, Tensor? dlse, Tensor? sinks) -> (Tensor rows, Tensor dsinks)",
+    "attention_delta(Tensor dout, Tensor out, Tensor lse, Tensor? sums, Tensor? dlse, Tensor? sinks)"
+    " -> (Tensor rows, Tensor dsinks)",
     _delta_outputs,
 )
 def attention_delta(
-    dout: Tensor, out: Tensor, lse: Tensor, dlse: Tensor | None, sinks: Tensor | None
+    dout: Tensor, out: Tensor, lse: Tensor, sums: Tensor | None, dlse: Tensor | None, sinks: Tensor | None
 ) -> tuple[Tensor, Tensor]:
-    """What the backward needs of rows, and the gradient of the sinks.
+    """Compute what the backward needs of each row, and the gradient of the sinks.
 
-    The rows [2, B, H, over S] are, in fp32, lse, or inf where no key was seen, so that every p is 0, and delta =
-    sum(dout * out) - dlse. There are more than S, so that blocks of them are read whole.
+    The rows [2 or 3, B, H, more than S] in fp32 are lse, or inf where no key was seen, so that every p is 0; delta =
+    sum(dout * out) - dlse; and, if ``sums`` [2, B, H, S] of ``attention_fwd`` are given, their log2, beside the
+    greatest score in place of lse. Rows past S let blocks be read whole.
     """
-    rows, dsinks = _delta_outputs(dout, out, lse, dlse, sinks)
+    rows, dsinks = _delta_outputs(dout, out, lse, sums, dlse, sinks)
     B, S, H, DV = out.shape
     if not out.numel():
         return rows, dsinks.zero_()
+    apart = rows.shape[0] == 3
     dout, block_d = dense(dout), next_power_of_2(DV)
     block_m = max(1, 4096 // block_d)
     blocks = -(-rows.shape[3] // block_m)
@@ -293,7 +309,7 @@ def attention_delta(
     launch(
         _delta_kernel,
         (B * H * blocks,),
-        (dout, out, lse, dlse, packed(sinks), rows, partial),
+        (dout, out, lse, sums if apart else None, dlse, packed(sinks), rows, partial),
         (*dout.stride()[:3], *strides, B, S, rows.shape[3], H, blocks),
         DV=DV,
         BLOCK_M=block_m,
@@ -308,7 +324,8 @@ def _arguments(
     """The sizes and the constants that both kernels take."""
     strides = *strides_of(q, k, v, dout), *masking.bias_strides()
     sizes = [*strides, q.shape[0], q.shape[1], k.shape[1], rows.shape[3], masking.sequences]
-    return sizes, masking.constants() | constants_of(q, k, v) | {"STRIDE_D": dout.stride(1)}
+    constants = {"STRIDE_D": dout.stride(1), "APART": rows.shape[0] == 3}
+    return sizes, masking.constants() | constants_of(q, k, v) | constants
 
 
 def _fill_dkv(

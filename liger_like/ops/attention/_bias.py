@@ -11,6 +11,7 @@ from liger_like.ops.attention._blocks import (
     load_bias,
     load_parts,
     load_spans,
+    load_sums,
     probabilities,
     shift_of,
     visible,
@@ -29,7 +30,7 @@ def _attention_dbias_kernel(
     STRIDE_Q: tl.constexpr, STRIDE_K: tl.constexpr, STRIDE_V: tl.constexpr, STRIDE_D: tl.constexpr,
     SOFTCAP: tl.constexpr, HAS_LEFT: tl.constexpr, HAS_RIGHT: tl.constexpr,
     EACH_B: tl.constexpr, EACH_H: tl.constexpr, EACH_S: tl.constexpr, EACH_K: tl.constexpr,
-    BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
+    APART: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
 ):  # fmt: skip
     """A program owns a block of the bias, of all of an axis where it is broadcast along that: where not ``EACH``."""
     blocks_m, blocks_n = tl.cdiv(S, BLOCK_M), tl.cdiv(SK, BLOCK_N)
@@ -64,8 +65,9 @@ def _attention_dbias_kernel(
             bias_ptr + b * stride_bb + h * stride_bh, queries[:, None], keys[None, :], stride_bs, stride_bk, S, SK
         )
         row_ptrs = rows_ptr + (b * H + h) * PADDED + queries
-        lse, delta = tl.load(row_ptrs), tl.load(row_ptrs + tl.cast(B, tl.int64) * H * PADDED)
-        p, _ = probabilities(q, k, bias, lse[:, None], scale, SOFTCAP)
+        count = tl.cast(B, tl.int64) * H * PADDED
+        (most, rest), delta = load_sums(row_ptrs, count, APART), tl.load(row_ptrs + count)
+        p, _ = probabilities(q, k, bias, most[:, None], rest if rest is None else rest[:, None], scale, SOFTCAP)
         total += tl.where(seen, p, 0.0) * less_delta(dout, v, delta[:, None])
     rows, cols = own_m * BLOCK_M + tl.arange(0, BLOCK_M), own_n * BLOCK_N + tl.arange(0, BLOCK_N)
     rows_b, cols_b = S if EACH_S else 1, SK if EACH_K else 1
@@ -89,7 +91,8 @@ def attention_dbias(dout: Tensor, q: Tensor, k: Tensor, v: Tensor, rows: Tensor,
     for own, n in zip(each, (B, H, -(-S // tile.block_m), -(-SK // tile.block_n)), strict=True):
         programs *= n if own else 1
     sizes = *strides_of(q, k, v, dout), *masking.bias_strides(), B, S, SK, rows.shape[3], masking.left, masking.right
-    constants = masking.constants() | constants_of(q, k, v) | {"STRIDE_D": dout.stride(1)}
+    constants = masking.constants() | constants_of(q, k, v)
+    constants |= {"STRIDE_D": dout.stride(1), "APART": rows.shape[0] == 3}
     del constants["SEQUENCES"]
     launch(
         _attention_dbias_kernel,

@@ -126,6 +126,17 @@ def schedule(pid, blocks, heads, section):
 
 
 @triton.jit
+def start_of(cu_ptr, index, count, total):
+    """Return the row at which a packed sequence starts: 0 for the first, ``total`` past the last of ``count``.
+
+    Offsets outside of ``total`` rows are clamped, so that wrong ones cannot lead out of the tensor.
+    """
+    start = tl.load(cu_ptr + index, mask=(index > 0) & (index <= count), other=0)
+    start = tl.minimum(tl.maximum(start, 0), total).to(tl.int32)
+    return tl.where(index > count, total, start)
+
+
+@triton.jit
 def find_rows(
     b, block, cu_ptr, cu_other_ptr, count, total, total_other, BLOCK: tl.constexpr, PACK: tl.constexpr,
     SEQUENCES: tl.constexpr,
@@ -142,17 +153,17 @@ def find_rows(
         return b, block * BLOCK, zero, total, zero, total_other
     else:
         offs = tl.arange(0, SEQUENCES)
-        starts = tl.load(cu_ptr + offs, mask=offs <= count, other=total).to(tl.int32)
-        ends = tl.load(cu_ptr + offs + 1, mask=offs < count, other=total).to(tl.int32)
-        blocks = tl.cdiv((ends - starts) * PACK, BLOCK)
+        starts, ends = start_of(cu_ptr, offs, count, total), start_of(cu_ptr, offs + 1, count, total)
+        lengths = tl.maximum(ends - starts, 0)  # offsets that fall are wrong, and so is the result, but nothing else
+        blocks = tl.cdiv(lengths * PACK, BLOCK)
         index = tl.sum((tl.cumsum(blocks) <= block).to(tl.int32))
         here = offs == index
         row = (block - tl.sum(tl.where(offs < index, blocks, 0))) * BLOCK
         start = tl.sum(tl.where(here, starts, 0)).to(tl.int64)
-        length = tl.sum(tl.where(here, ends - starts, 0))
-        start_other = tl.load(cu_other_ptr + index, mask=index < count, other=0).to(tl.int64)
-        end_other = tl.load(cu_other_ptr + index + 1, mask=index < count, other=0).to(tl.int64)
-        return index, row, start, length, start_other, (end_other - start_other).to(tl.int32)
+        length = tl.sum(tl.where(here & (row >= 0), lengths, 0))
+        start_other = start_of(cu_other_ptr, index, count, total_other)
+        length_other = tl.maximum(start_of(cu_other_ptr, index + 1, count, total_other) - start_other, 0)
+        return index, row, start, length, start_other.to(tl.int64), tl.where(index < count, length_other, 0)
 
 
 @triton.jit
@@ -239,42 +250,58 @@ def within(seen, spans, others):
 
 
 @triton.jit
-def unit_of_scores(scale, SOFTCAP: tl.constexpr, HAS_BIAS: tl.constexpr):
-    """What ``scores`` are multiplied by to be exponents of 2."""
-    return scale * LOG2E if SOFTCAP is None and not HAS_BIAS else LOG2E
+def unit_of_scores(scale, SOFTCAP: tl.constexpr, HAS_BIAS: tl.constexpr, EXACT: tl.constexpr = False):
+    """Return the factor that turns ``scores`` into exponents of 2."""
+    return scale * LOG2E if SOFTCAP is None and not HAS_BIAS and not EXACT else LOG2E
 
 
 @triton.jit
 def scores(products, bias, scale, SOFTCAP: tl.constexpr, EXACT: tl.constexpr):
-    """Scores, and their slopes with respect to the scaled products; not scaled where the unit is."""
+    """Compute the scores, and their slopes with respect to the scaled products.
+
+    Plain products stay unscaled unless ``EXACT``: then ``unit_of_scores`` holds the scale.
+    """
     slopes = 1.0
     if SOFTCAP is not None:
-        capped, slopes = tanh_and_slope(products * (scale / SOFTCAP), EXACT)
+        # an absolute error of tanh, times a large cap, would be as large as a score
+        capped, slopes = tanh_and_slope(products * (scale / SOFTCAP), EXACT or SOFTCAP > 256.0)
         products = capped * SOFTCAP
+    elif EXACT or bias is not None:
+        products *= scale
     if bias is not None:
-        if SOFTCAP is None:
-            products *= scale
         products += bias
     return products, slopes
 
 
 @triton.jit
-def probabilities(a, b, bias, lse, scale, SOFTCAP: tl.constexpr):
-    """p from the products of ``a`` and ``b``, for an lse that broadcasts, and the slopes of the scores."""
+def load_sums(ptrs, count, APART: tl.constexpr):
+    """Load from the rows of ``attention_delta`` what ``probabilities`` subtracts: ``most`` and, if APART, ``rest``."""
+    rest = None
+    if APART:
+        rest = tl.load(ptrs + 2 * count)
+    return tl.load(ptrs), rest
+
+
+@triton.jit
+def probabilities(a, b, bias, most, rest, scale, SOFTCAP: tl.constexpr):
+    """Compute p from the products of ``a`` and ``b``, and the slopes of the scores.
+
+    ``most`` broadcasts: the lse of the rows, or with ``rest`` the greatest score, and ``rest`` the log2 of the sum.
+    """
     ROWS: tl.constexpr = a[0].shape[0]
     COLS: tl.constexpr = b[0].shape[0]
     EXACT: tl.constexpr = a[0].dtype == tl.float32
-    PLAIN: tl.constexpr = SOFTCAP is None and bias is None
-    if PLAIN and not EXACT:
+    if SOFTCAP is None and bias is None and not EXACT:
         # the products start at what is to be subtracted: no register keeps that for later. In fp32 each of them would
         # be rounded to what that is
-        start = tl.broadcast_to(lse * (-1.0 / scale), (ROWS, COLS))
+        start = tl.broadcast_to(most * (-1.0 / scale), (ROWS, COLS))
         return tl.exp2(contract(a, b, start) * (scale * LOG2E)), 1.0
     else:
         s, slopes = scores(contract(a, b), bias, scale, SOFTCAP, EXACT)
-        if PLAIN:
-            s *= scale
-        return tl.exp2((s - lse) * LOG2E), slopes
+        exponents = (s - most) * LOG2E
+        if rest is not None:
+            exponents -= rest
+        return tl.exp2(exponents), slopes
 
 
 @triton.jit
@@ -287,17 +314,18 @@ def less_delta(a, b, delta):
 
 @triton.jit
 def finish(most, total, sink):
-    """What to multiply the products of rows by, and their lse, with the sink that joins them; 0 and -inf where no key
-    was seen.
+    """Compute the factor of the products of rows, their greatest score, and the log2 of their sum relative to it, with
+    the sink that joins them.
+
+    A row that sees no key has the factor 0 and the greatest score -inf.
     """
     none = total == 0.0
     total = tl.where(none, 1.0, total)
     most = tl.where(none, 0.0, most)
     factor = tl.where(none, 0.0, 1.0 / total)
     if sink is not None:
-        sink *= LOG2E
         new_most = tl.maximum(most, sink)
-        decay = tl.exp2(most - new_most)
-        total = total * decay + tl.exp2(sink - new_most)
+        decay = tl.exp2((most - new_most) * LOG2E)
+        total = total * decay + tl.exp2((sink - new_most) * LOG2E)
         factor, most = tl.where(none, 0.0, decay / total), new_most
-    return factor, tl.where(none, float("-inf"), (most + tl.log2(total)) * LN2)
+    return factor, tl.where(none, float("-inf"), most), tl.log2(total)

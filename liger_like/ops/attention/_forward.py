@@ -12,6 +12,8 @@ from triton import next_power_of_2
 
 from liger_like.ops._common import dense, launch, num_programs, op, packed, refused
 from liger_like.ops.attention._blocks import (
+    LN2,
+    LOG2E,
     add_product,
     bounds_of_spans,
     contract,
@@ -47,6 +49,7 @@ def _attend_block(
     HAS_RIGHT: tl.constexpr, D: tl.constexpr, DV: tl.constexpr, BLOCK_N: tl.constexpr,
 ):  # fmt: skip
     """Take the block of keys at ``n`` into running products, sums and maxima."""
+    EXACT: tl.constexpr = k_ptr.dtype.element_ty == tl.float32
     acc, total, most = state
     rows, first = tl.arange(0, BLOCK_N), tl.cast(n, tl.int64)
     keys = n + rows
@@ -55,8 +58,8 @@ def _attend_block(
     bias = None
     if bias_ptr is not None:
         bias = load_bias(bias_ptr, queries[:, None], keys[None, :], stride_bs, stride_bk, length_q, length_k)
-    s, _ = scores(contract(q, k), bias, scale, SOFTCAP, k_ptr.dtype.element_ty == tl.float32)
-    unit = unit_of_scores(scale, SOFTCAP, bias_ptr is not None)
+    s, _ = scores(contract(q, k), bias, scale, SOFTCAP, EXACT)
+    unit = unit_of_scores(scale, SOFTCAP, bias_ptr is not None, EXACT)
     if mask_ptr is not None:
         mask = tl.load(mask_ptr + keys, mask=mask, other=0) != 0
         s = tl.where(mask[None, :], s, float("-inf"))
@@ -64,19 +67,32 @@ def _attend_block(
         seen = visible(queries[:, None], keys[None, :], shift, length_k, left, right, HAS_LEFT, HAS_RIGHT)
         seen = within(seen, spans, keys[None, :])
         s = tl.where(seen, s, float("-inf"))
-    new_most = tl.maximum(most, tl.max(s, 1) * unit)
+    new_most = tl.maximum(most, tl.max(s, 1))
     finite = tl.where(new_most == float("-inf"), 0.0, new_most)
-    p = tl.exp2(s * unit - finite[:, None])
-    decay = tl.exp2(most - finite)
+    if EXACT or SOFTCAP is not None or bias_ptr is not None:
+        p = tl.exp2((s - finite[:, None]) * unit)  # scores times the unit may overflow
+    else:
+        p = tl.exp2(s * unit - (finite * unit)[:, None])
+    decay = tl.exp2((most - finite) * unit)
     v = load_parts(v_ptr + first * STRIDE_V, rows, STRIDE_V, mask, DV)  # zero where masked: what is there may be NaN
     acc = add_product(scale_parts(acc, decay[:, None]), p, v)
     return acc, total * decay + tl.sum(p, 1), new_most
 
 
+@triton.jit
+def _store_sums(lse_ptr, sums_ptr, place, count, mask, most, rest):
+    """Store the lse of rows, and its two parts, each where there is memory for it."""
+    if lse_ptr is not None:
+        tl.store(lse_ptr + place, most + rest * LN2, mask=mask)
+    if sums_ptr is not None:
+        tl.store(sums_ptr + place, most, mask=mask)
+        tl.store(sums_ptr + count + place, rest, mask=mask)
+
+
 @triton.jit(do_not_specialize=["B", "S", "SK", "count", "blocks", "section", "splits", "left", "right"])
 def _attention_fwd_kernel(
-    q_ptr, k_ptr, v_ptr, sinks_ptr, bias_ptr, mask_ptr, cu_q_ptr, cu_k_ptr, offsets_ptr, spans_ptr, out_ptr, lse_ptr,
-    stride_qb, stride_qh, stride_kb, stride_kh, stride_vb, stride_vh,
+    q_ptr, k_ptr, v_ptr, sinks_ptr, bias_ptr, mask_ptr, cu_q_ptr, cu_k_ptr, offsets_ptr, spans_ptr, out_ptr,
+    lse_ptr, sums_ptr, stride_qb, stride_qh, stride_kb, stride_kh, stride_vb, stride_vh,
     stride_bb, stride_bh, stride_bs, stride_bk, B, S, SK, count, blocks, section, splits, left, right, scale,
     H: tl.constexpr, HK: tl.constexpr, D: tl.constexpr, DV: tl.constexpr,
     STRIDE_Q: tl.constexpr, STRIDE_K: tl.constexpr, STRIDE_V: tl.constexpr,
@@ -123,41 +139,40 @@ def _attention_fwd_kernel(
     sink = None
     if sinks_ptr is not None:
         sink = tl.load(sinks_ptr + heads).to(tl.float32)
-    factor, lse = finish(most, total, sink)
+    unit = unit_of_scores(scale, SOFTCAP, bias_ptr is not None, k_ptr.dtype.element_ty == tl.float32)
+    factor, most, rest = finish(most * (unit * LN2), total, sink)
     out = scale_parts(acc, factor[:, None])
     b += tl.program_id(1).to(tl.int64) * B  # the parts of a split softmax stand one behind the other
     mask_q = tokens < length_q - first
     store_parts(out_ptr + ((b * S + first_q) * H + of_head) * DV, tokens, H * DV, mask_q, out, DV)
-    tl.store(lse_ptr + (b * H + heads) * S + first_q + tokens, lse, mask=mask_q)
+    place = (b * H + heads) * S + first_q + tokens
+    _store_sums(lse_ptr, sums_ptr, place, tl.num_programs(1) * tl.cast(B, tl.int64) * H * S, mask_q, most, rest)
 
 
 @triton.jit(do_not_specialize=["R", "S", "splits"])
 def _merge_kernel(
-    parts_ptr, lses_ptr, sinks_ptr, out_ptr, lse_ptr, R, S, H, splits, DV: tl.constexpr, BLOCK_D: tl.constexpr,
-    SPLITS: tl.constexpr,
+    parts_ptr, parts_sums_ptr, sinks_ptr, out_ptr, lse_ptr, sums_ptr, R, S, H, splits, DV: tl.constexpr,
+    BLOCK_D: tl.constexpr, SPLITS: tl.constexpr,
 ):  # fmt: skip
-    """A row [DV] of the output from those of its parts, weighted by their lse."""
+    """Sum a row [DV] of the output from its parts, weighted by their sums."""
     row = tl.program_id(0).to(tl.int64)  # of [B, H, S]
     b, h, s = row // S // H, row // S % H, row % S
     offs, cols = tl.arange(0, SPLITS).to(tl.int64), tl.arange(0, BLOCK_D)
-    lses = tl.load(lses_ptr + offs * R + row, mask=offs < splits, other=float("-inf"))
-    most = tl.max(lses, 0)
-    sink = float("-inf")
+    mosts = tl.load(parts_sums_ptr + offs * R + row, mask=offs < splits, other=float("-inf"))
+    rests = tl.load(parts_sums_ptr + (splits + offs) * R + row, mask=offs < splits, other=0.0)
+    most = tl.max(mosts, 0)
+    finite = tl.where(most == float("-inf"), 0.0, most)
+    weights = tl.exp2((mosts - finite) * LOG2E + rests)
+    sink = None
     if sinks_ptr is not None:
         sink = tl.load(sinks_ptr + h).to(tl.float32)
-        most = tl.where(most == float("-inf"), most, tl.maximum(most, sink))
-    none = most == float("-inf")
-    most = tl.where(none, 0.0, most)
-    weights = tl.exp(lses - most)
-    total = tl.sum(weights, 0)
-    if sinks_ptr is not None:
-        total += tl.exp(sink - most)
+    factor, most, rest = finish(most, tl.sum(weights, 0), sink)
     place = ((b * S + s) * H + h) * DV
     ptrs = parts_ptr + place + (offs * (R * DV))[:, None] + cols[None, :]
     parts = tl.load(ptrs, mask=(offs < splits)[:, None] & (cols < DV)[None, :], other=0.0)
-    out = tl.sum(parts * (weights / tl.where(none, 1.0, total))[:, None], 0)
+    out = tl.sum(parts * (weights * factor)[:, None], 0)
     tl.store(out_ptr + place + cols, out, mask=cols < DV)
-    tl.store(lse_ptr + row, tl.where(none, float("-inf"), most + tl.log(total)))
+    _store_sums(lse_ptr, sums_ptr, row, R, row < R, most, rest)
 
 
 def _splits(masking: Masking, tile: Tile, programs: int, device: torch.device) -> int:
@@ -166,21 +181,31 @@ def _splits(masking: Masking, tile: Tile, programs: int, device: torch.device) -
     return max(1, min(fill, masking.max_seqlen_k // (2 * tile.block_n), 64))
 
 
-def _outputs(q: Tensor, k: Tensor, v: Tensor, *args: Any) -> tuple[Tensor, Tensor]:
+def _outputs(
+    q: Tensor, k: Tensor, v: Tensor, sinks: Tensor | None, bias: Tensor | None, *options: Any
+) -> tuple[Tensor, Tensor, Tensor]:
     B, S, H, _ = q.shape
-    return q.new_empty(B, S, H, v.shape[-1]), q.new_empty((B, H, S), dtype=torch.float32)
+    lse = q.new_empty((B, H, S), dtype=torch.float32)
+    apart = q.dtype == torch.float32 or bias is not None
+    return q.new_empty(B, S, H, v.shape[-1]), lse, lse.new_empty((2, B, H, S) if apart else 0)
 
 
 @op(
-    f"attention_fwd(Tensor q, Tensor k, Tensor v, Tensor? sinks, {MASKING_SCHEMA}) -> (Tensor, Tensor)",
+    f"attention_fwd(Tensor q, Tensor k, Tensor v, Tensor? sinks, {MASKING_SCHEMA}) -> (Tensor, Tensor, Tensor)",
     _outputs,
     flops=forward_flops,
 )
-def attention_fwd(q: Tensor, k: Tensor, v: Tensor, sinks: Tensor | None, *options: Any) -> tuple[Tensor, Tensor]:
-    """Output [B, S, H, Dv] and lse [B, H, S] of q [B, S, H, D], k [B, Sk, Hk, D] and v [B, Sk, Hk, Dv]."""
-    out, lse = _outputs(q, k, v)
+def attention_fwd(
+    q: Tensor, k: Tensor, v: Tensor, sinks: Tensor | None, *options: Any
+) -> tuple[Tensor, Tensor, Tensor]:
+    """Compute output [B, S, H, Dv] and lse [B, H, S] of q [B, S, H, D], k [B, Sk, Hk, D] and v [B, Sk, Hk, Dv].
+
+    For the backward in fp32 and with a bias, whose scores may be so large that an lse in fp32 loses the log of the sum,
+    also return the sums [2, B, H, S]: each row's greatest score, and the log2 of the sum relative to it.
+    """
+    out, lse, sums = _outputs(q, k, v, sinks, *options)
     if not q.numel():
-        return out, lse
+        return out, lse, sums
     masking, sinks = Masking(*options), packed(sinks)
     q, k, v = map(dense, (q, k, v))
     (B, S, H, _), (SK, HK, DV) = q.shape, v.shape[1:]
@@ -188,16 +213,15 @@ def attention_fwd(q: Tensor, k: Tensor, v: Tensor, sinks: Tensor | None, *option
     few = masking.max_seqlen_q * (H // HK) <= tile.block_m
     if (not few or refused(FEW)) and on_hopper(masking, q, k, v):
         attention_fwd_hopper(q, k, v, sinks, masking, out, lse)
-        return out, lse
+        return out, lse, sums
     pack = H // HK if few else 1
     blocks, heads = masking.num_blocks(S * pack, tile.block_m), B * H // pack
     splits = _splits(masking, tile, blocks * heads, q.device) if few else 1
+    kept = sums if sums.numel() else None
+    outs: tuple[Tensor | None, ...] = out, lse, kept
     if splits > 1:
-        parts = (
-            q.new_empty((splits, *out.shape), dtype=torch.float32),
-            q.new_empty((splits, B, H, S), dtype=torch.float32),
-        )
-    outs = parts if splits > 1 else (out, lse)
+        parts = lse.new_empty((splits, *out.shape)), lse.new_empty((2, splits, B, H, S))
+        outs = parts[0], None, parts[1]
     launch(
         _attention_fwd_kernel,
         (blocks * heads, splits),
@@ -213,5 +237,5 @@ def attention_fwd(q: Tensor, k: Tensor, v: Tensor, sinks: Tensor | None, *option
     if splits > 1:
         sizes = B * H * S, S, H, splits
         constants = {"DV": DV, "BLOCK_D": next_power_of_2(DV), "SPLITS": next_power_of_2(splits)}
-        launch(_merge_kernel, (B * H * S,), (*parts, sinks, out, lse), sizes, **constants)
-    return out, lse
+        launch(_merge_kernel, (B * H * S,), (*parts, sinks, out, lse, kept), sizes, **constants)
+    return out, lse, sums

@@ -20,7 +20,7 @@ from liger_like.ops._gluon import (
     warpgroup_mma,
     warpgroup_mma_wait,
 )
-from liger_like.ops.attention._blocks import finish, load_spans, scores, unit_of_scores
+from liger_like.ops.attention._blocks import LN2, finish, load_spans, scores, unit_of_scores
 from liger_like.ops.attention._hopper import (
     ROWS,
     at,
@@ -179,11 +179,11 @@ def _attend(
             sink = None
             if sinks_ptr is not None:
                 sink = gl.load(sinks_ptr + h).to(gl.float32)
-            factor, lse = finish(most, total, sink)
+            factor, most, rest = finish(most * LN2, total, sink)
             factor = gl.convert_layout(factor, rows_o)[:, None]
-            acc = gl.where(factor > 0.0, acc * factor, 0.0)  # of a row that sees no key, 0 times what may be NaN
+            acc = gl.where(factor == 0.0, 0.0, acc * factor)  # a row that sees no key may have summed 0 times NaN
             lse_ptrs = lse_ptr + (b.to(gl.int64) * H + h) * S + start_q + queries
-            gl.store(lse_ptrs, lse, mask=queries < length_q)
+            gl.store(lse_ptrs, most + rest * LN2, mask=queries < length_q)
             tma_store_wait(0)
             out.reshape(acc.shape).store(acc.to(dtype))
             fence_async_shared()

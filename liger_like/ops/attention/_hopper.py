@@ -30,7 +30,7 @@ from liger_like.ops._gluon import (
     warpgroup_mma,
     warpgroup_mma_wait,
 )
-from liger_like.ops.attention._blocks import bounds_of_spans, schedule, zones
+from liger_like.ops.attention._blocks import bounds_of_spans, schedule, start_of, zones
 from liger_like.ops.attention._setup import Masking
 
 DTYPES = torch.bfloat16, torch.float16
@@ -135,7 +135,7 @@ def buffers_in(desc, bufs):
 
 
 @gluon.jit
-def find_rows(block, cu_ptr, cu_other_ptr, count, total, BLOCK: gl.constexpr, SEQUENCES: gl.constexpr):
+def find_rows(block, cu_ptr, cu_other_ptr, count, total, total_other, BLOCK: gl.constexpr, SEQUENCES: gl.constexpr):
     """Where a block of rows of packed sequences lies: its first row, where its sequence starts, the length of that, and
     where the other side of it starts and its length.
 
@@ -143,14 +143,15 @@ def find_rows(block, cu_ptr, cu_other_ptr, count, total, BLOCK: gl.constexpr, SE
     the other side. What follows the last sequence is one more, with nothing on the other side.
     """
     offs = gl.arange(0, SEQUENCES, gl.BlockedLayout([1], [32], [gl.num_warps()], [0]))
-    starts = gl.load(cu_ptr + offs, mask=offs <= count, other=0).to(gl.int32)
+    starts = start_of(cu_ptr, offs, count, total)
     index = gl.sum(((offs <= count) & (starts // BLOCK + offs <= block)).to(gl.int32), 0) - 1
-    start = gl.load(cu_ptr + index).to(gl.int32)
-    end = gl.load(cu_ptr + index + 1, mask=index < count, other=total).to(gl.int32)
-    start_other = gl.load(cu_other_ptr + index, mask=index < count, other=0).to(gl.int32)
-    end_other = gl.load(cu_other_ptr + index + 1, mask=index < count, other=0).to(gl.int32)
+    start = start_of(cu_ptr, index, count, total)
+    length = gl.maximum(start_of(cu_ptr, index + 1, count, total) - start, 0)
+    start_other = start_of(cu_other_ptr, index, count, total_other)
+    length_other = gl.maximum(start_of(cu_other_ptr, index + 1, count, total_other) - start_other, 0)
     row = (block - start // BLOCK - index) * BLOCK
-    return row, start, end - start, start_other, gl.where(row < end - start, end_other - start_other, 0)
+    row = gl.where(row < 0, length, row)  # of offsets that fall
+    return row, start, length, start_other, gl.where((row < length) & (index < count), length_other, 0)
 
 
 @gluon.jit
@@ -171,7 +172,9 @@ def tile_of(
     start_k = 0
     length_k = SK
     if cu_q_ptr is not None:
-        row, start_q, length_q, start_k, length_k = find_rows(block, cu_q_ptr, cu_k_ptr, count, S, BLOCK_M, SEQUENCES)
+        row, start_q, length_q, start_k, length_k = find_rows(
+            block, cu_q_ptr, cu_k_ptr, count, S, SK, BLOCK_M, SEQUENCES
+        )
     shift = length_k - length_q
     last = gl.minimum(row + BLOCK_M, length_q) - 1
     bounds = bounds_of_spans(spans_ptr, b.to(gl.int64), B, S, row, last)
@@ -204,7 +207,9 @@ def keys_of(
     start_q = 0
     length_q = S
     if cu_k_ptr is not None:
-        row, start_k, length_k, start_q, length_q = find_rows(block, cu_k_ptr, cu_q_ptr, count, SK, BLOCK_N, SEQUENCES)
+        row, start_k, length_k, start_q, length_q = find_rows(
+            block, cu_k_ptr, cu_q_ptr, count, SK, S, BLOCK_N, SEQUENCES
+        )
     shift = length_k - length_q
     last = gl.minimum(row + BLOCK_N, length_k) - 1
     bounds = bounds_of_spans(spans_ptr, b.to(gl.int64), B, SK, row, last)
