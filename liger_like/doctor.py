@@ -8,7 +8,6 @@ import copy
 import dataclasses
 import json
 from dataclasses import dataclass
-from importlib.metadata import version
 from pathlib import Path
 from typing import Any
 
@@ -19,7 +18,7 @@ from torch import Tensor, nn
 from torch.utils._pytree import tree_leaves, tree_map_only
 from transformers.models.auto import modeling_auto
 
-from liger_like import _tiny
+from liger_like import _tiny, _versions
 from liger_like.patches.heads import FORWARDS
 from liger_like.patches.lm_head import LMHead
 from liger_like.patching import ATTENTION, PATCHED, RECOGNISERS, SKIPPED, Row, patch
@@ -33,7 +32,6 @@ TOKENS = 4096
 TOGETHER = "together"
 ALL = ("norm", "rope", "mlp", "attention", "loss")
 OPTIONS = {each.pattern: each.options for each in (*RECOGNISERS.values(), ATTENTION)} | {TOGETHER: ALL}
-TESTED = {"torch": ("2.11", "2.13"), "triton": ("3.6", "3.7"), "transformers": ("5.17", "5.23")}
 MAPPINGS = (
     modeling_auto.MODEL_FOR_CAUSAL_LM_MAPPING,
     modeling_auto.MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING,
@@ -141,13 +139,13 @@ def _said(error: Exception) -> str:
 
 
 def _untested() -> list[str]:
-    """What is said of packages older than allowed or newer than tested."""
-    found = []
-    for package, (oldest, newest) in TESTED.items():
-        here, *ends = (tuple(map(int, v.split(".")[:2])) for v in (version(package), oldest, newest))
-        if not ends[0] <= here <= ends[1]:
-            found.append(f"{package} {version(package)} is not tested: {oldest} to {newest} are")
-    return found
+    """Return a warning for each package that is older than allowed or newer than tested."""
+    verdicts = {package: _versions.verdict(package) for package in _versions.TESTED}
+    return [
+        f"the installed {name} {_versions.installed(name)} is {said}"
+        for name, said in verdicts.items()
+        if said != "tested"
+    ]
 
 
 def _unseen(cls: Any, config: Any, model: nn.Module) -> list[str]:

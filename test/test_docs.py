@@ -10,7 +10,7 @@ import pytest
 
 from benchmark import ops_report
 from liger_like import testing
-from liger_like.doctor import TESTED
+from liger_like._versions import TESTED
 from liger_like.ops import _common
 
 ROOT = Path(__file__).parents[1]
