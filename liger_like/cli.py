@@ -9,6 +9,7 @@ import json
 import platform
 import subprocess
 import sys
+import textwrap
 from pathlib import Path
 from typing import Annotated
 
@@ -94,7 +95,7 @@ def main() -> None:
         try:
             from transformers.utils import logging
 
-            from liger_like.doctor import NotExaminedError, examine, table
+            from liger_like.doctor import NotExaminedError, examine, notes, table
 
             logging.set_verbosity_error()  # type: ignore[no-untyped-call]  # it would warn of the tiny sizes
             diagnosis = examine(path)
@@ -106,8 +107,10 @@ def main() -> None:
         if as_json:
             print(json.dumps({**dataclasses.asdict(diagnosis), "kernels": kernels()}, indent=1))
         else:
-            Console().print(table(diagnosis), *(f"warning: {text}" for text in diagnosis.warnings), sep="\n")
-            Console().print(f"kernels: {kernels()}")
+            console = Console()
+            console.print(table(diagnosis))
+            for line in ("", *notes(diagnosis), f"kernels: {kernels()}"):
+                print(textwrap.fill(line, console.width, break_long_words=False, break_on_hyphens=False))
         raise typer.Exit(int(not diagnosis.sound))
 
     @app.command(context_settings={"allow_extra_args": True, "ignore_unknown_options": True, "help_option_names": []})

@@ -295,23 +295,41 @@ def _tensors(tree: Any) -> list[Tensor]:
 
 
 def table(diagnosis: Diagnosis) -> Any:
-    """The rows as a table of rich; times and memory only if there are any."""
+    """Return the rows, without reasons, as a table of rich that fits into 80 columns.
+
+    Each row has two lines: the class above what became of it, forward above backward, unpatched above patched. The
+    columns of times and memory are there only if something was measured.
+    """
+    from rich import box
     from rich.table import Table
+    from rich.text import Text
 
     measured = [name for name in ("ms", "MiB") if any(name in row for row in diagnosis.rows)]
-    columns = ["pattern", "cls", "variant", "count", "status", "reason", "forward", "backward", *measured]
     caption = "forward, backward: error ratios, of which about 1 is rounding"
     if measured:
         caption += "; ms, MiB: of one forward and backward of the module in real size, unpatched -> patched"
-    shown = Table(title=diagnosis.model, caption=caption)
-    for column in columns:
-        shown.add_column(column, overflow="fold")
+    shown = Table(title=diagnosis.model, caption=caption, box=box.SIMPLE_HEAD, padding=(0, 1, 0, 0), pad_edge=False)
+    shown.show_edge = False
+    for header in ("class\n  count x pattern, variant", "status", "forward\nbackward", *measured):
+        shown.add_column(header)
     for row in diagnosis.rows:
-        shown.add_row(*(_cell(row.get(column, "")) for column in columns))
+        where = ", ".join(filter(None, (row["pattern"], row["variant"])))
+        name = f"{row['cls'] or '-'}\n  {row['count']} x {where}"
+        errors = "\n".join(_number(row[way]) for way in ("forward", "backward") if way in row)
+        costs = ["\n-> ".join(map(_number, row.get(name, ()))) for name in measured]
+        shown.add_row(*map(Text, (name, row["status"], errors, *costs)))
     return shown
 
 
-def _cell(value: Any) -> str:
-    if isinstance(value, tuple):
-        return " -> ".join(map(_cell, value))
-    return f"{value:.3g}" if isinstance(value, float) else str(value)
+def notes(diagnosis: Diagnosis) -> list[str]:
+    """Return the reason of each row that has one, and the warnings, a line each."""
+    reasons = [
+        f"{', '.join(filter(None, (row['pattern'], row['cls'])))}: {row['reason']}"
+        for row in diagnosis.rows
+        if row["reason"]
+    ]
+    return [*reasons, *(f"warning: {text}" for text in diagnosis.warnings)]
+
+
+def _number(value: float) -> str:
+    return f"{value:.0f}" if 999.5 <= value < 1e6 else f"{value:.3g}"

@@ -92,13 +92,34 @@ def test_a_model_that_is_patched_whole_is_sound(run, family):
     assert found["warnings"] == []
 
 
-def test_all_is_in_the_table(run):
+def test_all_is_shown(run):
     code, out, _ = run(fields_of("BitNet"), name="config.json")
     assert code == 1
-    assert re.search(r"glu_mlp +│ BitNetMLP +│ +│ 2 +│ skipped │ no kernel for the activation ReLUSquaredAct", out)
-    assert re.search(r"rms_norm +│ BitNetRMSNorm +│ llama +│ 9 +│ patched │ +│ [\d.]+ +│ [\d.]+ +│\n", out)
-    assert re.search(r"together +│ BitNetForCausalLM +│ +│ 1 +│ patched", out)
-    assert "kernels: " in out
+    assert re.search(r"^BitNetMLP +skipped *\n  2 x glu_mlp *$", out, re.MULTILINE)
+    assert re.search(r"^BitNetRMSNorm +patched +[\d.]+ *\n  9 x rms_norm, llama +[\d.]+ *$", out, re.MULTILINE)
+    assert re.search(r"^BitNetForCausalLM +patched +[\d.]+ *\n  1 x together +[\d.]+ *$", out, re.MULTILINE)
+    assert "\nglu_mlp, BitNetMLP: no kernel for the activation ReLUSquaredActivation\n" in out
+    assert "\nkernels: " in out
+
+
+@pytest.mark.parametrize("family", ["BitNet", "Qwen3Next"])
+def test_no_word_is_broken(capsys, monkeypatch, tmp_path, family):
+    (tmp_path / "config.json").write_text(json.dumps(getattr(transformers, f"{family}Config")().to_dict()))
+    diagnosis = doctor.examine(tmp_path)
+    monkeypatch.setattr(doctor, "examine", lambda path: diagnosis)
+    monkeypatch.setattr(sys, "argv", ["liger-like", "doctor", str(tmp_path)])
+    words = {word for row in diagnosis.rows for word in f"{row['cls']} {row['variant']} {row['reason']}".split()}
+    for measured, columns in ((False, 80), (False, 120), (True, 80), (True, 120)):
+        monkeypatch.setenv("COLUMNS", str(columns))
+        for row in diagnosis.rows if measured else ():  # as on a GPU
+            row["ms"], row["MiB"] = (12.345, 0.0123), (12345.6, 123.4)
+        with pytest.raises(SystemExit):
+            main()
+        out = capsys.readouterr().out
+        assert max(map(len, out.splitlines())) <= columns
+        assert words <= set(out.split())
+        assert {f"{row['count']} x {row['pattern']}" for row in diagnosis.rows} <= set(re.findall(r"\d+ x \w+", out))
+        assert ("-> 123" in out) == ("12346" in out) == measured
 
 
 def test_what_is_left_alone_fails(run):
