@@ -13,13 +13,16 @@ py := $(VENV)/bin/python
 ready := $(VENV)/.ready
 endif
 
+# pip in silence, but for errors
+install = $(py) -m pip install -qq --disable-pip-version-check
+
 OLDEST := $(addprefix test/test_,coverage.py patches_vision.py patching_recognition.py)
 
 .PHONY: demo test test-oldest check compile-check mutants sanitize coverage tune
 .PHONY: bench bench-losses bench-ops bench-attention bench-training bench-sweeps bench-sharded bench-curves
 
 demo: $(ready)
-	$(py) examples/train.py
+	@$(py) examples/train.py
 
 test: $(ready)
 	$(py) -m pytest
@@ -81,13 +84,16 @@ tune: $(ready)
 	$(py) -m benchmark.tune $(OP)
 
 .cache/triton-%: | $(ready)
-	$(py) -m pip install --no-deps --target $@ triton==$*
+	@echo "Installing triton $* into $@"
+	@$(install) --no-deps --target $@ triton==$*
 
 # with what newer ones have no use for
 .cache/transformers-%: | $(ready)
-	$(py) -m pip install --no-deps --target $@ transformers==$* huggingface_hub==1.33.0 httpx==0.28.1 httpcore==1.0.9 certifi
+	@echo "Installing transformers $* into $@"
+	@$(install) --no-deps --target $@ transformers==$* huggingface_hub==1.33.0 httpx==0.28.1 httpcore==1.0.9 certifi
 
 $(VENV)/.ready: pyproject.toml constraints.txt
-	$(PYTHON) -m venv $(VENV)
-	$(py) -m pip install --constraint constraints.txt --editable '.[dev]'
-	touch $@
+	@echo "Installing the tested packages into $(VENV): this takes minutes, once"
+	@$(PYTHON) -m venv $(VENV)
+	@$(install) --constraint constraints.txt --editable '.[dev]'
+	@touch $@
