@@ -15,7 +15,7 @@ from liger_like.ops import _common
 
 ROOT = Path(__file__).parents[1]
 DOCS = sorted((ROOT / "docs").glob("*.md"))
-PAGES = [ROOT / "README.md", ROOT / "CONTRIBUTING.md", *DOCS]
+PAGES = [ROOT / "README.md", ROOT / "PACKAGE.md", ROOT / "CONTRIBUTING.md", *DOCS]
 SOURCES = [path for folder in ("liger_like", "patches") for path in (ROOT / folder).rglob("*.py")]
 BLOCK = re.compile(r"```python( fragment)?\n(.*?)```", re.DOTALL)
 MAKERS = {"UserWarning": "warn"}  # what is called to raise it, where that is not its name
