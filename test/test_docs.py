@@ -74,10 +74,9 @@ def test_every_page_is_in_the_index():
     assert all(f"]({page.name})" in index for page in DOCS if page.stem != "README")
 
 
-def test_versions_are_those_that_doctor_knows():
-    text = (ROOT / "docs/install.md").read_text()
-    for package, (oldest, newest) in TESTED.items():
-        assert f"| {package} | {oldest} | {newest} |" in text
+def test_the_newest_versions_are_those_that_are_tested():
+    text = " ".join((ROOT / "docs/install.md").read_text().split())
+    assert f"torch {TESTED['torch'][1]} with Triton {TESTED['triton'][1]}" in text
 
 
 def test_every_op_has_its_section():
