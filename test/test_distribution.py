@@ -75,11 +75,11 @@ def built(tmp_path_factory: pytest.TempPathFactory) -> Built:
 
 
 def files_of(folder: Path) -> set[str]:
-    """Return the files of the project below ``folder``, also those behind symlinks."""
+    """Return the files of the project below ``folder``, also those behind symlinks; hidden ones only from .ci."""
     found = {path for name in FOLDERS for path in (folder / name).rglob("*")}
-    found |= {*folder.glob("*"), *(folder / "liger_like/patches").iterdir(), *(folder / ".ci").iterdir()}
+    found |= {*folder.glob("[!.]*"), *(folder / "liger_like/patches").iterdir(), *(folder / ".ci").iterdir()}
     kept = {path for path in found if path.is_file() and "__pycache__" not in path.parts}
-    return {str(path.relative_to(folder)) for path in kept} - {".git", "PKG-INFO", "setup.cfg"}
+    return {str(path.relative_to(folder)) for path in kept} - {"PKG-INFO", "setup.cfg"}
 
 
 def test_the_source_distribution_holds_the_whole_project(built: Built) -> None:
