@@ -13,9 +13,6 @@ py := $(VENV)/bin/python
 ready := $(VENV)/.ready
 endif
 
-# pip in silence, but for errors
-install = $(py) -m pip install -qq --disable-pip-version-check
-
 OLDEST := $(addprefix test/test_,coverage.py patches_vision.py patching_recognition.py)
 
 .PHONY: demo test test-oldest check compile-check mutants sanitize coverage tune
@@ -82,6 +79,9 @@ coverage: $(ready)
 # make tune, or make tune OP=rms_norm,rope
 tune: $(ready)
 	$(py) -m benchmark.tune $(OP)
+
+# pip prints errors alone
+install = $(py) -m pip install -qq --disable-pip-version-check
 
 .cache/triton-%: | $(ready)
 	@echo "Installing triton $* into $@"
