@@ -20,7 +20,7 @@ OLDEST := $(addprefix test/test_,coverage.py patches_vision.py patching_recognit
 .PHONY: bench bench-losses bench-ops bench-attention bench-training bench-sweeps bench-sharded bench-curves
 
 demo: $(ready)
-	$(py) examples/train.py
+	@$(py) examples/train.py
 
 test: $(ready)
 	$(py) -m pytest
@@ -82,14 +82,20 @@ coverage: $(ready)
 tune: $(ready)
 	$(py) -m benchmark.tune $(OP)
 
+# pip prints errors alone
+install = $(py) -m pip install -qq --disable-pip-version-check
+
 .cache/triton-%: | $(ready)
-	$(py) -m pip install --no-deps --target $@ triton==$*
+	@echo "Installing triton $* into $@"
+	@$(install) --no-deps --target $@ triton==$*
 
 # with what newer ones have no use for
 .cache/transformers-%: | $(ready)
-	$(py) -m pip install --no-deps --target $@ transformers==$* huggingface_hub==1.33.0 httpx==0.28.1 httpcore==1.0.9 certifi
+	@echo "Installing transformers $* into $@"
+	@$(install) --no-deps --target $@ transformers==$* huggingface_hub==1.33.0 httpx==0.28.1 httpcore==1.0.9 certifi
 
 $(VENV)/.ready: pyproject.toml constraints.txt
-	$(PYTHON) -m venv $(VENV)
-	$(py) -m pip install --constraint constraints.txt --editable '.[dev]'
-	touch $@
+	@echo "Installing the tested packages into $(VENV): this takes minutes, once"
+	@$(PYTHON) -m venv $(VENV)
+	@$(install) --constraint constraints.txt --editable '.[dev]'
+	@touch $@

@@ -21,6 +21,7 @@ rows, stay in it, and may be faster than a copy. What is measured is written at 
 ops, shapes and peers.
 """
 
+import argparse
 import json
 import math
 import statistics
@@ -265,3 +266,25 @@ def run(ops: Collection[str], peers: Collection[str], names: Collection[str], qu
     with locked(folder):
         bench_report.write_beside(path)
     return path
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(prog="python -m benchmark.bench", description="measures ops against their peers")
+    parser.add_argument("--op", action="append", default=[], help="an op; may be repeated; all, if none is given")
+    parser.add_argument("--peer", action="append", default=[], help="a peer; may be repeated")
+    parser.add_argument("--shape", action="append", default=[], help="a model, or a sweep; may be repeated")
+    parser.add_argument("--quick", action="store_true", help="a shape of each op; without a GPU a tiny one")
+    parser.add_argument("--out", type=Path, default=Path(".cache/bench"), help="the folder for what is written")
+    parser.add_argument("--report", action="store_true", help="only write the report of benchmark/results/")
+    options = parser.parse_args()
+    if options.report:
+        bench_report.write_report()
+        return
+    chosen = options.op, options.peer, options.shape, options.quick
+    if message := complaint(*chosen):
+        parser.error(message)
+    print(run(*chosen, options.out))
+
+
+if __name__ == "__main__":
+    main()

@@ -1,19 +1,22 @@
 """The command line ``liger-like``; it needs the ``cli`` extra (rich, typer), and ``doctor`` the ``hf`` extra, too.
 
-``bench`` needs the ``bench`` extra and the repository: what it measures with is in no wheel.
+``--version`` needs no extra. ``bench`` runs the benchmarks of a checkout of the repository, with the ``bench`` extra.
 """
 
 import dataclasses
-import importlib.metadata
+import importlib.util
 import json
 import platform
+import subprocess
 import sys
+import textwrap
 from pathlib import Path
 from typing import Annotated
 
 import torch
 
 import liger_like
+from liger_like._versions import TESTED, installed, verdict
 from liger_like.ops._common import INTERPRET
 
 
@@ -27,13 +30,11 @@ def kernels() -> str:
 
 
 def env_rows() -> list[tuple[str, str]]:
-    """Return (what, version or state) for Python, the packages, each GPU and the kernels."""
-    rows = [("python", platform.python_version()), ("liger_like", liger_like.__version__), ("torch", torch.__version__)]
-    for package in ("triton", "transformers"):
-        try:
-            rows.append((package, importlib.metadata.version(package)))
-        except importlib.metadata.PackageNotFoundError:
-            rows.append((package, "not installed"))
+    """Return (name, version or state) for Python, the packages, each GPU and the kernels."""
+    rows = [("python", platform.python_version()), ("liger_like", liger_like.__version__)]
+    for package, (oldest, newest) in TESTED.items():
+        version = f"{installed(package)}: " if installed(package) else ""
+        rows.append((package, f"{version}{verdict(package)} (tested range: {oldest} to {newest})"))
     for index in range(torch.cuda.device_count()):
         gpu = torch.cuda.get_device_properties(index)
         memory = f"{gpu.total_memory / 2**30:.1f} GiB"
@@ -43,22 +44,37 @@ def env_rows() -> list[tuple[str, str]]:
     return [*rows, ("kernels", kernels())]
 
 
-def missing(error: ModuleNotFoundError, extra: str) -> str:
-    """What to install."""
-    package = str(error.name).partition(".")[0]
+def missing(module: str | None, extra: str) -> str:
+    """Return the message that names the package of ``module`` as not installed, and the extra that has it."""
+    package = str(module).partition(".")[0]
     return f"liger-like: {package} is not installed; run: pip install 'liger-like[{extra}]'"
+
+
+def show_version(asked: bool) -> None:
+    """Print the version and exit, if ``asked`` for."""
+    if asked:
+        print(f"liger-like {liger_like.__version__}")
+        sys.exit()
 
 
 def main() -> None:
     """Run ``liger-like``; without the ``cli`` extra, say what to install and exit with 1."""
+    show_version(sys.argv[1:] == ["--version"])
     try:
         import typer
         from rich.console import Console
         from rich.table import Table
     except ModuleNotFoundError as error:
-        sys.exit(missing(error, "cli"))
+        sys.exit(missing(error.name, "cli"))
 
     app = typer.Typer(add_completion=False, help="Triton kernels for training LLMs.", no_args_is_help=True)
+
+    @app.callback()
+    def options(
+        version: Annotated[
+            bool, typer.Option("--version", callback=show_version, is_eager=True, help="Print the version.")
+        ] = False,
+    ) -> None: ...
 
     @app.command()
     def env() -> None:
@@ -79,46 +95,32 @@ def main() -> None:
         try:
             from transformers.utils import logging
 
-            from liger_like.doctor import NotExaminedError, examine, table
+            from liger_like.doctor import NotExaminedError, examine, notes, table
 
             logging.set_verbosity_error()  # type: ignore[no-untyped-call]  # it would warn of the tiny sizes
             diagnosis = examine(path)
         except ModuleNotFoundError as error:
-            sys.exit(missing(error, "hf"))
+            sys.exit(missing(error.name, "hf"))
         except NotExaminedError as error:
             print(f"liger-like: {error}", file=sys.stderr)
             raise typer.Exit(2) from error
         if as_json:
             print(json.dumps({**dataclasses.asdict(diagnosis), "kernels": kernels()}, indent=1))
         else:
-            Console().print(table(diagnosis), *(f"warning: {text}" for text in diagnosis.warnings), sep="\n")
-            Console().print(f"kernels: {kernels()}")
+            console = Console()
+            console.print(table(diagnosis))
+            for line in ("", *notes(diagnosis), f"kernels: {kernels()}"):
+                print(textwrap.fill(line, console.width, break_long_words=False, break_on_hyphens=False))
         raise typer.Exit(int(not diagnosis.sound))
 
-    @app.command()
-    def bench(
-        op: Annotated[list[str] | None, typer.Option(help="An op; may be repeated. All, if none is given.")] = None,
-        peer: Annotated[list[str] | None, typer.Option(help="A peer; may be repeated.")] = None,
-        shape: Annotated[list[str] | None, typer.Option(help="A model, or a sweep; may be repeated.")] = None,
-        quick: Annotated[bool, typer.Option("--quick", help="A shape of each op; without a GPU a tiny one.")] = False,
-        out: Annotated[Path, typer.Option(help="The folder for csv, Markdown and pictures.")] = Path(".cache/bench"),
-        report: Annotated[bool, typer.Option("--report", help="Only write what benchmark/results/ says.")] = False,
-    ) -> None:
-        """Measure every op against every peer that is installed."""
-        sys.path.append(str(Path(__file__).parents[1]))
-        try:
-            from benchmark import bench, bench_report
-
-            if report:
-                bench_report.write_report()
-                return
-            chosen = op or (), peer or (), shape or (), quick
-            if complaint := bench.complaint(*chosen):
-                raise typer.BadParameter(complaint)
-            print(bench.run(*chosen, out))
-        except ModuleNotFoundError as error:
-            if error.name == "benchmark":
-                sys.exit("liger-like: the benchmarks are in the repository, not in the package: use a clone of it")
-            sys.exit(missing(error, "bench"))
+    @app.command(context_settings={"allow_extra_args": True, "ignore_unknown_options": True, "help_option_names": []})
+    def bench(context: typer.Context) -> None:
+        """Measure every op against every peer that is installed; only in a checkout of the repository."""
+        module = "benchmark.bench"
+        if not Path(*module.split(".")).with_suffix(".py").is_file():
+            sys.exit(f"liger-like: bench needs a checkout of the repository; in its root, run: python -m {module}")
+        if not importlib.util.find_spec("matplotlib"):
+            sys.exit(missing("matplotlib", "bench"))
+        raise typer.Exit(subprocess.run([sys.executable, "-m", module, *context.args]).returncode)
 
     app(prog_name="liger-like")

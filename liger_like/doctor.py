@@ -8,7 +8,6 @@ import copy
 import dataclasses
 import json
 from dataclasses import dataclass
-from importlib.metadata import version
 from pathlib import Path
 from typing import Any
 
@@ -19,7 +18,7 @@ from torch import Tensor, nn
 from torch.utils._pytree import tree_leaves, tree_map_only
 from transformers.models.auto import modeling_auto
 
-from liger_like import _tiny
+from liger_like import _tiny, _versions
 from liger_like.patches.heads import FORWARDS
 from liger_like.patches.lm_head import LMHead
 from liger_like.patching import ATTENTION, PATCHED, RECOGNISERS, SKIPPED, Row, patch
@@ -33,7 +32,6 @@ TOKENS = 4096
 TOGETHER = "together"
 ALL = ("norm", "rope", "mlp", "attention", "loss")
 OPTIONS = {each.pattern: each.options for each in (*RECOGNISERS.values(), ATTENTION)} | {TOGETHER: ALL}
-TESTED = {"torch": ("2.11", "2.13"), "triton": ("3.6", "3.7"), "transformers": ("5.17", "5.23")}
 MAPPINGS = (
     modeling_auto.MODEL_FOR_CAUSAL_LM_MAPPING,
     modeling_auto.MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING,
@@ -141,13 +139,13 @@ def _said(error: Exception) -> str:
 
 
 def _untested() -> list[str]:
-    """What is said of packages older than allowed or newer than tested."""
-    found = []
-    for package, (oldest, newest) in TESTED.items():
-        here, *ends = (tuple(map(int, v.split(".")[:2])) for v in (version(package), oldest, newest))
-        if not ends[0] <= here <= ends[1]:
-            found.append(f"{package} {version(package)} is not tested: {oldest} to {newest} are")
-    return found
+    """Return a warning for each package that is older than allowed or newer than tested."""
+    verdicts = {package: _versions.verdict(package) for package in _versions.TESTED}
+    return [
+        f"the installed {name} {_versions.installed(name)} is {said}"
+        for name, said in verdicts.items()
+        if said != "tested"
+    ]
 
 
 def _unseen(cls: Any, config: Any, model: nn.Module) -> list[str]:
@@ -297,23 +295,41 @@ def _tensors(tree: Any) -> list[Tensor]:
 
 
 def table(diagnosis: Diagnosis) -> Any:
-    """The rows as a table of rich; times and memory only if there are any."""
+    """Return the rows, without reasons, as a table of rich that fits into 80 columns.
+
+    Each row has two lines: the class above what became of it, forward above backward, unpatched above patched. The
+    columns of times and memory are there only if something was measured.
+    """
+    from rich import box
     from rich.table import Table
+    from rich.text import Text
 
     measured = [name for name in ("ms", "MiB") if any(name in row for row in diagnosis.rows)]
-    columns = ["pattern", "cls", "variant", "count", "status", "reason", "forward", "backward", *measured]
     caption = "forward, backward: error ratios, of which about 1 is rounding"
     if measured:
         caption += "; ms, MiB: of one forward and backward of the module in real size, unpatched -> patched"
-    shown = Table(title=diagnosis.model, caption=caption)
-    for column in columns:
-        shown.add_column(column, overflow="fold")
+    shown = Table(title=diagnosis.model, caption=caption, box=box.SIMPLE_HEAD, padding=(0, 1, 0, 0), pad_edge=False)
+    shown.show_edge = False
+    for header in ("class\n  count x pattern, variant", "status", "forward\nbackward", *measured):
+        shown.add_column(header)
     for row in diagnosis.rows:
-        shown.add_row(*(_cell(row.get(column, "")) for column in columns))
+        where = ", ".join(filter(None, (row["pattern"], row["variant"])))
+        name = f"{row['cls'] or '-'}\n  {row['count']} x {where}"
+        errors = "\n".join(_number(row[way]) for way in ("forward", "backward") if way in row)
+        costs = ["\n-> ".join(map(_number, row.get(name, ()))) for name in measured]
+        shown.add_row(*map(Text, (name, row["status"], errors, *costs)))
     return shown
 
 
-def _cell(value: Any) -> str:
-    if isinstance(value, tuple):
-        return " -> ".join(map(_cell, value))
-    return f"{value:.3g}" if isinstance(value, float) else str(value)
+def notes(diagnosis: Diagnosis) -> list[str]:
+    """Return the reason of each row that has one, and the warnings, a line each."""
+    reasons = [
+        f"{', '.join(filter(None, (row['pattern'], row['cls'])))}: {row['reason']}"
+        for row in diagnosis.rows
+        if row["reason"]
+    ]
+    return [*reasons, *(f"warning: {text}" for text in diagnosis.warnings)]
+
+
+def _number(value: float) -> str:
+    return f"{value:.0f}" if 999.5 <= value < 1e6 else f"{value:.3g}"

@@ -1,12 +1,9 @@
-"""The package as a user meets it: the installed wheel, what an import costs, and the size of its parts."""
+"""The package: what an import costs, the names it has, and the size of its parts."""
 
 import ast
-import json
 import re
-import shutil
 import subprocess
 import sys
-import venv
 from itertools import pairwise
 from pathlib import Path
 
@@ -18,50 +15,12 @@ from benchmark import report
 ROOT = Path(__file__).parents[1]
 FOLDERS = ("liger_like", "patches", "benchmark", "examples", "test")
 SOURCES = sorted(path for folder in FOLDERS for path in (ROOT / folder).rglob("*.py"))
-PATCHES = sorted(path.stem for path in (ROOT / "patches").glob("*.py") if path.stem != "__init__")
 
 
 def run(*command: str | Path, cwd: Path = ROOT) -> str:
     result = subprocess.run(command, cwd=cwd, capture_output=True, text=True)
     assert result.returncode == 0, result.stderr
     return result.stdout
-
-
-@pytest.fixture(scope="module")
-def installed(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """The Python of a fresh environment that holds the built wheel; everything else comes from this one's packages."""
-    folder = tmp_path_factory.mktemp("wheel")
-    # built from a copy: setuptools would also pack what an earlier build left in the tree's build/
-    shutil.copytree(ROOT, folder / "tree", symlinks=True, ignore=shutil.ignore_patterns(".*", "build", "*.egg-info"))
-    run(sys.executable, "-m", "pip", "wheel", "--no-deps", "--no-build-isolation", "-w", folder, folder / "tree")
-    (wheel,) = folder.glob("liger_like-*.whl")
-    venv.create(folder / "venv", with_pip=False)
-    site = folder / "venv/lib" / f"python{sys.version_info.major}.{sys.version_info.minor}/site-packages"
-    run(sys.executable, "-m", "pip", "install", "--no-deps", "--no-index", "--target", site, wheel)
-    # below the wheel on the path; a .pth inside those folders is not read, so an editable install of the tree stays out
-    (site / "others.pth").write_text("\n".join(path for path in sys.path if path.endswith("-packages")))
-    return folder / "venv/bin/python"
-
-
-def test_wheel_holds_every_public_name(installed: Path, tmp_path: Path) -> None:
-    code = f"""
-import importlib, json, liger_like
-names = {{name: str(getattr(liger_like, name)) for name in liger_like.__all__}}
-for patch in {PATCHES}:
-    names[patch] = importlib.import_module("liger_like.patches." + patch).__file__
-names["package"] = liger_like.__file__
-print(json.dumps(names))
-"""
-    names = json.loads(run(installed, "-I", "-c", code, cwd=tmp_path))
-    site = str(installed.parents[1])
-    assert names["package"].startswith(site)
-    assert PATCHES
-    assert all(names[patch].startswith(site) for patch in PATCHES)
-
-
-def test_command_line(installed: Path, tmp_path: Path) -> None:
-    shown = run(installed, "-I", "-m", "liger_like", "env", cwd=tmp_path)
-    assert all(word in shown for word in ("python", "torch", "triton", "transformers", "kernels"))
 
 
 def test_command_line_without_its_extra_says_what_to_install() -> None:

@@ -1,0 +1,78 @@
+"""Times of every op, ours and torch's, forward and backward, to compare two commits: ``pytest benchmark``.
+
+The shapes are those of Llama-3-8B, in bf16. Two events on the GPU bound each forward and each backward. The GPU is kept
+busy while the host launches, so that a time is that of the kernels. Without a GPU nothing is timed, but
+``pytest benchmark --benchmark-disable`` runs every step once, on tiny shapes.
+"""
+
+from functools import partial
+
+import pytest
+import torch
+
+from benchmark.bench import GPU, make_inputs, tiny
+from benchmark.bench_shapes import EIGHT_B
+from benchmark.contestants import OPS, named
+from benchmark.measure import Setting, upstream_of
+
+ROUNDS = {"rounds": 30, "warmup_rounds": 5}
+BUSY_CYCLES = 4_000_000  # about two milliseconds
+
+
+class Moment:
+    """A moment of the GPU; the difference of two is in seconds."""
+
+    def __init__(self):
+        self.event = torch.cuda.Event(enable_timing=True)
+        self.event.record()
+
+    def __sub__(self, start):
+        self.event.synchronize()
+        return start.event.elapsed_time(self.event) / 1e3
+
+
+pytestmark = [
+    pytest.mark.benchmark(timer=Moment),
+    pytest.mark.parametrize("contestant", ["liger_like", "torch"]),
+    pytest.mark.parametrize("op", OPS),
+]
+
+
+def keep_busy():
+    """Let the GPU wait, so that launches queue up behind this."""
+    if GPU:
+        torch.cuda._sleep(BUSY_CYCLES)
+
+
+@pytest.fixture(autouse=True)
+def _gpu(benchmark):
+    if benchmark.enabled and not GPU:
+        pytest.exit("needs a GPU; --benchmark-disable runs every step once on a CPU", returncode=2)
+
+
+@pytest.fixture
+def setting(op, contestant):
+    """Inputs, upstream gradients and the forward of ``contestant``; torch's is the reference where it has no other."""
+    row, shape = OPS[op], EIGHT_B[op] if GPU else tiny(EIGHT_B[op])
+    builds = row.contestants()
+    torchs = builds.get("torch") or builds.get("torch, flash") or named(row.spec.ref, **row.options)
+    inputs = make_inputs(row, shape)
+    upstream = upstream_of(partial(row.spec.fn, **row.options), inputs)
+    return Setting(builds["liger_like"] if contestant == "liger_like" else torchs, inputs, upstream)
+
+
+def test_forward(benchmark, setting, op):
+    benchmark.group = f"{op}, forward"
+    benchmark.pedantic(setting.forward, setup=keep_busy, **ROUNDS)
+
+
+def test_backward(benchmark, setting, op):
+    benchmark.group = f"{op}, backward"
+
+    def prepare():
+        outputs = setting.forward()
+        keep_busy()
+        return (outputs, [*setting.leaves.values()], setting.upstream), {}
+
+    gradients = benchmark.pedantic(torch.autograd.grad, setup=prepare, **ROUNDS)
+    assert all(gradient.isfinite().all() for gradient in gradients)
