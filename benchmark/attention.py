@@ -41,7 +41,7 @@ from benchmark.measure import (
     upstream_of,
 )
 from liger_like import testing
-from liger_like.ops.attention import _hopper
+from liger_like.ops.attention import _choice
 
 PORTABLE = "liger_like, portable"
 REPLAYS, ROUNDS, QUICK_ROUNDS, QUICK_CASES = 4, 7, 3, 3
@@ -85,7 +85,7 @@ def gpu_row(name: str, build: Build, inputs: Inputs, upstream: Sequence[Tensor])
     """Peak memory, and timers of the kernels; one contestant runs on the portable ones, whatever the GPU has."""
     setting = Setting(build, inputs, upstream)
     steps: dict[str, Step] = {"forward_us": setting.forward, "us": setting.step}
-    with mock.patch.object(_hopper, "WIDTHS", () if name == PORTABLE else _hopper.WIDTHS):
+    with mock.patch.object(_choice, "WIDTHS", () if name == PORTABLE else _choice.WIDTHS):
         mib = peak_mib(steps["us"])[0]
         return {"mib": mib, **{key: partial(kernel_us, captured(step), setting) for key, step in steps.items()}}
 

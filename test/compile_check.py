@@ -35,8 +35,8 @@ from triton.experimental.gluon._runtime import GluonASTSource
 from triton.runtime.jit import JITFunction, create_function_from_signature
 
 from liger_like import _cases, testing
-from liger_like.ops import _accumulate, _common, _tiles
-from liger_like.ops.attention import _backward_hopper, _backward_hopper_256, _forward_hopper, _hopper
+from liger_like.ops import _accumulate, _accumulate_hopper, _common, _tiles
+from liger_like.ops.attention import _backward_hopper, _backward_hopper_256, _choice, _forward_hopper
 from liger_like.ops.attention import _tiles as _attention_tiles
 from liger_like.ops.glu import GLUS, glu_linear
 
@@ -67,7 +67,7 @@ CLASSES = {
 # kernels that not every GPU gets
 ONLY = {
     _accumulate._add_products_kernel: ("sm_90", "sm_100"),
-    _accumulate.hopper._add_products_hopper_kernel: ("sm_90",),
+    _accumulate_hopper._add_products_hopper_kernel: ("sm_90",),
     _forward_hopper._attention_fwd_hopper_kernel: ("sm_90",),
     _backward_hopper._attention_bwd_hopper_kernel: ("sm_90",),
     _backward_hopper._scale_kernel: ("sm_90",),
@@ -260,7 +260,7 @@ def record() -> list[Launch]:
             for spec, dtype, shape, options in calls():
                 if dtype != torch.float32 and "V" not in shape:
                     differentiate(spec, dtype, shape, options)
-            run_glu_linear(_hopper.DTYPES)
+            run_glu_linear(_choice.DTYPES)
         for name, members in CLASSES.items():
             gpus = members
             with patch.object(_attention_tiles, "gpu_class", lambda device, name=name: name):
@@ -269,9 +269,9 @@ def record() -> list[Launch]:
         gpus = ("sm_90",)
         with (
             patch.object(_attention_tiles, "gpu_class", lambda device: "hopper"),
-            patch.multiple(_hopper, architecture=lambda device: 9, INTERPRET=False),
+            patch.multiple(_choice, architecture=lambda device: 9, INTERPRET=False),
         ):
-            whole = attention_calls(_hopper.WIDTHS, _hopper.DTYPES)
+            whole = attention_calls(_choice.WIDTHS, _choice.DTYPES)
             for spec, dtype, shape, options in (*whole, *attention_calls([(96, 96), (160, 80)], [torch.bfloat16])):
                 differentiate(spec, dtype, shape, options)
         # products that on a CPU are torch's; M and N with and without 16 as a divisor

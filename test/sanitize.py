@@ -21,7 +21,7 @@ import torch
 
 from liger_like import testing
 from liger_like.ops import _accumulate
-from liger_like.ops.attention import _hopper
+from liger_like.ops.attention import _choice
 
 HOPPER, PORTABLE = "hopper", "portable"
 # tool -> kernels and dtype
@@ -32,7 +32,7 @@ TOOLS = {
     "synccheck": (HOPPER, "bfloat16"),
 }
 # heads of the kernels for Hopper, rows that do not fill their blocks, and tiles for more programs than run at once
-HEADS: list[dict[str, Any]] = [{"H": 4, "Hk": 2, "D": D, "Dv": Dv, "sinks": True} for D, Dv in _hopper.WIDTHS]
+HEADS: list[dict[str, Any]] = [{"H": 4, "Hk": 2, "D": D, "Dv": Dv, "sinks": True} for D, Dv in _choice.WIDTHS]
 ATTENTION = {
     "flash_attention": [
         *({"B": 1, "S": 200, "Sk": 300, **heads} for heads in HEADS),
@@ -55,7 +55,7 @@ def main() -> None:
     """Run the cases, or, under a tool each, a process that does."""
     if sys.argv[1:2] in ([HOPPER], [PORTABLE]):
         if sys.argv[1] == PORTABLE:
-            for module in (_accumulate, _hopper):
+            for module in (_accumulate, _choice):
                 module.architecture = lambda device: 8  # type: ignore[attr-defined]
         for number, (spec, shape, options) in enumerate(cases()):
             print(number, spec.name, shape, options, flush=True)

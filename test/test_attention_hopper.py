@@ -12,6 +12,7 @@ from liger_like import ops
 from liger_like._cases import attention_inputs, attention_varlen_inputs, with_longest
 from liger_like.ops._common import architecture
 from liger_like.ops.attention import (
+    _choice,
     _forward,
     _forward_hopper,
     _hopper,
@@ -23,19 +24,19 @@ from liger_like.testing import assert_accurate
 
 KERNEL = "_attention_fwd_hopper_kernel"
 varlen, varlen_ref = map(with_longest, (ops.flash_attention_varlen, flash_attention_varlen_ref))
-each_width = pytest.mark.parametrize(("D", "Dv"), _hopper.WIDTHS)
+each_width = pytest.mark.parametrize(("D", "Dv"), _choice.WIDTHS)
 HEADS = (64, 64), (96, 96), (128, 128), (192, 128), (144, 80), (256, 256)  # of queries and keys, and of values
 
 
 def on_hopper(q, k, v, **masks):
     nothing = dict.fromkeys(Masking._fields) | {"max_seqlen_q": 9, "max_seqlen_k": 9, "left": -1, "right": -1}
-    return _hopper.on_hopper(Masking(**nothing | masks), q, k, v)
+    return _choice.hopper_kernels(_choice.FORWARD, Masking(**nothing | masks), q, k, v)
 
 
 @pytest.fixture
 def like_hopper(monkeypatch):
-    monkeypatch.setattr(_hopper, "architecture", lambda device: 9)
-    monkeypatch.setattr(_hopper, "INTERPRET", False)
+    monkeypatch.setattr(_choice, "architecture", lambda device: 9)
+    monkeypatch.setattr(_choice, "INTERPRET", False)
 
 
 def heads(B=2, S=9, H=4, D=64, dtype=torch.bfloat16):
@@ -90,7 +91,7 @@ def test_calls_that_are_left(name, like_hopper):
 @pytest.mark.parametrize(("name", "value"), [("architecture", lambda device: 10), ("INTERPRET", True)])
 def test_places_where_no_call_is_taken(name, value, like_hopper, monkeypatch):
     assert on_hopper(*[heads()] * 3)
-    monkeypatch.setattr(_hopper, name, value)
+    monkeypatch.setattr(_choice, name, value)
     assert not on_hopper(*[heads()] * 3)
 
 
@@ -135,7 +136,7 @@ def forward(fn, inputs, **options):
 
 def portable(monkeypatch, fn, inputs, **options):
     with monkeypatch.context() as patch:
-        patch.setattr(_forward, "on_hopper", lambda *_: False)
+        patch.setattr(_forward, "hopper_kernels", lambda *_: False)
         return forward(fn, inputs, **options)
 
 
@@ -180,7 +181,7 @@ def assert_right(fn, ref, make_inputs, options, launched, monkeypatch):
 
 
 @pytest.mark.gpu
-@some(tuple(SHAPES), MASKS, HEADS, _hopper.DTYPES)
+@some(tuple(SHAPES), MASKS, HEADS, _choice.DTYPES)
 def test_options(row, hopper, monkeypatch, poisoned):
     name, options, (D, Dv), dtype = row
     make = lambda: attention_inputs(dtype, "cuda", **SHAPES[name], D=D, Dv=Dv)  # noqa: E731
@@ -207,7 +208,7 @@ LENGTHS = {
 
 
 @pytest.mark.gpu
-@some(tuple(LENGTHS), MASKS, HEADS, _hopper.DTYPES)
+@some(tuple(LENGTHS), MASKS, HEADS, _choice.DTYPES)
 def test_packed_sequences(row, hopper, monkeypatch, poisoned):
     name, options, (D, Dv), dtype = row
     shape = {"lengths": LENGTHS[name], "H": 4, "Hk": 2, "D": D, "Dv": Dv, "sinks": True, "behind": 40}

@@ -10,9 +10,10 @@ from liger_like import ops
 from liger_like._cases import attention_inputs, attention_varlen_inputs
 from liger_like.ops._common import architecture
 from liger_like.ops.attention import (
+    _backward,
     _backward_hopper,
     _backward_hopper_256,
-    _hopper,
+    _choice,
     attention_delta,
     flash_attention_ref,
     flash_attention_varlen_ref,
@@ -72,8 +73,8 @@ def takes(monkeypatch):
     monkeypatch.setattr(_backward_hopper, "add_gradients", add_gradients)
     monkeypatch.setattr(_backward_hopper_256, "fill_dkv", fill_dkv)
     monkeypatch.setattr(_backward_hopper_256, "make_dq", make_dq)
-    monkeypatch.setattr(_hopper, "INTERPRET", False)
-    monkeypatch.setattr(_hopper, "architecture", lambda device: 9)
+    monkeypatch.setattr(_choice, "INTERPRET", False)
+    monkeypatch.setattr(_choice, "architecture", lambda device: 9)
 
     def takes(*tensors, **options):
         done.clear()
@@ -99,7 +100,7 @@ def test_which_calls_it_takes(takes, monkeypatch, device):
     assert takes(q, k, v, torch.randn(1, 24, 2, 72, dtype=torch.float16, device=device)[..., :64])
     assert not takes(q, k, v, torch.randn(1, 24, 2, 65, dtype=torch.float16, device=device)[..., :64])
     assert not takes(q, k, v, torch.ones(1, 1, 1, 64, dtype=torch.float16, device=device).expand_as(q))
-    monkeypatch.setattr(_hopper, "architecture", lambda device: 10)
+    monkeypatch.setattr(_choice, "architecture", lambda device: 10)
     assert not takes(q, k, v, dout)
 
 
@@ -116,7 +117,7 @@ def test_which_calls_with_wide_heads_it_takes(takes, monkeypatch, device):
     assert not takes(q, k, v, dout, bias=torch.zeros(1, 1, 1, 24, device=device))
     assert not takes(*(t.float() for t in (q, k, v, dout)))
     assert not takes(q, k, v, torch.ones(1, 1, 1, 256, dtype=torch.float16, device=device).expand_as(q))
-    monkeypatch.setattr(_hopper, "architecture", lambda device: 10)
+    monkeypatch.setattr(_choice, "architecture", lambda device: 10)
     assert not takes(q, k, v, dout)
 
 
@@ -137,8 +138,7 @@ def assert_same(got, expected, what=""):
 
 def portable_grads(monkeypatch, inputs, options):
     with monkeypatch.context() as patch:
-        for module in (_backward_hopper, _backward_hopper_256):
-            patch.setattr(module, "on_hopper", lambda *_: False)
+        patch.setattr(_backward, "hopper_kernels", lambda *_: False)
         return grads_of(inputs, {**options, "deterministic": True})
 
 
@@ -262,7 +262,7 @@ def test_narrower_heads(D, Dv, dtype, launched, poisoned):
     make = lambda: attention_varlen_inputs(dtype, "cuda", **packed)  # noqa: E731
     options |= {"max_seqlen_q": 300, "max_seqlen_k": 300}
     assert_accurate(ops.flash_attention_varlen, flash_attention_varlen_ref, make, options, draws=4, k=2)
-    assert kernels(launched) == HOPPER[_hopper.widths_of(D, Dv)]
+    assert kernels(launched) == HOPPER[_choice.widths_of(D, Dv)]
 
 
 @gpu

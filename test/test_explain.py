@@ -7,7 +7,7 @@ from test_ops import small
 import liger_like
 from liger_like import explain
 from liger_like.ops import _common, _tiles
-from liger_like.ops.attention import _hopper
+from liger_like.ops.attention import _choice
 from liger_like.testing import SPECS
 
 NORM = {"lead": (9,), "N": 64, "weight": True}
@@ -77,8 +77,8 @@ def tensors(device, expanded=False, **sizes):
     ],
 )
 def test_why_not_the_kernels_for_hopper(sizes, options, reason, device, monkeypatch):
-    monkeypatch.setattr(_hopper, "architecture", lambda device: 9)
-    monkeypatch.setattr(_hopper, "INTERPRET", False)
+    monkeypatch.setattr(_choice, "architecture", lambda device: 9)
+    monkeypatch.setattr(_choice, "INTERPRET", False)
     options = {name: t.to(device) for name, t in options.items()}
     found = explain("flash_attention", tensors(device, **sizes) | options)
     assert found.implementation.endswith("Triton")
@@ -86,8 +86,8 @@ def test_why_not_the_kernels_for_hopper(sizes, options, reason, device, monkeypa
 
 
 def test_why_not_the_kernels_for_hopper_elsewhere(monkeypatch):
-    monkeypatch.setattr(_hopper, "architecture", lambda device: 8)
-    monkeypatch.setattr(_hopper, "INTERPRET", False)
+    monkeypatch.setattr(_choice, "architecture", lambda device: 8)
+    monkeypatch.setattr(_choice, "INTERPRET", False)
     found = explain("flash_attention", HEADS | {"S": 9}, dtype=torch.float16)
     assert "the fastest attention kernels are for Hopper GPUs" in found.reasons
 

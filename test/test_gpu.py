@@ -9,8 +9,8 @@ from test_ops import differentiable, each_case, each_op, small
 
 from liger_like import ops
 from liger_like._cases import attention_inputs
-from liger_like.ops import _accumulate, _tiles
-from liger_like.ops.attention import _backward, _bias, _forward
+from liger_like.ops import _accumulate, _accumulate_hopper, _tiles
+from liger_like.ops.attention import _backward, _backward_hopper, _backward_hopper_256, _bias, _forward
 from liger_like.testing import SPECS, assert_accurate, compare
 
 pytestmark = pytest.mark.gpu
@@ -110,9 +110,9 @@ def test_two_streams(spec, poisoned):
 
 def compiled_kernels():
     """How many variants of each kernel are compiled."""
-    accumulate = _accumulate.add_products, _accumulate.hopper.add_products
+    accumulate = _accumulate.add_products, _accumulate_hopper.add_products
     norms = ops.rms_norm, ops.layer_norm, ops.qk_norm_rope, _tiles.sum_partials
-    hopper = _backward.hopper.add_gradients, _backward.hopper_256.make_dq
+    hopper = _backward_hopper.add_gradients, _backward_hopper_256.make_dq
     attention = _forward._splits, _backward._group_splits, *hopper, _bias.attention_dbias
     modules = *norms, ops.rope, ops.swiglu, ops.cross_entropy, *accumulate, *attention
     kernels = {v for f in modules for v in f.__globals__.values() if isinstance(v, triton.runtime.jit.JITFunction)}

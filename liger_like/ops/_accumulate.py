@@ -7,15 +7,21 @@ error than the one rounding to bf16 at the end, which the last product does, in 
 the tensor cores and accumulate in fp32: on Hopper in Gluon (``_accumulate_hopper``), on Blackwell in the kernel here.
 """
 
+import functools
+from typing import Any
+
 import torch
 import triton
 import triton.language as tl
 from torch import Tensor
+from torch.utils._python_dispatch import _disable_current_modes
 from triton.tools.tensor_descriptor import TensorDescriptor
 
-from liger_like.ops import _accumulate_hopper as hopper
-from liger_like.ops._common import OPTIONS, architecture, num_programs, op, refused
+from liger_like._versions import newer_than_tested
+from liger_like.ops._common import architecture, launch, num_programs, op, refused
+from liger_like.ops._fallback import BROKEN, NotCompiledError, gluon_module
 
+HOPPER = "liger_like.ops._accumulate_hopper"
 MAX_ROUNDS = 16
 TILE = {"BLOCK_M": 128, "BLOCK_N": 128, "BLOCK_K": 64, "num_warps": 8, "num_stages": 3}
 
@@ -80,9 +86,32 @@ def has_products(device: torch.device) -> bool:
     return on_device or refused("sums of dw in 16 bits are for data center GPUs since Hopper: this one is in fp32")
 
 
+def _hopper_kernel(device: torch.device) -> Any:
+    """Return the module of the kernel for Hopper, or False on other GPUs and where it does not compile."""
+    if architecture(device) != 9:
+        return False
+    if newer_than_tested("triton"):
+        _try_hopper_kernel(device)
+    return (HOPPER not in BROKEN or refused(f"{HOPPER} {BROKEN[HOPPER]}")) and gluon_module(HOPPER)
+
+
+@functools.cache
+def _try_hopper_kernel(device: torch.device) -> None:
+    """Fall back at once if the kernel for Hopper does not compile: the layout of ``exponents_like`` depends on it."""
+    with _disable_current_modes():  # torch.compile asks on fake tensors
+        a, factor = (torch.zeros(64, n, dtype=torch.bfloat16, device=device) for n in (64, 1))
+        total, exponents = torch.zeros_like(a, dtype=torch.float16), torch.zeros_like(a, dtype=torch.uint8)
+        try:
+            for last in (None, factor[0].float()):
+                gluon_module(HOPPER).add_products(total, total, exponents, last, a, a, again=True)
+        except NotCompiledError as error:
+            error.fall_back()
+
+
 def exponent_block(device: torch.device) -> int:
-    """Columns that share an exponent: those of a tile."""
-    return hopper.BLOCK_N if architecture(device) == 9 else TILE["BLOCK_N"]
+    """Return the number of columns that share an exponent: those of a tile."""
+    hopper = _hopper_kernel(device)
+    return hopper.BLOCK_N if hopper else TILE["BLOCK_N"]
 
 
 def exponents_like(total: Tensor) -> Tensor:
@@ -107,26 +136,19 @@ def add_products(
     which may have the memory of ``total``. Rows start at multiples of 16 bytes; ``a`` and ``b`` are bf16 or fp16.
     """
     out = total if out is None else out.view(torch.float16)
-    if architecture(a.device) == 9:
+    if hopper := _hopper_kernel(a.device):
         hopper.add_products(total, out, exponents, factor, a, b, again=again)
         return
     (K, M), N = a.shape, b.shape[1]
     block_m, block_n, block_k = TILE["BLOCK_M"], TILE["BLOCK_N"], TILE["BLOCK_K"]
     programs = min(num_programs(a.device, 1), triton.cdiv(M, block_m) * triton.cdiv(N, block_n))
-    _add_products_kernel[(programs,)](
+    descriptors = (
         TensorDescriptor(a, [K, M], [a.stride(0), 1], [block_k, block_m]),
         TensorDescriptor(b, [K, N], [b.stride(0), 1], [block_k, block_n]),
         TensorDescriptor(total, [M, N], [N, 1], [block_m, block_n]),
         TensorDescriptor(out, [M, N], [N, 1], [block_m, block_n]),
-        exponents,
-        factor,
-        M,
-        N,
-        K,
-        AGAIN=again,
-        **TILE,
-        **OPTIONS,
     )
+    launch(_add_products_kernel, (programs,), (exponents, factor), (M, N, K), (), descriptors, AGAIN=again, **TILE)
 
 
 @op("scale_rows(Tensor src, Tensor? order, Tensor factor, Tensor(a!) out, bool add) -> ()", lambda *args: None)
@@ -139,16 +161,6 @@ def scale_rows(src: Tensor, order: Tensor | None, factor: Tensor, out: Tensor, a
     M, N = src.shape
     block_n = min(triton.next_power_of_2(N), 4096)
     if M:
-        _scale_rows_kernel[(M,)](
-            src,
-            out,
-            order,
-            factor,
-            src.stride(0),
-            out.stride(0),
-            N,
-            ADD=add,
-            BLOCK_N=block_n,
-            num_warps=max(1, block_n // 512),
-            **OPTIONS,
-        )
+        sizes = src.stride(0), out.stride(0), N
+        warps = max(1, block_n // 512)
+        launch(_scale_rows_kernel, (M,), (src, out, order, factor), sizes, ADD=add, BLOCK_N=block_n, num_warps=warps)

@@ -10,7 +10,7 @@ import torch
 import triton
 from torch import Tensor
 
-from liger_like.ops._common import OPTIONS, num_programs
+from liger_like.ops._common import launch, num_programs
 from liger_like.ops._gluon import (
     TensorDescriptor,
     fence_async_shared,
@@ -157,18 +157,20 @@ def add_products(
     """``_accumulate.add_products``, with exponents of blocks of ``BLOCK_N`` columns."""
     (K, M), N = a.shape, b.shape[1]
     tiles = triton.cdiv(M, 2 * HALF_M) * triton.cdiv(N, BLOCK_N)
-    _add_products_hopper_kernel[(min(num_programs(a.device, 1), tiles),)](
+    descriptors = (
         _descriptor(a, [BLOCK_K, HALF_M]),
         _descriptor(b, [BLOCK_K, BLOCK_N]),
         _descriptor(total, [HALF_M, BLOCK_N]),
         _descriptor(out, [HALF_M, BLOCK_N]),
-        exponents,
-        factor,
-        M,
-        N,
-        K,
+    )
+    launch(
+        _add_products_hopper_kernel,
+        (min(num_programs(a.device, 1), tiles),),
+        (exponents, factor),
+        (M, N, K),
+        (),
+        descriptors,
         AGAIN=again,
         STAGES=STAGES,
         num_warps=4,
-        **OPTIONS,
     )

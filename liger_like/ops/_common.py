@@ -12,6 +12,8 @@ import triton.language as tl
 from torch import Tensor
 from torch.utils.flop_counter import register_flop_formula
 
+from liger_like.ops._fallback import NotCompiledError, start
+
 LIBRARY = torch.library.Library("liger_like", "DEF")
 INTERPRET: bool = triton.knobs.runtime.interpret  # read once, as the decorators of the kernels read it
 # the versions whose launcher ``launch`` calls as Triton itself does
@@ -47,11 +49,12 @@ def use_kernel(x: Tensor) -> bool:
 def op(
     schema: str, fake: Callable[..., Any], *tags: torch.Tag, flops: Callable[..., int] | None = None
 ) -> Callable[[Callable[..., Any]], Callable[..., Any]]:
-    """Register the decorated launcher as ``torch.ops.liger_like.<name>``; ``fake`` gives its outputs, unfilled, and
-    ``flops``, of an op that multiplies matrices, what torch's FlopCounterMode shall count.
+    """Register the decorated launcher as ``torch.ops.liger_like.<name>``.
 
-    The launcher runs with its first tensor's GPU current, so that models spread over several GPUs launch on the
-    right one. What is returned calls it through the dispatcher, or at once where nobody listens there.
+    ``fake`` returns outputs without data. ``flops``, for an op that multiplies matrices, returns what torch's
+    FlopCounterMode counts. The launcher runs on the GPU of its first tensor, so that models spread over several GPUs
+    launch on the right one. It runs again where a newer Triton cannot compile the Gluon kernel that it chose. The
+    returned function calls it directly, or through the dispatcher if a mode or a profiler is active.
     """
 
     def register(launch: Callable[..., Any]) -> Callable[..., Any]:
@@ -59,8 +62,12 @@ def op(
         def on_device(x: Tensor, *args: Any) -> Any:
             if x.is_cuda and x.get_device() != torch._C._cuda_getDevice():
                 with torch.cuda.device(x.device):
+                    return on_device(x, *args)
+            while True:
+                try:
                     return launch(x, *args)
-            return launch(x, *args)
+                except NotCompiledError as error:
+                    error.fall_back()
 
         name = schema.partition("(")[0]
         LIBRARY.define(schema, tags=(torch.Tag.pt2_compliant_tag, *tags))
@@ -168,9 +175,10 @@ def launch(
         key += descriptor.base.dtype, *descriptor.block_shape
     for size in sizes:
         key.append(size if size < 2 else 16 | size & 15 | size >> 31 << 5)
+    given = *descriptors, *tensors, *sizes, *floats
     hooked = _RUNTIME.launch_enter_hook.calls or _RUNTIME.launch_exit_hook.calls
     if INTERPRET or not DIRECT or bits & 15 or hooked or kernel.pre_run_hooks:
-        kernel[grid](*descriptors, *tensors, *sizes, *floats, **options)
+        start(kernel, grid, given, options)
         return
     device = tensors[0].get_device()  # type: ignore[union-attr]
     known = device, *key
@@ -181,8 +189,7 @@ def launch(
         grid += (1,) * (3 - len(grid))
         run(*grid, stream, function, metadata, None, None, None, *descriptors, *pointers, *sizes, *floats, *constants)
     else:
-        given = *descriptors, *tensors, *sizes, *floats
-        compiled = kernel[grid](*given, **options)
+        compiled = start(kernel, grid, given, options)
         constants = [options[param.name] for param in kernel.params[len(given) :]]
         _COMPILED[known] = compiled.run, compiled.function, compiled.packed_metadata, constants
 

@@ -15,8 +15,6 @@ from torch import Tensor
 from triton import next_power_of_2
 
 from liger_like.ops._common import dense, launch, num_programs, op, packed
-from liger_like.ops.attention import _backward_hopper as hopper
-from liger_like.ops.attention import _backward_hopper_256 as hopper_256
 from liger_like.ops.attention._bias import attention_dbias
 from liger_like.ops.attention._blocks import (
     LOG2E,
@@ -38,6 +36,7 @@ from liger_like.ops.attention._blocks import (
     zero_parts,
     zones,
 )
+from liger_like.ops.attention._choice import BACKWARD, BACKWARD_256, hopper_kernels
 from liger_like.ops.attention._flops import backward_flops
 from liger_like.ops.attention._setup import (
     MASKING_SCHEMA,
@@ -393,23 +392,24 @@ def _attention_bwd(
     dout, q, k, v = map(dense, (dout, q, k, v))
     tensors = dout, q, k, v, rows
     B, (SK, HK), group = q.shape[0], k.shape[1:3], q.shape[2] // k.shape[2]
-    at_once = needs[0] and (needs[1] or needs[2]) and not deterministic and hopper.has_backward(masking, q, k, v, dout)
-    wide = hopper_256.takes(masking, q, k, v, dout)
+    wants_all = needs[0] and (needs[1] or needs[2]) and not deterministic
+    at_once = wants_all and hopper_kernels(BACKWARD, masking, q, k, v, dout)
+    wide = hopper_kernels(BACKWARD_256, masking, q, k, v, dout)
     if needs[1] or needs[2]:
         of_keys = masking._replace(spans=key_spans)
-        ways = (at_once, hopper.BLOCK_N), (wide, hopper_256.BLOCK_N), (True, tile_for("dkv", q, v, masking).block_n)
-        block_n = next(block for takes, block in ways if takes)
+        hopper = at_once or wide
+        block_n = hopper.BLOCK_N if hopper else tile_for("dkv", q, v, masking).block_n
         splits = _group_splits(masking.num_blocks(SK, block_n) * B * HK, group, q.device)
         dtype = q.dtype if splits == 1 else torch.float32
         sums = [torch.empty((splits, *x.shape), dtype=dtype, device=x.device) for x in (k, v)]
         if at_once:
-            dq = hopper.add_gradients(*tensors, of_keys, splits, *sums)
+            dq = at_once.add_gradients(*tensors, of_keys, splits, *sums)
         else:
-            (hopper_256.fill_dkv if wide else _fill_dkv)(*tensors, of_keys, splits, *sums)
+            (wide.fill_dkv if wide else _fill_dkv)(*tensors, of_keys, splits, *sums)
         whole = (x[0] if splits == 1 else x.sum(0).to(q.dtype) for x in sums)
         dk, dv = (x if need else x.new_empty(0) for x, need in zip(whole, needs[1:3], strict=True))
     if needs[0] and not at_once:
-        dq = (hopper_256.make_dq if wide else _make_dq)(*tensors, masking)
+        dq = (wide.make_dq if wide else _make_dq)(*tensors, masking)
     if needs[3] and masking.bias is not None:
         dbias = attention_dbias(dout, q, k, v, rows, masking)
     return dq, dk, dv, dbias

@@ -26,6 +26,7 @@ from liger_like.ops._gluon import (
     warpgroup_mma_wait,
 )
 from liger_like.ops.attention._blocks import LOG2E, load_spans, scores, unit_of_scores, visible, within
+from liger_like.ops.attention._choice import widths_of
 from liger_like.ops.attention._hopper import (
     FAR,
     ROWS,
@@ -37,9 +38,7 @@ from liger_like.ops.attention._hopper import (
     hide,
     keys_of,
     load_rows,
-    on_hopper,
     store_rows,
-    widths_of,
 )
 from liger_like.ops.attention._setup import Masking, section_of_keys
 
@@ -264,11 +263,6 @@ def _scale_kernel(sum_ptr, out_ptr, N, scale, BLOCK: tl.constexpr):
     offs = tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
     mask = offs < N
     tl.store(out_ptr + offs, tl.load(sum_ptr + offs, mask=mask) * scale, mask=mask)
-
-
-def has_backward(masking: Masking, q: Tensor, k: Tensor, v: Tensor, dout: Tensor) -> bool:
-    """Whether ``add_gradients`` takes a call with these tensors."""
-    return widths_of(q.shape[-1], v.shape[-1]) in BLOCK_M and on_hopper(masking, q, k, v, dout)
 
 
 def add_gradients(

@@ -23,6 +23,7 @@ from liger_like.ops._gluon import (
     warpgroup_mma_wait,
 )
 from liger_like.ops.attention._blocks import LOG2E, load_spans, scores, unit_of_scores
+from liger_like.ops.attention._choice import widths_of
 from liger_like.ops.attention._hopper import (
     ROWS,
     add_product,
@@ -35,13 +36,11 @@ from liger_like.ops.attention._hopper import (
     hide,
     keys_of,
     load_rows,
-    on_hopper,
     parts_of,
     rows_of,
     store_parts,
     tile_of,
     wait_for,
-    widths_of,
     zero_parts,
 )
 from liger_like.ops.attention._setup import Masking, section_of, section_of_keys
@@ -344,11 +343,6 @@ def _attention_dq_hopper_kernel(
         worker_num_warps=[4, 1],
         worker_num_regs=[240, 24],
     )  # fmt: skip
-
-
-def takes(masking: Masking, q: Tensor, k: Tensor, v: Tensor, dout: Tensor) -> bool:
-    """Whether ``fill_dkv`` and ``make_dq`` take a call with these tensors."""
-    return widths_of(q.shape[-1], v.shape[-1]) in STAGES_V and on_hopper(masking, q, k, v, dout)
 
 
 def fill_dkv(

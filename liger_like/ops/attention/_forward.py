@@ -33,9 +33,8 @@ from liger_like.ops.attention._blocks import (
     zero_parts,
     zones,
 )
+from liger_like.ops.attention._choice import FORWARD, hopper_kernels
 from liger_like.ops.attention._flops import forward_flops
-from liger_like.ops.attention._forward_hopper import attention_fwd_hopper
-from liger_like.ops.attention._hopper import on_hopper
 from liger_like.ops.attention._setup import MASKING_SCHEMA, Masking, constants_of, section_of, strides_of
 from liger_like.ops.attention._tiles import Tile, tile_for
 
@@ -211,8 +210,8 @@ def attention_fwd(
     (B, S, H, _), (SK, HK, DV) = q.shape, v.shape[1:]
     tile = tile_for("fwd", q, v, masking)
     few = masking.max_seqlen_q * (H // HK) <= tile.block_m
-    if (not few or refused(FEW)) and on_hopper(masking, q, k, v):
-        attention_fwd_hopper(q, k, v, sinks, masking, out, lse)
+    if hopper := (not few or refused(FEW)) and hopper_kernels(FORWARD, masking, q, k, v):
+        hopper.attention_fwd_hopper(q, k, v, sinks, masking, out, lse)
         return out, lse, sums
     pack = H // HK if few else 1
     blocks, heads = masking.num_blocks(S * pack, tile.block_m), B * H // pack

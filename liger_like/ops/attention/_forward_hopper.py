@@ -21,6 +21,7 @@ from liger_like.ops._gluon import (
     warpgroup_mma_wait,
 )
 from liger_like.ops.attention._blocks import LN2, finish, load_spans, scores, unit_of_scores
+from liger_like.ops.attention._choice import widths_of
 from liger_like.ops.attention._hopper import (
     ROWS,
     at,
@@ -38,7 +39,6 @@ from liger_like.ops.attention._hopper import (
     read_tile,
     tile_of,
     tile_queue,
-    widths_of,
 )
 from liger_like.ops.attention._setup import Masking, section_of
 from liger_like.ops.attention._tiles import hopper_forward
@@ -252,7 +252,7 @@ def _attention_fwd_hopper_kernel(
 def attention_fwd_hopper(
     q: Tensor, k: Tensor, v: Tensor, sinks: Tensor | None, masking: Masking, out: Tensor, lse: Tensor
 ) -> None:
-    """Fill output and lse of a call that ``on_hopper`` takes."""
+    """Fill output and lse of a call that ``hopper_kernels`` takes."""
     (B, S, H, D), (SK, HK, DV) = q.shape, v.shape[1:]
     widths = width, width_v = widths_of(D, DV)
     tile = hopper_forward(widths, masking)

@@ -1,4 +1,4 @@
-"""What the attention kernels for Hopper share: which calls they take, tensors as TMA moves them, rings of buffers that
+"""What the attention kernels for Hopper share: tensors as TMA moves them, rings of buffers that
 it fills, and which rows a program has and sees.
 
 Sizes of a buffer are powers of 2: 192 features are held as three parts of 64, in the forward 96 as three of 32, and a
@@ -15,11 +15,9 @@ so that a descriptor of FAR rows can have its end wherever two more coordinates 
 import functools
 import math
 
-import torch
 import triton
 from torch import Tensor
 
-from liger_like.ops._common import INTERPRET, architecture, refused
 from liger_like.ops._gluon import (
     TensorDescriptor,
     gl,
@@ -33,54 +31,13 @@ from liger_like.ops._gluon import (
 from liger_like.ops.attention._blocks import bounds_of_spans, schedule, start_of, zones
 from liger_like.ops.attention._setup import Masking
 
-DTYPES = torch.bfloat16, torch.float16
-# of queries and keys, and of values, that the kernels compute with; TMA fills heads that are narrower up with zeros
-WIDTHS = (64, 64), (128, 128), (192, 128), (256, 256)
-NO_WIDTHS = "the attention kernels for Hopper have no tile for heads of these widths:"
-NO_MASKS = "the attention kernels for Hopper know no bias, key_padding_mask or parts of a longer sequence"
-NO_TMA = "a tensor is empty or expanded, or its rows do not start at multiples of 16 bytes, as TMA wants them to"
 ROWS = gl.constexpr(64)  # of a warp group
 QUAD = gl.constexpr(6)  # the bits of a column by which the threads that share a row differ
 FAR = gl.constexpr(1 << 30)  # more rows than there are; FAR times the stride 2^34 is 0 modulo 2^64
 
 
-def widths_of(D: int, Dv: int) -> tuple[int, int]:
-    """The widths that heads of D features with values of Dv are computed with; zeros if none are.
-
-    D is five eighths of its width at least, and Dv half.
-    """
-    fit = (pair for pair in WIDTHS if pair[0] * 5 <= D * 8 <= pair[0] * 8 and pair[1] <= Dv * 2 <= pair[1] * 2)
-    return next(fit, (0, 0))
-
-
-def on_hopper(masking: Masking, q: Tensor, k: Tensor, v: Tensor, *others: Tensor) -> bool:
-    """Whether the kernels for Hopper take a call with tensors [B, S, H, D] of these dtypes, widths, layouts and masks.
-
-    k has the width of q, the others that of v; all have the dtype and the device of q.
-    """
-    without = masking.bias, masking.key_padding_mask, masking.offsets
-    return (
-        (not INTERPRET or refused("the attention kernels for Hopper are not interpreted"))
-        and (architecture(q.device) == 9 or refused("the fastest attention kernels are for Hopper GPUs"))
-        and (q.dtype in DTYPES or refused("the attention kernels for Hopper take bfloat16 and float16"))
-        and (any(widths_of(q.shape[-1], v.shape[-1])) or refused(f"{NO_WIDTHS} q {q.shape[-1]}, v {v.shape[-1]}"))
-        and (all(t is None for t in without) or refused(NO_MASKS))
-        and (all(map(_moved_by_tma, (q, k, v, *others))) or refused(NO_TMA))
-    )
-
-
-def _moved_by_tma(x: Tensor) -> bool:
-    """Whether features are dense and all else starts at a multiple of 16 bytes, in a new tensor of the shape, too; TMA
-    knows no expanded tensors.
-    """
-    *strides, dense = x.stride()
-    each = 16 // x.element_size()
-    whole = x.numel() > 0 and dense == 1 and x.data_ptr() % 16 == 0
-    return whole and all(n > 0 and n % each == 0 for n in (*strides, x.shape[-1]))
-
-
 class _Descriptor(TensorDescriptor):
-    """Of a tensor that ``on_hopper`` has looked at: what is checked for every other one takes longer than the rest."""
+    """A descriptor without checks, which take longer than all else and which ``hopper_kernels`` has made."""
 
     def __post_init__(self) -> None: ...
 
