@@ -8,24 +8,25 @@ its place, is in ``liger_like.patches``.
 
 import dataclasses
 import functools
-import logging
 import types
+import warnings
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
 
+from liger_like._options import SWITCHES, check_options, checks_options
 from liger_like.patches import (
     NothingToDoError,
     Recogniser,
     Trial,
     UnrecognisedError,
     attention,
-    bound_forwards,
-    foreign_forward,
     where,
 )
+from liger_like.patches.config_views import give_views, take_views
+from liger_like.patches.foreign import foreign_forward, rebind_forward, replaced_in_class, replaced_in_torch
 from liger_like.patches.glu_mlp import GLUMLP, Experts
 from liger_like.patches.layer_norm import LayerNorm
 from liger_like.patches.lm_head import LMHead
@@ -42,7 +43,7 @@ RECOGNISERS: dict[str, Recogniser] = {
     for recogniser in (RMSNorm(), LayerNorm(), QKNormRope(), Rope(), GLUMLP(), Experts(), LMHead())
 }
 
-_log = logging.getLogger(__name__)
+raise_errors = False  # True in the tests: an exception of any kind is a mistake there, not a module to leave alone
 _confirmed: set[tuple[type[Any], str, str]] = set()
 
 
@@ -115,6 +116,7 @@ class PatchReport:
         )
 
 
+@checks_options
 def patch(
     model: nn.Module,
     *,
@@ -134,13 +136,15 @@ def patch(
     Attention obeys the masks that eager attention has, and where attention weights are wanted, eager attention computes
     them. Calling it again patches what was not patched before.
 
-    Raises TypeError if ``model`` is no torch.nn.Module; ValueError for an unknown ``verify``, or with ``strict=True``
-    if a module that looks like a pattern would be left alone; then nothing is patched.
+    A module whose examination raises, say because another library has replaced a function of torch, is left alone, and
+    the report names the exception. Warns if no module runs a kernel, and of attention left alone for its dropout.
+
+    Raises TypeError if ``model`` is no torch.nn.Module, for an unknown option, and for a switch that is not a bool;
+    ValueError for an unknown ``verify``, or with ``strict=True`` if a module that looks like a pattern would be left
+    alone; then nothing is patched.
     """
     if not isinstance(model, nn.Module):
         raise TypeError(f"model must be a torch.nn.Module, got {type(model).__name__}")
-    if verify not in ("fingerprint", "numeric"):
-        raise ValueError(f"verify must be 'fingerprint' or 'numeric', got {verify!r}")
     wanted = {"norm": norm, "rope": rope, "mlp": mlp, "loss": loss}
     rows: list[Row] = []
     swaps: dict[nn.Module, type[Any]] = {}
@@ -166,7 +170,8 @@ def patch(
     for module, cls in swaps.items():
         _become(module, cls)
     if any(configs.values()):
-        _give_views(model, configs)
+        give_views(model, configs)
+    _warn(report)
     return report
 
 
@@ -186,91 +191,143 @@ def unpatch(model: nn.Module) -> None:
         origin = type(module)._liger_like  # type: ignore[attr-defined]
         _become(module, origin.cls)
         RECOGNISERS[origin.pattern].forget(module)
-    for module in model.modules():
-        original = getattr(vars(module).get("config"), "_liger_like_original", None)
-        if original is not None:
-            module.config = original
+    take_views(model)
 
 
 class AutoModelForCausalLM:
-    """``transformers.AutoModelForCausalLM``, patched after loading; what was left alone is logged as a warning."""
+    """Load as ``transformers.AutoModelForCausalLM`` does, then patch; warn of the modules that are left alone.
+
+    Keyword arguments that ``patch`` knows (``norm``, ``verify``, ...) go to it, all others to transformers.
+    """
 
     @classmethod
     def from_pretrained(cls, *args: Any, **kwargs: Any) -> Any:
-        """As in transformers."""
+        """Load weights as transformers does and patch the model. Raises what ``patch`` raises for its options."""
         from transformers import AutoModelForCausalLM as Auto
 
-        return _patched(Auto.from_pretrained(*args, **kwargs))
+        options = _take_options(kwargs)
+        return _patched(Auto.from_pretrained(*args, **kwargs), options)
 
     @classmethod
     def from_config(cls, *args: Any, **kwargs: Any) -> Any:
-        """As in transformers."""
+        """Make a model with random weights as transformers does and patch it. Raises what ``patch`` raises."""
         from transformers import AutoModelForCausalLM as Auto
 
-        return _patched(Auto.from_config(*args, **kwargs))  # type: ignore[no-untyped-call]
+        options = _take_options(kwargs)
+        return _patched(Auto.from_config(*args, **kwargs), options)  # type: ignore[no-untyped-call]
 
 
-def _patched(model: nn.Module) -> nn.Module:
-    report = patch(model)
+def _take_options(kwargs: dict[str, Any]) -> dict[str, Any]:
+    """Remove the options of ``patch`` from ``kwargs`` and return them, checked."""
+    options = {name: kwargs.pop(name) for name in (*SWITCHES, "verify") if name in kwargs}
+    check_options(options)
+    return options
+
+
+def _patched(model: nn.Module, options: dict[str, Any]) -> nn.Module:
+    report = patch(model, **options)
     if any(row.status == SKIPPED for row in report.rows):
-        _log.warning("some modules of %s were left alone:\n%s", type(model).__name__, report)
+        warnings.warn(f"liger_like: some modules were left alone:\n{report}", stacklevel=3)
     return model
+
+
+def _warn(report: PatchReport) -> None:
+    """Warn the caller of ``patch`` if no module runs a kernel, or if attention does not because of its dropout."""
+    if not report.patched:
+        name = type(report.model).__name__
+        warnings.warn(f"liger_like: no module of {name} runs a kernel; print the report for the reasons", stacklevel=4)
+    for row in report.rows:
+        if row.pattern == ATTENTION.pattern and "dropout" in row.reason:
+            warnings.warn(f"liger_like: {row.cls} runs no kernel: {row.reason}", stacklevel=4)
 
 
 def _origin(module: nn.Module) -> _Origin | None:
     return getattr(type(module), "_liger_like", None)
 
 
-def _examine(
-    recogniser: Recogniser, module: nn.Module, model: nn.Module, verify: str
-) -> list[tuple[Row, tuple[nn.Module, type[Any]] | None]]:
-    """What becomes of ``module`` and of those that change with it: a row of one each, and the class it shall have."""
+Fate = tuple[Row, tuple[nn.Module, type[Any]] | None]
 
-    def fate(
-        status: str, variant: str = "", reason: str = "", error: float | None = None, of: nn.Module = module
-    ) -> Row:
-        return Row(recogniser.pattern, type(of).__name__, variant, 1, status, reason, error)
 
+def _examine(recogniser: Recogniser, module: nn.Module, model: nn.Module, verify: str) -> list[Fate]:
+    """Return a row for ``module`` and each module that changes with it, each with the class it is to have."""
+    try:
+        return _fates(recogniser, module, model, verify)
+    except Exception as error:
+        if not _looks_like(recogniser, module):
+            return []
+        reason = _reason(error, module)
+        status = ABSENT if isinstance(error, NothingToDoError) and reason == str(error) else SKIPPED
+        return [(Row(recogniser.pattern, type(module).__name__, "", 1, status, reason), None)]
+
+
+def _fates(recogniser: Recogniser, module: nn.Module, model: nn.Module, verify: str) -> list[Fate]:
+    """Do the work of ``_examine``. Raises UnrecognisedError, and whatever the code of others raises."""
     origin = _origin(module)
     if origin is not None and origin.pattern != recogniser.pattern:
         return []
-    try:
-        if origin is not None and all(_origin(part) for part, _ in recogniser.swaps(module, origin.variant)):
-            return [(fate(ALREADY, origin.variant), None)]
-        variant = recogniser.variant(module, model)
-        foreign = foreign_forward(module)
-        if foreign:
-            raise UnrecognisedError(f"its forward was replaced by {foreign}")
-        error = _verify(recogniser, module, variant, live=verify == "numeric")
-    except UnrecognisedError as reason:
-        status = ABSENT if isinstance(reason, NothingToDoError) else SKIPPED
-        return [(fate(status, reason=str(reason)), None)] if recogniser.looks_like(module) else []
-    already = [] if origin is None else [(fate(ALREADY, origin.variant), None)]  # but for a part that is new
+    for part in recogniser.depends_on(module, model):
+        _require_own_forward(part)
+
+    def fate(status: str, variant: str, of: nn.Module = module, error: float | None = None) -> Row:
+        return Row(recogniser.pattern, type(of).__name__, variant, 1, status, error=error)
+
+    if origin is not None and all(_origin(part) for part, _ in recogniser.swaps(module, origin.variant)):
+        return [(fate(ALREADY, origin.variant), None)]
+    variant = recogniser.variant(module, model)
+    error = _verify(recogniser, module, variant, live=verify == "numeric")
+    already: list[Fate] = [] if origin is None else [(fate(ALREADY, origin.variant), None)]  # but a part is new
     return already + [
-        (fate(PATCHED, variant, error=error, of=part), _swap(part, recogniser.pattern, variant))
+        (fate(PATCHED, variant, part, error), _swap(part, recogniser.pattern, variant))
         for part, variant in recogniser.swaps(module, variant)
         if _origin(part) is None
     ]
 
 
+def _require_own_forward(module: nn.Module) -> None:
+    if foreign := foreign_forward(module):
+        raise UnrecognisedError(f"its forward was replaced by {foreign}")
+
+
+def _looks_like(recogniser: Recogniser, module: nn.Module) -> bool:
+    """Return whether the report must mention ``module``; also if the module's own code, which may run, raises."""
+    try:
+        return recogniser.looks_like(module)
+    except Exception:
+        if raise_errors:
+            raise
+        return True
+
+
+def _reason(error: Exception, module: nn.Module) -> str:
+    """Return why ``module`` is left alone, and which functions other libraries have replaced."""
+    reasons = [str(error)]
+    if not isinstance(error, UnrecognisedError):
+        if raise_errors:
+            raise error
+        first, *_ = str(error).splitlines() or [""]
+        reasons = [f"trying it raised {type(error).__name__}: {first}", *replaced_in_torch()]
+    return "; ".join((*reasons, *replaced_in_class(type(module))))
+
+
 def _examine_attention(model: nn.Module, verify: str) -> tuple[list[Row], dict[int, bool]]:
-    """A row for each attention, and for the config of each, by id, whether it shall name the implementation.
+    """Return a row for each attention, and for the config of each, by id, whether it is to name the implementation.
 
     All modules of one config have one implementation, so those that are recognised are left alone beside others.
     """
     found: list[tuple[Any, Row]] = []
-    for module in filter(ATTENTION.looks_like, model.modules()):
+    for module in (module for module in model.modules() if _looks_like(ATTENTION, module)):
         fate = functools.partial(Row, ATTENTION.pattern, type(module).__name__)
         config: Any = getattr(module, "config", None)
         try:
+            _require_own_forward(module)
             variant = ATTENTION.variant(module, model)
             if config._attn_implementation == attention.NAME:
                 row = fate(variant, 1, ALREADY)
             else:
-                error = _verify(ATTENTION, module, variant, live=verify == "numeric")
-                row = fate(variant, 1, PATCHED, error=error)
-        except UnrecognisedError as reason:
-            row = fate("", 1, SKIPPED, str(reason))
+                difference = _verify(ATTENTION, module, variant, live=verify == "numeric")
+                row = fate(variant, 1, PATCHED, error=difference)
+        except Exception as error:
+            row = fate("", 1, SKIPPED, _reason(error, module))
         found.append((config, row))
     others = {id(config): row for config, row in found if row.status == SKIPPED}
     rows = [
@@ -318,7 +375,8 @@ def _compare(trial: Trial, what: str) -> float:
         errors.append(difference / norm.clamp(min=torch.finfo(torch.float64).tiny))
     error, bound = float(torch.stack(errors).max()), 4 * torch.finfo(trial.inputs[0].dtype).eps
     if not error <= bound:  # a NaN is none either
-        raise UnrecognisedError(f"on {what} the replacement differs by {error:.1e} (relative), more than {bound:.1e}")
+        reason = f"on {what} the replacement differs by {error:.1e} (relative), more than {bound:.1e}"
+        raise UnrecognisedError("; ".join((reason, *replaced_in_torch())))
     return error
 
 
@@ -335,8 +393,7 @@ def _results(function: Any, trial: Trial) -> list[Tensor]:
 
 def _become(module: Any, cls: type[Any]) -> None:
     """Make ``module`` a ``cls``, also where it holds the forward of its class."""
-    for name in bound_forwards(module):
-        setattr(module, name, types.MethodType(cls.forward, module))
+    rebind_forward(module, cls)
     module.__class__ = cls
 
 
@@ -364,61 +421,6 @@ def _reduce_ex(self: Any, protocol: Any) -> Any:
 def _instance(cls: Any, pattern: str, variant: str) -> Any:
     patched: Any = _subclass(cls, pattern, variant)
     return patched.__new__(patched)
-
-
-def _give_views(model: nn.Module, chosen: dict[int, bool]) -> None:
-    """Give the modules of ``model`` views of the ``chosen`` configs and of those that have such parts."""
-    views: dict[int, Any] = {}
-
-    def view_of(config: Any) -> Any:
-        if id(config) not in views:
-            parts = {name: getattr(config, name, None) for name in config.sub_configs}
-            own = {name: part if part is None else view_of(part) for name, part in parts.items()}
-            has_views = any(own[name] is not part for name, part in parts.items())
-            views[id(config)] = config
-            if chosen.get(id(config), has_views):
-                views[id(config)] = _view(config, attention.NAME, own)
-            elif has_views:
-                views[id(config)] = _view(config, config._attn_implementation, own)
-        return views[id(config)]
-
-    for module in model.modules():
-        if hasattr(config := vars(module).get("config"), "_attn_implementation_internal"):
-            module.config = view_of(config)
-
-
-def _view(config: Any, implementation: str, parts: dict[str, Any]) -> Any:
-    """A config that shares every attribute with ``config`` but for its attention implementation and its parts."""
-    attention.register()  # a copy may come to life in another process
-    original = getattr(config, "_liger_like_original", config)
-    cls: Any = type(original)
-    view: Any = object.__new__(_view_class(cls))
-    object.__setattr__(view, "__dict__", vars(original))
-    view._liger_like_original, view._attn_implementation_internal = original, implementation
-    for name, part in parts.items():
-        setattr(view, name, part)
-    return view
-
-
-@functools.cache
-def _view_class(cls: Any) -> type[Any]:
-    """A subclass of a config's class; its slots come before the attributes that it shares, and what is made of it is of
-    the class.
-    """
-    parts = tuple(cls.sub_configs)
-
-    def reduce_ex(self: Any, protocol: Any) -> Any:
-        own = {name: getattr(self, name) for name in parts}
-        return _view, (self._liger_like_original, self._attn_implementation_internal, own)
-
-    def new(_: Any, *args: Any, **kwargs: Any) -> Any:
-        return cls(*args, **kwargs)
-
-    # no ``__class__`` of its own: torch.compile looks there for what comes before the attributes
-    body = {"__module__": cls.__module__, "__qualname__": cls.__qualname__, "__new__": new}
-    slots = ("_liger_like_original", "_attn_implementation_internal", *parts)
-    body |= {"__slots__": slots, "__reduce_ex__": reduce_ex}
-    return types.new_class(cls.__name__, (cls,), exec_body=lambda namespace: namespace.update(body))
 
 
 def _grouped(rows: list[Row]) -> list[Row]:

@@ -5,17 +5,21 @@ from typing import Any
 from torch import nn
 from transformers import TrainerCallback, TrainerControl, TrainerState, TrainingArguments
 
+from liger_like._options import check_options
 from liger_like.patching import PatchReport, patch
 
 
 class PatchCallback(TrainerCallback):
-    """Patches the model when training begins and prints the report; ``options`` are those of ``patch``.
+    """Patch the model when training begins and print the report; ``options`` are those of ``patch``.
 
     By then adapters are on the model and it is sharded. It stays patched after training: ``report.unpatch()`` restores
-    it. What is evaluated before training is not patched.
+    it. An evaluation before training runs the unpatched model.
+
+    Raises TypeError or ValueError for options that ``patch`` does not take.
     """
 
     def __init__(self, **options: Any) -> None:
+        check_options(options)
         self.options = options
         self.report: PatchReport | None = None
 

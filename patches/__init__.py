@@ -40,6 +40,10 @@ class Recogniser:
         for name in self.state:
             vars(module).pop(name, None)
 
+    def depends_on(self, module: nn.Module, model: nn.Module) -> list[nn.Module]:
+        """List the modules of ``model`` whose own forward must run for a kernel to run in ``module``."""
+        return [module]
+
     def looks_like(self, module: nn.Module) -> bool:
         """Whether a user would expect ``module`` to match, so that a report must say why it does not."""
         raise NotImplementedError
@@ -99,28 +103,6 @@ def original(cls: Any) -> Any:
     """The class that a patched one was made from; others themselves."""
     origin = getattr(cls, "_liger_like", None)
     return cls if origin is None else origin.cls
-
-
-def bound_forwards(module: nn.Module) -> list[str]:
-    """The attributes of ``module`` alone that hold its class's forward; hooks of accelerate (``device_map``) keep what
-    they run in ``_old_forward``, and leave ``forward`` behind when they are removed.
-    """
-    names = ("forward", "_old_forward")
-    return [name for name in names if getattr(vars(module).get(name), "__func__", None) is type(module).forward]
-
-
-def foreign_forward(module: nn.Module) -> str:
-    """The name of what replaced the forward of ``module`` alone; empty if nothing, or hooks of accelerate around it."""
-    forward, bound = vars(module).get("forward"), bound_forwards(module)
-    function: Any = getattr(forward, "func", forward)  # of a partial
-    hooks = getattr(function, "__module__", None) == "accelerate.hooks"
-    if forward is None or "forward" in bound or (hooks and bound):
-        return ""
-    code = getattr(function, "__code__", None)
-    if code is None:
-        return where(function)
-    # its own name, not one that functools.wraps gave it
-    return f"{function.__globals__['__name__']}.{getattr(code, 'co_qualname', code.co_name)}"
 
 
 def where(function: Callable[..., Any]) -> str:

@@ -6,13 +6,9 @@ attention. Those that come to a window, padding and keys from one to another, as
 are, as a bias.
 """
 
-import ast
-import functools
 import inspect
 import re
-import textwrap
 from collections.abc import Callable
-from types import FunctionType
 from typing import Any, NamedTuple
 
 import torch
@@ -20,6 +16,13 @@ from torch import Tensor, nn
 
 from liger_like.ops.attention import flash_attention
 from liger_like.patches import Recogniser, Trial, UnrecognisedError, bare, random_like, random_parameter, where
+from liger_like.patches.attention_source import (
+    eager_function,
+    keywords_of,
+    looks_into_a_mask_it_makes,
+    looks_into_its_mask,
+    options_of,
+)
 
 NAME = "liger_like"
 # keywords that a family may pass: those that matter, and those that the mask and the shapes know better
@@ -99,6 +102,11 @@ def make_mask(
     mask = _recognised(mask_function)
     if context is not None:
         return _across_processes(mask, attention_mask)
+    layer_types = getattr(options.get("config"), "layer_types", None) or ()
+    if "linear_attention" in layer_types and isinstance(attention_mask, Tensor):
+        # transformers may ask the cache of a linear layer for the number of keys, which is 0; the padding mask has it
+        missing = max(0, attention_mask.shape[-1] - kv_offset - kv_length)
+        q_offset, kv_length = q_offset + missing, kv_length + missing
     # a static cache has room behind the last query, and its offset may be on the device: then positions are not known
     ends_together = isinstance(q_offset, int) and q_offset + q_length == kv_offset + kv_length
     if mask is None and ends_together and q_length == kv_length and kv_offset == 0 and not options.get("use_vmap"):
@@ -260,7 +268,7 @@ def attend(
         mask = mask._replace(spans=_within_documents(mask.spans, query, key, cu_q, options.get("cu_seq_lens_k", cu_q)))
     if options.get("dropout") or options.get("output_attentions"):
         return _eager(module, query, key, value, mask, options)
-    if torch.is_autocast_enabled(query.device.type):
+    if torch.amp.is_autocast_available(query.device.type) and torch.is_autocast_enabled(query.device.type):
         dtype = torch.get_autocast_dtype(query.device.type)
         query, key, value = (t.to(dtype) for t in (query, key, value))
     q, k, v = (t.transpose(1, 2) for t in (query, key, value))
@@ -283,7 +291,7 @@ def _eager(
     """What the family computes without kernels. Hidden keys have the least score, as a softmax without keys is NaN."""
     least = torch.finfo(query.dtype).min
     bias = mask.bias(query, key, least) if isinstance(mask, Mask) else mask.clamp(min=least)
-    eager: Any = _eager_function(type(module))
+    eager: Any = eager_function(type(module))
     return eager(module, query, key, value, bias, **options)  # type: ignore[no-any-return]
 
 
@@ -304,32 +312,32 @@ class Attention(Recogniser):
     def looks_like(self, module: nn.Module) -> bool:
         """Any module that calls the interface, and any attention, by name, without a part that is one."""
         parts = [part for name, part in module.named_modules() if name]
-        return _eager_function(type(module)) is not None or (
+        return eager_function(type(module)) is not None or (
             _is_attention(module) and not any(_is_attention(part) for part in parts)
         )
 
     def variant(self, module: nn.Module, model: nn.Module) -> str:
         """What its scores have."""
         cls: Any = type(module)
-        config, eager = getattr(module, "config", None), _eager_function(cls)
+        config, eager = getattr(module, "config", None), eager_function(cls)
         if eager is None:
             raise UnrecognisedError(f"{where(cls.forward)} has no eager_attention_forward for transformers to replace")
         if not hasattr(config, "_attn_implementation_internal"):
             raise UnrecognisedError("it has no transformers config")
-        taken = {*_keywords(cls), *inspect.signature(eager).parameters} - EAGER
+        taken = {*keywords_of(cls), *inspect.signature(eager).parameters} - EAGER
         if taken - KEYWORDS:
             raise UnrecognisedError(f"its family's attention has {', '.join(sorted(taken - KEYWORDS))}")
         owners: dict[Any, None] = {type(m): None for m in model.modules() if getattr(m, "config", None) is config}
         for owner in owners:
             if not getattr(owner, "_supports_attention_backend", True):
                 raise UnrecognisedError(f"{where(owner)} does not support it")
-            if _looks_into_a_mask_it_makes(owner):
+            if looks_into_a_mask_it_makes(owner):
                 raise UnrecognisedError(f"{where(owner.forward)} does more with a mask than to pass it on")
-        if _looks_into_its_mask(cls):
+        if looks_into_its_mask(cls):
             raise UnrecognisedError(f"{where(cls.forward)} does more with its mask than to pass it on")
         if getattr(config, "output_attentions", False):
             raise UnrecognisedError("its config asks for attention weights, which are never in memory")
-        options = _options(module, SCORES)
+        options = options_of(module, SCORES)
         if options.get("dropout"):
             raise UnrecognisedError(f"its attention has dropout, {options['dropout']}")
         if not isinstance(options.get("scaling"), int | float | None):
@@ -342,15 +350,15 @@ class Attention(Recogniser):
 
     def miniature(self, module: nn.Module, variant: str) -> nn.Module:
         """The numbers that ``module`` has, and other sinks."""
-        sinks = _options(module, {"s_aux"}).get("s_aux")
+        sinks = options_of(module, {"s_aux"}).get("s_aux")
         numbers = {name: value for name, value in vars(module).items() if isinstance(value, int | float | str | None)}
         parameters = {name: random_parameter(*p.shape) for name, p in module.named_parameters() if p is sinks}
         return bare(type(module), **numbers, **parameters, config=module.config, dtype=random_parameter(1))
 
     def trial(self, module: nn.Module, variant: str, methods: dict[str, Any]) -> Trial:
         """Two rows of 6 queries, one padded, with scores of about 1 at most: a hot softmax blows up roundings."""
-        eager: Any = _eager_function(type(module))
-        options = _options(module, SCORES - {"dropout"})
+        eager: Any = eager_function(type(module))
+        options = options_of(module, SCORES - {"dropout"})
         sinks, parameter = options.get("s_aux"), next(module.parameters())
         groups = getattr(module, "num_key_value_groups", 1)
         heads = 2 * groups if sinks is None else len(sinks)
@@ -371,79 +379,3 @@ class Attention(Recogniser):
 
 def _is_attention(module: nn.Module) -> bool:
     return re.search(r"attention(\d\w*)?$", type(module).__name__, re.IGNORECASE) is not None
-
-
-def _eager_function(cls: type[Any]) -> Callable[..., Any] | None:
-    """What the forward of ``cls`` hands to transformers' interface for want of a registered function."""
-    forward = inspect.unwrap(cls.forward)
-    if not isinstance(forward, FunctionType) or "get_interface" not in forward.__code__.co_names:
-        return None
-    names = [name for name in forward.__code__.co_names if name.endswith("eager_attention_forward")]
-    return forward.__globals__.get(names[0]) if names else None  # some modules have one for text and one for images
-
-
-@functools.cache
-def _tree(cls: type[Any]) -> ast.AST:
-    """The source of the forward of ``cls``. Raises UnrecognisedError if it has none."""
-    try:
-        return ast.parse(textwrap.dedent(inspect.getsource(inspect.unwrap(cls.forward))))
-    except OSError as error:
-        raise UnrecognisedError(f"{where(cls.forward)} has no source") from error
-
-
-def _looks_into_its_mask(cls: Any) -> bool:
-    """Whether the forward of ``cls`` uses the mask that it is given for more than to pass it to the interface.
-
-    A Mask is no tensor to cut, to extend or to combine. What runs for the eager implementation alone does not count.
-    """
-    masks = {name for name in inspect.signature(inspect.unwrap(cls.forward)).parameters if "mask" in name}
-    pending, uses = [_tree(cls)], []
-    while pending:
-        node = pending.pop()
-        if isinstance(node, ast.If) and "eager" in ast.unparse(node.test):
-            pending += [node.test, *node.orelse]
-            continue
-        pending += ast.iter_child_nodes(node)
-        if isinstance(node, ast.Call) and ast.unparse(node.func) != "attention_interface":
-            uses += [*node.args, *[keyword.value for keyword in node.keywords]]
-        elif isinstance(node, ast.Attribute | ast.Subscript):
-            uses.append(node.value)
-        elif isinstance(node, ast.BinOp):
-            uses += [node.left, node.right]
-    return any(isinstance(use, ast.Name) and use.id in masks for use in uses)
-
-
-@functools.cache
-def _looks_into_a_mask_it_makes(cls: Any) -> bool:
-    """Whether the forward of ``cls`` uses what one of transformers' functions makes for more than to pass it on."""
-    code = [*ast.walk(_tree(cls))]
-    made = {
-        ast.unparse(node.targets[0]): node.lineno
-        for node in code
-        if isinstance(node, ast.Assign) and re.match(r"create_\w*mask\(", ast.unparse(node.value))
-    }
-    uses = [node.value for node in code if isinstance(node, ast.Attribute | ast.Subscript)]
-    return any(isinstance(use, ast.Name) and use.lineno > made.get(use.id, use.lineno) for use in uses)
-
-
-@functools.cache
-def _keywords(cls: Any) -> dict[str, Any]:
-    """The keywords with which the forward of ``cls`` calls the interface, as code."""
-    calls = [node for node in ast.walk(_tree(cls)) if isinstance(node, ast.Call)]
-    keywords = [k for call in calls if ast.unparse(call.func) == "attention_interface" for k in call.keywords]
-    if not keywords:
-        raise UnrecognisedError(f"{where(cls.forward)} does not call attention_interface")
-    return {k.arg: compile(ast.Expression(k.value), k.arg, "eval") for k in keywords if k.arg is not None}
-
-
-def _options(module: nn.Module, wanted: set[str]) -> dict[str, Any]:
-    """What ``module`` passes in training for the keywords ``wanted``. Raises UnrecognisedError."""
-    cls: Any = type(module)
-    keywords = _keywords(cls)
-    trained = bare(cls)
-    vars(trained).update(vars(module), training=True)
-    names = inspect.unwrap(cls.forward).__globals__ | {"self": trained}
-    try:
-        return {name: eval(keywords[name], names) for name in wanted & keywords.keys()}
-    except (NameError, AttributeError) as error:
-        raise UnrecognisedError(f"what it passes to its attention function is not known before: {error}") from error

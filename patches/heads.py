@@ -16,7 +16,8 @@ from torch.distributed.fsdp import FSDPModule
 from liger_like.ops._common import use_kernel
 from liger_like.ops._shards import Shard
 from liger_like.ops.linear_cross_entropy import fused_linear_cross_entropy
-from liger_like.patches import UnrecognisedError, bare, foreign_forward, original, random_parameter, where
+from liger_like.patches import UnrecognisedError, bare, original, random_parameter, where
+from liger_like.patches.foreign import foreign_forward
 
 LINEAR, LORA, COPIES = "lazy logits", "lazy logits, LoRA", "lazy logits, trained copy"
 TENSOR_PARALLEL = "lazy logits, tensor parallel"
@@ -107,7 +108,8 @@ def _is_released(head: Any, x: Tensor, loss: dict[str, Any] | None) -> bool:
         return False
     if torch.is_grad_enabled():
         made_later = loss is None or loss.get("reduction") == "none" or not use_kernel(x)
-        head._read_later |= made_later or hasattr(head.weight, "device_mesh")
+        if made_later or hasattr(head.weight, "device_mesh"):
+            head._read_later = True
         head.set_unshard_in_backward(head._read_later)
     return not head._read_later
 

@@ -9,6 +9,7 @@ offloading) acts around it. Any other use of lazy logits makes them real.
 import copy
 import functools
 import inspect
+import threading
 import warnings
 from collections.abc import Callable
 from typing import Any
@@ -23,6 +24,15 @@ from liger_like.patches.heads import FORWARDS, LINEAR, loss_of, obstacle, parts_
 MODEL = "fused loss"
 ScaleAndSoftcap = tuple[float, float | None]
 NUMBER = (int, float)
+
+
+class _Training(threading.local):
+    """The head whose calls return lazy logits, by thread: torch.compile traces no ContextVar."""
+
+    head: Any = None
+
+
+_training = _Training()
 
 
 class LazyLogits:
@@ -234,13 +244,20 @@ class LMHead(Recogniser):
 
     pattern = "lm_head"
     options = ("loss",)
-    state = ("_lazy", "_read_later")
+    state = ("_read_later",)
 
     def forget(self, module: Any) -> None:
         """FSDP2 gathers the weight for the backward again, too."""
         if "_read_later" in vars(module):
             module.set_unshard_in_backward(True)
         super().forget(module)
+
+    def depends_on(self, module: Any, model: nn.Module) -> list[nn.Module]:
+        """List ``module``, unless it is a patched head, whose loss is fused by the models that have it."""
+        if not hasattr(type(module), "_kind"):
+            return [module]
+        models = [part for part in model.modules() if self.looks_like(part)]
+        return [part for part in models if module in part.get_output_embeddings().modules()]  # type: ignore[operator]
 
     def looks_like(self, module: nn.Module) -> bool:
         """Any transformers model with an output embedding."""
@@ -306,9 +323,9 @@ class LMHead(Recogniser):
 
 def _head_methods(cls: type[Any], kind: str) -> dict[str, Any]:
     def call(self: Any, *args: Any, **kwargs: Any) -> Any:
-        return LazyLogits(self, *args) if self._lazy else nn.Module.__call__(self, *args, **kwargs)
+        return LazyLogits(self, *args) if _training.head is self else nn.Module.__call__(self, *args, **kwargs)
 
-    return {"_lazy": False, "_read_later": False, "_kind": kind, "__call__": call, "forward": FORWARDS[kind](cls)}
+    return {"_read_later": False, "_kind": kind, "__call__": call, "forward": FORWARDS[kind](cls)}
 
 
 def _model_methods(cls: type[Any]) -> dict[str, Any]:
@@ -317,10 +334,12 @@ def _model_methods(cls: type[Any]) -> dict[str, Any]:
 
     @functools.wraps(cls.forward)
     def forward(self: Any, *args: Any, **kwargs: Any) -> Any:
+        if not hasattr(type(self), "_liger_like"):  # unpatched; another library kept this forward
+            return cls.forward(self, *args, **kwargs)
         labels = args[index] if len(args) > index else kwargs.get("labels")
         head = self.get_output_embeddings()
         lazy = labels is not None and self.training
-        if lazy and (not hasattr(type(head), "_lazy") or obstacle(head)):
+        if lazy and (not hasattr(type(head), "_kind") or obstacle(head)):
             warnings.warn(
                 "liger_like: the head changed after patching, patch again; this loss is not fused", stacklevel=2
             )
@@ -328,11 +347,11 @@ def _model_methods(cls: type[Any]) -> dict[str, Any]:
         # torch.compile does not follow torch's own loss into what stands for a tensor
         if not lazy or (torch.compiler.is_compiling() and not traceable):
             return cls.forward(self, *args, **kwargs)
-        head._lazy = True
+        outer, _training.head = _training.head, head
         try:
             output = cls.forward(self, *args, **kwargs)
         finally:
-            head._lazy = False  # not deleted: torch.compile does not follow that
+            _training.head = outer
         if isinstance(output, tuple):
             settled = [(value, _settle(value)) for value in output]
             return tuple(new for old, new in settled if new is not None or old is None)

@@ -44,6 +44,12 @@ def _repeatable():
     torch.manual_seed(0)
 
 
+@pytest.fixture(autouse=True)
+def _surface_errors(monkeypatch):
+    """Patching reports an exception of any kind as a module left alone; in the tests it is a mistake and is raised."""
+    monkeypatch.setattr("liger_like.patching.raise_errors", True)
+
+
 @pytest.fixture
 def poisoned():
     """Memory that torch hands out unfilled holds NaN (integers: their maximum), so that a read of it shows.

@@ -66,7 +66,7 @@ def test_adapters(adapters, order, device):
     assert model(**inputs).logits is None
     unpatch(model)
     assert {name: type(m) for name, m in model.named_modules()} == {n: type(m) for n, m in original.named_modules()}
-    assert not any("_lazy" in vars(m) for m in model.modules())
+    assert not any("_read_later" in vars(m) for m in model.modules())
     assert_exact(model, original, inputs)
 
 

@@ -1,6 +1,7 @@
 """Recognition, reports, and patching that leaves no trace."""
 
 import copy
+import functools
 import pickle
 import subprocess
 import sys
@@ -15,6 +16,7 @@ from transformers.models.llama import modeling_llama
 import liger_like.patching
 from liger_like.patches import heads, rms_norm, rope
 from liger_like.patching import AutoModelForCausalLM, patch, unpatch
+from liger_like.trainer import PatchCallback
 
 
 def object_graph(model):
@@ -129,12 +131,18 @@ def test_save_and_load(device, tmp_path):
     assert_exact(patched, plain, inputs)
 
 
-def test_auto_model_from_config_logs_what_was_left_alone(device, caplog):
-    model = AutoModelForCausalLM.from_config(tiny("Llama").config)
-    assert model.train()(**batch()).logits is None
-    assert not caplog.records
-    AutoModelForCausalLM.from_config(tiny("Llama", hidden_act="relu").config)
-    assert "no kernel for the activation ReLU" in caplog.text
+@pytest.mark.filterwarnings("error:liger_like")
+def test_auto_model_from_config_warns_of_what_was_left_alone():
+    config = tiny("Llama").config
+    assert AutoModelForCausalLM.from_config(config).train()(**batch()).logits is None
+    with pytest.warns(
+        UserWarning, match="some modules were left alone:(.|\n)*no kernel for the activation ReLU"
+    ) as seen:
+        AutoModelForCausalLM.from_config(tiny("Llama", hidden_act="relu").config)
+    assert [warning.filename for warning in seen] == [__file__]
+    assert AutoModelForCausalLM.from_config(config, loss=False).train()(**batch()).logits is not None
+    with pytest.raises(TypeError, match="loss must be True or False, got 'fused'"):
+        AutoModelForCausalLM.from_pretrained("never loaded", loss="fused")
 
 
 def test_report(device):
@@ -229,9 +237,59 @@ def test_what_is_no_module_is_refused(wrong):
             function(wrong)
 
 
-def test_unknown_verify_is_refused():
+@pytest.mark.parametrize("make", [functools.partial(patch, nn.Linear(2, 2)), PatchCallback])
+def test_options_that_patch_does_not_take_are_refused(make):
     with pytest.raises(ValueError, match="verify must be 'fingerprint' or 'numeric', got 'yes'"):
-        patch(nn.Linear(2, 2), verify="yes")
+        make(verify="yes")
+    for name in ("norm", "rope", "mlp", "attention", "loss", "strict"):
+        with pytest.raises(TypeError, match=f"{name} must be True or False, got 'fused'"):
+            make(**{name: "fused"})
+    message = "patch takes no option 'losses': its options are norm, rope, mlp, attention, loss, strict and verify"
+    with pytest.raises(TypeError, match=message):
+        make(losses=True)
+
+
+def test_a_model_without_kernels_is_warned_of():
+    with pytest.warns(UserWarning, match="liger_like: no module of Linear runs a kernel") as seen:
+        patch(nn.Linear(2, 2))
+    assert [warning.filename for warning in seen] == [__file__]
+
+
+def test_attention_left_alone_for_dropout_is_warned_of_once(device):
+    with pytest.warns(UserWarning, match=r"LlamaAttention runs no kernel: its attention has dropout, 0\.1") as seen:
+        patch(tiny("Llama", device, attention_dropout=0.1))
+    assert [warning.filename for warning in seen] == [__file__]
+
+
+@pytest.mark.filterwarnings("error:liger_like")
+def test_a_patched_model_is_not_warned_of(device):
+    for _ in range(2):
+        patch(tiny("Llama", device))
+
+
+@pytest.mark.parametrize("chosen", ["eager", "flex_attention"])
+def test_unpatch_keeps_the_attention_that_the_user_chose_last(chosen, device):
+    """While the model was patched, and before it was patched again; of parts of a config, too."""
+    for again in (False, True):
+        model = tiny("Llama", device)
+        patch(model)
+        model.set_attn_implementation(chosen)
+        assert model.config._attn_implementation == chosen
+        if again:
+            patch(model)
+            assert model.config._attn_implementation == "liger_like"
+        unpatch(model)
+        assert model.config._attn_implementation == chosen
+        assert vars(model.config)["_attn_implementation_internal"] == chosen
+
+
+def test_choosing_no_other_attention_leaves_no_trace(device):
+    model = tiny("Llama", device)
+    before = model.config._attn_implementation
+    patch(model)
+    model.set_attn_implementation("liger_like")
+    unpatch(model)
+    assert model.config._attn_implementation == before
 
 
 def test_unpatch_refuses_under_a_foreign_class(device):

@@ -245,6 +245,8 @@ def test_sft_trainer(how, device, tmp_path):
             assert [row.pattern for row in callback.report.patched] == ["rms_norm"]
         if report:
             unpatch(model)
+            inputs = collate(examples(2))
+            assert this.model.train()(**{name: x.to(device) for name, x in inputs.items()}).logits is not None
     keys = ("loss", "grad_norm", "entropy", "mean_token_accuracy")
     got, expected = ([{key: entry[key] for key in keys} for entry in run] for run in logs)
     assert_same(got, expected)

@@ -330,7 +330,7 @@ def glu_linear(act: str, linear: Callable[[Tensor], Tensor], gate: Tensor, up: T
     """``linear(act(gate) * up)``, with ``act`` out of GLUS; a training linear layer does not keep its input, which the
     backward makes again with the gradients of gate and up (6 readings and writings for 5, and a tensor less to keep).
     """
-    if not (torch.is_grad_enabled() and _is_plain(linear, gate) and use_kernel(gate)):
+    if not (torch.is_grad_enabled() and use_kernel(gate) and _is_plain(linear, gate)):
         return linear(GLUS[act](gate, up))
     _check(gate, up)
     operands = gate, up, linear.weight, linear.bias

@@ -27,7 +27,7 @@ def pipeline_loss(head: nn.Module, num_items: int | Tensor | None = None, **opti
 
     Raises TypeError if ``head`` is no such layer.
     """
-    if not hasattr(type(head), "_lazy"):
+    if not hasattr(type(head), "_kind"):
         raise TypeError(
             f"head must be the output layer of a model that liger_like.patch has patched, got {type(head).__name__}"
         )

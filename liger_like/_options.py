@@ -1,0 +1,32 @@
+"""Check the options of ``patch``, wherever they are given."""
+
+import functools
+from collections.abc import Callable
+from typing import Any, ParamSpec, TypeVar
+
+SWITCHES = ("norm", "rope", "mlp", "attention", "loss", "strict")
+VERIFY = ("fingerprint", "numeric")
+P = ParamSpec("P")
+R = TypeVar("R")
+
+
+def check_options(options: dict[str, Any]) -> None:
+    """Raise TypeError or ValueError unless ``options`` are keyword arguments that ``patch`` takes."""
+    for name, value in options.items():
+        if name not in (*SWITCHES, "verify"):
+            raise TypeError(f"patch takes no option {name!r}: its options are {', '.join(SWITCHES)} and verify")
+        if name in SWITCHES and not isinstance(value, bool):
+            raise TypeError(f"{name} must be True or False, got {value!r}")
+        if name == "verify" and value not in VERIFY:
+            raise ValueError(f"verify must be 'fingerprint' or 'numeric', got {value!r}")
+
+
+def checks_options(patch: Callable[P, R]) -> Callable[P, R]:
+    """Check the options before ``patch`` runs: Python's own error would not name the valid ones."""
+
+    @functools.wraps(patch)
+    def checked(*args: P.args, **options: P.kwargs) -> R:
+        check_options({name: value for name, value in options.items() if name != "model"})
+        return patch(*args, **options)
+
+    return checked

@@ -1,0 +1,90 @@
+"""Read from an attention's forward what it gives transformers' attention interface, and what it does with masks."""
+
+import ast
+import functools
+import inspect
+import re
+import textwrap
+from collections.abc import Callable
+from types import FunctionType
+from typing import Any
+
+from torch import nn
+
+from liger_like.patches import UnrecognisedError, bare, where
+
+
+def eager_function(cls: type[Any]) -> Callable[..., Any] | None:
+    """Return the function that the forward of ``cls`` gives transformers' interface as the eager one, or None."""
+    forward = inspect.unwrap(cls.forward)
+    if not isinstance(forward, FunctionType) or "get_interface" not in forward.__code__.co_names:
+        return None
+    names = [name for name in forward.__code__.co_names if name.endswith("eager_attention_forward")]
+    return forward.__globals__.get(names[0]) if names else None  # some modules have one for text and one for images
+
+
+@functools.cache
+def _tree(cls: type[Any]) -> ast.AST:
+    """Parse the forward of ``cls``. Raises UnrecognisedError if it has no source."""
+    try:
+        return ast.parse(textwrap.dedent(inspect.getsource(inspect.unwrap(cls.forward))))
+    except OSError as error:
+        raise UnrecognisedError(f"{where(cls.forward)} has no source") from error
+
+
+def looks_into_its_mask(cls: Any) -> bool:
+    """Return whether the forward of ``cls`` uses its mask for more than to pass it to the interface.
+
+    A Mask is no tensor to cut, to extend or to combine. What runs for the eager implementation alone does not count.
+    """
+    masks = {name for name in inspect.signature(inspect.unwrap(cls.forward)).parameters if "mask" in name}
+    pending, uses = [_tree(cls)], []
+    while pending:
+        node = pending.pop()
+        if isinstance(node, ast.If) and "eager" in ast.unparse(node.test):
+            pending += [node.test, *node.orelse]
+            continue
+        pending += ast.iter_child_nodes(node)
+        if isinstance(node, ast.Call) and ast.unparse(node.func) != "attention_interface":
+            uses += [*node.args, *[keyword.value for keyword in node.keywords]]
+        elif isinstance(node, ast.Attribute | ast.Subscript):
+            uses.append(node.value)
+        elif isinstance(node, ast.BinOp):
+            uses += [node.left, node.right]
+    return any(isinstance(use, ast.Name) and use.id in masks for use in uses)
+
+
+@functools.cache
+def looks_into_a_mask_it_makes(cls: Any) -> bool:
+    """Return whether the forward of ``cls`` uses a mask that transformers made for more than to pass it on."""
+    code = [*ast.walk(_tree(cls))]
+    made = {
+        ast.unparse(node.targets[0]): node.lineno
+        for node in code
+        if isinstance(node, ast.Assign) and re.match(r"create_\w*mask\(", ast.unparse(node.value))
+    }
+    uses = [node.value for node in code if isinstance(node, ast.Attribute | ast.Subscript)]
+    return any(isinstance(use, ast.Name) and use.lineno > made.get(use.id, use.lineno) for use in uses)
+
+
+@functools.cache
+def keywords_of(cls: Any) -> dict[str, Any]:
+    """Compile the keyword arguments that the forward of ``cls`` gives the interface. Raises UnrecognisedError."""
+    calls = [node for node in ast.walk(_tree(cls)) if isinstance(node, ast.Call)]
+    keywords = [k for call in calls if ast.unparse(call.func) == "attention_interface" for k in call.keywords]
+    if not keywords:
+        raise UnrecognisedError(f"{where(cls.forward)} does not call attention_interface")
+    return {k.arg: compile(ast.Expression(k.value), k.arg, "eval") for k in keywords if k.arg is not None}
+
+
+def options_of(module: nn.Module, wanted: set[str]) -> dict[str, Any]:
+    """Return the values that ``module`` passes in training for the keywords ``wanted``. Raises UnrecognisedError."""
+    cls: Any = type(module)
+    keywords = keywords_of(cls)
+    trained = bare(cls)
+    vars(trained).update(vars(module), training=True)
+    names = inspect.unwrap(cls.forward).__globals__ | {"self": trained}
+    try:
+        return {name: eval(keywords[name], names) for name in wanted & keywords.keys()}
+    except (NameError, AttributeError) as error:
+        raise UnrecognisedError(f"what it passes to its attention function is not known before: {error}") from error
