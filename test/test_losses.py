@@ -48,7 +48,7 @@ def test_logits_of_ignored_rows_are_left_alone(device, training):
 
 
 @pytest.mark.parametrize(
-    ("reduction", "num_items"), [("mean", None), ("sum", None), ("none", None), ("mean", 0), ("mean", "tensor")]
+    ("num_items", "reduction"), [(None, "mean"), (None, "sum"), (None, "none"), (0, "mean"), ("tensor", "mean")]
 )
 def test_all_rows_ignored(device, reduction, num_items):
     num_items = torch.zeros((), dtype=torch.int64, device=device) if num_items == "tensor" else num_items
