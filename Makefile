@@ -16,6 +16,8 @@ endif
 # a process for each core, or one on a GPU
 PARALLEL := --numprocesses auto --dist worksteal
 OLDEST := $(addprefix test/test_,coverage.py patches_vision.py patching_recognition.py)
+NEWEST := $(addprefix test/test_,tiles.py norms_and_rope.py losses.py chunked_loss.py attention_programs.py) \
+	$(addprefix test/test_ops.py::test_,zero_stride_upstream bitwise_repeatable)
 
 .PHONY: demo test test-gpu test-oldest test-newest check compile-check mutants sanitize coverage tune
 .PHONY: bench bench-losses bench-ops bench-attention bench-training bench-sweeps bench-sharded bench-curves
