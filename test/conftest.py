@@ -53,12 +53,10 @@ def pytest_testnodedown(node):
 
 def pytest_terminal_summary(terminalreporter, config):
     """Print how many tests were not run, and why."""
-    why = Counter(report.longrepr[2].removeprefix("Skipped: ") for report in terminalreporter.getreports("skipped"))
-    reasons = [f"{count} {reason}" for reason, count in why.items()]
-    if left_out := config.stash.get(NEEDS_GPU, 0):
-        reasons.insert(0, f"{left_out} need a GPU (make test-gpu)")
-    if reasons:
-        terminalreporter.write_line(f"not run: {', '.join(reasons)}")
+    why = Counter({"needs a GPU: make test-gpu": config.stash.get(NEEDS_GPU, 0)})
+    why.update(report.longrepr[2].removeprefix("Skipped: ") for report in terminalreporter.getreports("skipped"))
+    if why.total():
+        terminalreporter.write_line(f"not run: {', '.join(f'{n} ({reason})' for reason, n in why.items() if n)}")
 
 
 @pytest.fixture
