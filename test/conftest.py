@@ -91,6 +91,14 @@ def poisoned():
 
 
 @pytest.fixture
+def references(monkeypatch):
+    """Run the references of the ops on a CPU: their kernels have tests of their own, and take long to interpret."""
+    from liger_like.ops import _common
+
+    monkeypatch.setattr(_common, "INTERPRET", False)
+
+
+@pytest.fixture
 def results(monkeypatch, tmp_path):
     """Instead of the folder of results and the pages of the sweeps."""
     from benchmark import markdown, measure, sweeps_report

@@ -16,6 +16,8 @@ import liger_like.patching
 from liger_like.patches import heads, rms_norm, rope
 from liger_like.patching import AutoModelForCausalLM, patch, unpatch
 
+pytestmark = pytest.mark.usefixtures("references")
+
 
 def object_graph(model):
     """Class and attributes of every module, and the names in its classes' source modules."""
