@@ -14,20 +14,32 @@ ready := $(VENV)/.ready
 endif
 
 TRITON := installed 3.6.0
+# a process for each core, or one on a GPU
+PARALLEL := --numprocesses auto --dist worksteal
 OLDEST := $(addprefix test/test_,coverage.py patches_vision.py patching_recognition.py)
+NEWEST := $(addprefix test/test_,tiles.py norms_and_rope.py losses.py chunked_loss.py attention_programs.py) \
+	$(addprefix test/test_ops.py::test_,zero_stride_upstream bitwise_repeatable)
 
-.PHONY: demo test test-oldest check compile-check mutants sanitize coverage tune
+.PHONY: demo test test-gpu test-oldest test-newest check compile-check mutants sanitize coverage tune
 .PHONY: bench bench-losses bench-ops bench-attention bench-training bench-sweeps bench-sharded bench-curves
 
 demo: $(ready)
 	@$(py) examples/train.py
 
+# make test, or some of the tests, make test ARGS="test/test_docs.py -k rope"
 test: $(ready)
-	$(py) -m pytest
+	$(py) -m pytest $(PARALLEL) $(ARGS)
+
+test-gpu: $(ready)
+	$(py) -m pytest -m gpu $(ARGS)
 
 # the oldest transformers allowed, by the tests that see most of its classes
 test-oldest: $(ready) .cache/transformers-5.17.0
-	PYTHONPATH=$(CURDIR)/.cache/transformers-5.17.0:$(PYTHONPATH) $(py) -m pytest $(OLDEST)
+	PYTHONPATH=$(CURDIR)/.cache/transformers-5.17.0:$(PYTHONPATH) $(py) -m pytest $(PARALLEL) $(OLDEST)
+
+# the newest Triton, by the tests that launch every kernel
+test-newest: $(ready) .cache/triton-3.9.0
+	PYTHONPATH=$(CURDIR)/.cache/triton-3.9.0:$(PYTHONPATH) $(py) -m pytest $(PARALLEL) $(NEWEST)
 
 check: $(ready)
 	$(py) -m ruff check .

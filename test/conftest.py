@@ -1,4 +1,7 @@
 import os
+from collections import Counter
+
+os.environ.setdefault("OMP_NUM_THREADS", "1")  # before torch is imported: small tensors, and a process for each core
 
 import pytest
 import torch
@@ -10,8 +13,12 @@ if not torch.cuda.is_available():
     os.environ["TRITON_INTERPRET"] = (
         "1"  # before any kernel is decorated: without a GPU the same kernels are interpreted
     )
+    from interpreter import quicken
+
+    quicken()
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
+NEEDS_GPU = pytest.StashKey[int]()  # how many tests were not collected
 # the same examples in every run: a failure is a commit's, not a day's
 settings.register_profile(
     "repeatable", derandomize=True, deadline=None, print_blob=True, max_examples=100 if DEVICE == "cuda" else 10
@@ -19,11 +26,37 @@ settings.register_profile(
 settings.load_profile("repeatable")
 
 
-def pytest_collection_modifyitems(items):
-    skip = pytest.mark.skip(reason="needs a GPU")
-    for item in items:
-        if "gpu" in item.keywords and DEVICE == "cpu":
-            item.add_marker(skip)
+@pytest.hookimpl(optionalhook=True)
+def pytest_xdist_auto_num_workers():
+    """Run the tests in one process on a GPU, and otherwise in one for each core."""
+    return 0 if DEVICE == "cuda" else None
+
+
+def pytest_collection_modifyitems(config, items):
+    """Leave out the tests that need a GPU where there is none."""
+    runnable = [item for item in items if DEVICE == "cuda" or "gpu" not in item.keywords]
+    config.stash[NEEDS_GPU] = len(items) - len(runnable)
+    items[:] = runnable
+
+
+def pytest_sessionfinish(session):
+    """Tell the process that started this one, if one did, how many tests were left out."""
+    if hasattr(session.config, "workeroutput"):
+        session.config.workeroutput["needs_gpu"] = session.config.stash.get(NEEDS_GPU, 0)
+
+
+@pytest.hookimpl(optionalhook=True)
+def pytest_testnodedown(node):
+    """Keep how many tests a worker left out, which is the same number for each."""
+    node.config.stash[NEEDS_GPU] = getattr(node, "workeroutput", {}).get("needs_gpu", 0)
+
+
+def pytest_terminal_summary(terminalreporter, config):
+    """Print how many tests were not run, and why."""
+    why = Counter({"needs a GPU: make test-gpu": config.stash.get(NEEDS_GPU, 0)})
+    why.update(report.longrepr[2].removeprefix("Skipped: ") for report in terminalreporter.getreports("skipped"))
+    if why.total():
+        terminalreporter.write_line(f"not run: {', '.join(f'{n} ({reason})' for reason, n in why.items() if n)}")
 
 
 @pytest.fixture
@@ -61,6 +94,14 @@ def poisoned():
     assert torch.empty(3).isnan().all()
     yield
     torch.use_deterministic_algorithms(False)
+
+
+@pytest.fixture
+def references(monkeypatch):
+    """Run the references of the ops on a CPU: their kernels have tests of their own, and take long to interpret."""
+    from liger_like.ops import _common
+
+    monkeypatch.setattr(_common, "INTERPRET", False)
 
 
 @pytest.fixture

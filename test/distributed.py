@@ -9,6 +9,7 @@ from unittest import mock
 import torch
 import torch.distributed as dist
 import triton
+from interpreter import quicken
 from torch.multiprocessing import start_processes
 
 from liger_like.ops import _common
@@ -37,6 +38,7 @@ def _work(rank, worker, world_size, args, backend, store, environment):
     os.environ.clear()  # the copied process's
     os.environ.update(environment)
     _common.INTERPRET = triton.knobs.runtime.interpret  # as an import would read it now
+    quicken()
     torch.set_num_threads(1)
     torch.manual_seed(0)
     if "nccl" in backend:

@@ -338,7 +338,7 @@ def test_gradients_that_nobody_needs_have_the_shape_that_is_traced(deterministic
 
 def test_repeats_bit_for_bit(device):
     inputs = attention_inputs(torch.float16, device, **EVERYTHING)
-    repeats = 200 if device == "cuda" else 20
+    repeats = 200 if device == "cuda" else 2  # the interpreter runs programs in turn
     first, *others = (run(ops.flash_attention, inputs, {"deterministic": True}) for _ in range(repeats))
     assert all(torch.equal(t, other[name]) for other in others for name, t in first.items())
 

@@ -47,11 +47,10 @@ def test_logits_of_ignored_rows_are_left_alone(device, training):
     assert torch.equal(logits, before)
 
 
-@pytest.mark.parametrize("reduction", ["mean", "sum", "none"])
-@pytest.mark.parametrize("num_items", [None, 0, "tensor"])
+@pytest.mark.parametrize(
+    ("num_items", "reduction"), [(None, "mean"), (None, "sum"), (None, "none"), (0, "mean"), ("tensor", "mean")]
+)
 def test_all_rows_ignored(device, reduction, num_items):
-    if num_items is not None and reduction != "mean":
-        pytest.skip("num_items divides the mean only")
     num_items = torch.zeros((), dtype=torch.int64, device=device) if num_items == "tensor" else num_items
     x = torch.randn(5, 16, device=device, requires_grad=True)
     w = torch.randn(30, 16, device=device, requires_grad=True)

@@ -12,7 +12,7 @@ from tiny_models import batch, results, rows, tiny
 from liger_like.patches import heads, qk_norm_rope, rms_norm
 from liger_like.patching import patch, unpatch
 
-pytestmark = pytest.mark.filterwarnings("error:liger_like")
+pytestmark = [pytest.mark.filterwarnings("error:liger_like"), pytest.mark.usefixtures("references")]
 PLACED = {
     "device_map": lambda model, device, folder: accelerate.dispatch_model(model, {"": device}, force_hooks=True),
     "cpu_offload": lambda model, device, folder: accelerate.cpu_offload(model, execution_device=device),

@@ -11,7 +11,7 @@ from torch.nn import functional as F  # noqa: N812
 from liger_like.patches import heads, lm_head
 from liger_like.patching import patch
 
-pytestmark = pytest.mark.filterwarnings("error:liger_like")
+pytestmark = [pytest.mark.filterwarnings("error:liger_like"), pytest.mark.usefixtures("references")]
 SMALL = {"d_model": 32, "encoder_layers": 1, "decoder_layers": 1, "encoder_attention_heads": 4, "vocab_size": 101}
 SMALL |= {"decoder_attention_heads": 4, "encoder_ffn_dim": 48, "decoder_ffn_dim": 48, "dropout": 0.0}
 SMALL |= {"pad_token_id": 0, "bos_token_id": 1, "eos_token_id": 2, "decoder_start_token_id": 2}

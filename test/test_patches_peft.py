@@ -18,7 +18,7 @@ from transformers import BitsAndBytesConfig, LlamaForCausalLM
 from liger_like.patches import heads
 from liger_like.patching import patch, unpatch
 
-pytestmark = pytest.mark.filterwarnings("error:liger_like")
+pytestmark = [pytest.mark.filterwarnings("error:liger_like"), pytest.mark.usefixtures("references")]
 ADAPTERS = {
     "head": {"target_modules": ["lm_head"]},
     "projections": {"target_modules": "all-linear"},

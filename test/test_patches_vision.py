@@ -9,7 +9,7 @@ from tiny_models import CONFIG, assert_exact, random, rows
 
 from liger_like.patching import patch
 
-pytestmark = pytest.mark.filterwarnings("error:liger_like")
+pytestmark = [pytest.mark.filterwarnings("error:liger_like"), pytest.mark.usefixtures("references")]
 
 IMAGE, WORDS = 100, 90  # the id that stands for a part of an image; ids of words are smaller
 TEXT = CONFIG | {"num_hidden_layers": 1, "num_attention_heads": 2, "num_key_value_heads": 1, "head_dim": 16}

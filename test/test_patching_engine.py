@@ -18,6 +18,8 @@ from liger_like.patches import heads, rms_norm, rope
 from liger_like.patching import AutoModelForCausalLM, patch, unpatch
 from liger_like.trainer import PatchCallback
 
+pytestmark = pytest.mark.usefixtures("references")
+
 
 def object_graph(model):
     """Class and attributes of every module, and the names in its classes' source modules."""

@@ -14,6 +14,8 @@ from liger_like.patches import UnrecognisedError, glu_mlp, layer_norm, rms_norm,
 from liger_like.patches.forms import form_of, match
 from liger_like.patching import patch
 
+pytestmark = pytest.mark.usefixtures("references")
+
 
 class ShiftedNorm(modeling_llama.LlamaRMSNorm):
     def forward(self, hidden_states):

@@ -17,7 +17,7 @@ from trl import SFTConfig, SFTTrainer
 from liger_like.patching import patch, unpatch
 from liger_like.trainer import PatchCallback
 
-pytestmark = pytest.mark.filterwarnings("error:liger_like")
+pytestmark = [pytest.mark.filterwarnings("error:liger_like"), pytest.mark.usefixtures("references")]
 
 
 def examples(count=16):

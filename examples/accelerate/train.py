@@ -19,7 +19,7 @@ from transformers import LlamaConfig, LlamaForCausalLM
 
 import liger_like
 
-STEPS, BATCH, LENGTH = 8, 8, 128
+STEPS, BATCH, LENGTH = 8, 8, 32
 
 
 def main() -> None:

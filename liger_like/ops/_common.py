@@ -290,7 +290,7 @@ def sum_rows_kernel(x_ptr, out_ptr, P, N, BLOCK_P: tl.constexpr, BLOCK_N: tl.con
 @triton.jit
 def accumulate(ptr, offs, mask, again, value):
     """Add ``value`` to the program's own memory, or store it there if this is not ``again``."""
-    tl.store(ptr + offs, value + tl.load(ptr + offs, mask=mask & again, other=0.0), mask=mask)
+    tl.store(ptr + offs, value + tl.load(ptr + offs, mask=tl.where(again, mask, False), other=0.0), mask=mask)
 
 
 @triton.jit

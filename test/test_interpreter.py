@@ -1,0 +1,41 @@
+"""What makes Triton's interpreter quicker leaves its checks as they are."""
+
+import pytest
+import torch
+import triton
+import triton.language as tl
+from conftest import DEVICE
+
+pytestmark = pytest.mark.skipif(DEVICE == "cuda", reason="kernels are compiled where there is a GPU")
+
+
+@triton.jit
+def _step(x, STEP: tl.constexpr):
+    return tl.maximum(x + STEP, x) - x
+
+
+@triton.jit
+def _arithmetic_kernel(x_ptr, OP: tl.constexpr, BLOCK: tl.constexpr):
+    offs = tl.arange(0, BLOCK)
+    x = tl.load(x_ptr + offs)
+    tl.store(
+        x_ptr + offs, x + x if OP == "add" else (-x - 2) - x if OP == "sub" else x * x if OP == "mul" else _step(x, 3)
+    )
+
+
+@pytest.mark.parametrize("op", ["add", "sub", "mul"])
+def test_integers_that_overflow_are_an_error(op):
+    for dtype in (torch.int32, torch.int16):
+        _arithmetic_kernel[(1,)](torch.tensor([1, 7], dtype=dtype), op, 2)
+        largest = torch.tensor([1, torch.iinfo(dtype).max], dtype=dtype)
+        with pytest.raises(Exception, match=f"int{dtype.itemsize * 8} overflow detected for operation {op}"):
+            _arithmetic_kernel[(1,)](largest, op, 2)
+
+
+def test_language_is_as_it_was_after_a_launch():
+    before = tl.load, tl.sum, tl.tensor.__add__
+    x = torch.tensor([1, 7])
+    for _ in range(2):
+        _arithmetic_kernel[(1,)](x, "step", 2)
+        assert x.tolist() == [3, 3]
+        assert (tl.load, tl.sum, tl.tensor.__add__) == before
