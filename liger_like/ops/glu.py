@@ -15,6 +15,7 @@ import triton.language as tl
 from torch import Tensor, nn
 
 from liger_like.ops._common import (
+    autocast_dtype,
     launch,
     load_tile,
     on_shards,
@@ -343,4 +344,4 @@ def _is_plain(linear: Any, x: Tensor) -> bool:
         return False
     weight = linear.weight
     plain = weight.requires_grad and type(weight) in (Tensor, nn.Parameter) and type(x) is Tensor
-    return plain and weight.dtype == x.dtype and not torch.is_autocast_enabled(x.device.type)
+    return plain and weight.dtype == x.dtype and not autocast_dtype(x.device)
