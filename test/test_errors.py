@@ -65,7 +65,8 @@ META = torch.empty(8, device="meta")
         (TypeError, "weight must have the dtype of x", lambda: ops.fused_linear_cross_entropy(X, HEAD.half(), Y)),
         (ValueError, r"bias must have shape \[11\]", lambda: ops.fused_linear_cross_entropy(X, HEAD, Y, W)),
         (ValueError, "weight must have at least one row", lambda: ops.fused_linear_cross_entropy(X, HEAD[:0], Y)),
-        (ValueError, "accum_dtype must be one of None, torch.float32, got", lambda: ops.fused_linear_cross_entropy(X, HEAD, Y, accum_dtype=torch.half)),
+        (ValueError, "accum_dtype must be one of None, torch.float32, got torch.float16", lambda:
+            ops.fused_linear_cross_entropy(X, HEAD, Y, accum_dtype=torch.half)),
         (ValueError, "chunk_rows must be at least 1", lambda: ops.fused_linear_cross_entropy(X, HEAD, Y, chunk_rows=0)),
         (ValueError, "outputs must be out of", lambda: ops.fused_linear_cross_entropy(X, HEAD, Y, outputs=("nll",))),
         (ValueError, r"lora\[1\] must", lambda: ops.fused_linear_cross_entropy(X, HEAD, Y, lora=(HEAD, X, 1.0))),
