@@ -38,6 +38,7 @@ FILES = (
     "test/test_attention_spans.py",
     "test/test_attention.py",
     "test/test_ops.py",
+    "test/test_errors.py",
     "test/test_attention_hopper_backward.py",
     "test/test_attention_hopper.py",
     "test/test_gpu.py",
@@ -70,7 +71,7 @@ TESTS = {
     "rope.py": "rope",
     "qk_norm_rope.py": "qk_norm_rope",
     "glu.py": "glu",
-    "_loss.py": "cross_entropy or test_losses",
+    "_loss.py": "cross_entropy or test_losses or test_errors",
     "cross_entropy.py": "cross_entropy or test_losses",
     "linear_cross_entropy.py": "linear_cross_entropy or test_losses or test_chunked_loss",
     "_chunked_loss.py": "test_losses or test_chunked_loss",
@@ -209,6 +210,47 @@ MUTANTS = [
         "total = total + tl.sum(e, axis=0)",
         "online softmax not rescaled",
     ),
+    Mutant("cross_entropy.py", "(z - lse) - lse_rest", "z - lse", "the gradient takes lse as one rounded number"),
+    Mutant(
+        "cross_entropy.py", "rest = (a - (total - b_part)) + (b - b_part)", "rest = a - total", "a wrong rest of lse"
+    ),
+    Mutant(
+        "cross_entropy.py", "seen * log_total - smooth", "V * log_total - smooth", "smoothing forgets class weights"
+    ),
+    Mutant("cross_entropy.py", "smooth += moved * seen +", "smooth +=", "smoothing forgets that the top has moved"),
+    Mutant(
+        "_chunked_loss.py", "factor=weight_unit", "factor=None", "gradients are not of the unit that is divided out"
+    ),
+    Mutant(
+        "_chunked_loss.py",
+        "of_label = size[target.clamp(0, size.shape[0] - 1)]",
+        "of_label = size.amax()",
+        "class weights without a label make the gradients of others vanish",
+    ),
+    Mutant(
+        "_chunked_loss.py",
+        "None else dloss * size, *others",
+        "None else dloss, *others",
+        "weights left out of fp16's unit",
+    ),
+    Mutant("_chunked_loss.py", "20 * abs(options.z_loss)) or 1", "0) or 1", "a large z-loss overflows in fp16"),
+    Mutant(
+        "_chunked_loss.py",
+        "dx[start:end].view(z.dtype)",
+        "dx[start:end].view(weight.dtype)",
+        "autocast's x is read in the dtype of the weight",
+    ),
+    Mutant(
+        "linear_cross_entropy.py",
+        "factor if weight_unit is None else factor / weight_unit",
+        "factor",
+        "the unit of class weights stays in the gradients",
+    ),
+    Mutant("_common.py", "else g.detach().requires_grad_() for g", "else g for g", "constants hide a second backward"),
+    Mutant(
+        "rope.py", "rotary_dim is None and 2 * width == D", "False", "a table for half of the features passes as whole"
+    ),
+    Mutant("_loss.py", "num_items.numel() != 1", "False", "of several num_items the first is taken"),
     Mutant("_loss.py", "num_items.where(num_items != 0, 1)", "num_items", "a batch with nothing to count gives NaN"),
     Mutant(
         "cross_entropy.py",

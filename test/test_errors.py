@@ -24,7 +24,7 @@ META = torch.empty(8, device="meta")
         (ValueError, r"weight must have shape \[8\]", lambda: ops.rms_norm(X, W[:7])),
         (ValueError, "weight must be on cpu", lambda: ops.rms_norm(X, META)),
         (ValueError, "eps must not be negative", lambda: ops.rms_norm(X, W, -1e-6)),
-        (ValueError, "eps must not be negative", lambda: ops.layer_norm(X, eps=float("nan"))),
+        (ValueError, "eps must be finite", lambda: ops.layer_norm(X, eps=float("nan"))),
         (TypeError, "eps must be a number", lambda: ops.rms_norm(X, W, "small")),
         (ValueError, "casting_mode must be one of", lambda: ops.rms_norm(X, casting_mode="bert")),
         (ValueError, "residual must have shape", lambda: ops.add_rms_norm(X, X[:2])),

@@ -315,19 +315,22 @@ def require_choice(name: str, value: object, choices: tuple[object, ...]) -> Non
 
 
 def require_number(
-    name: str, value: Any, must: str = "be finite", low: float = -FLOAT_MAX, high: float = FLOAT_MAX
+    name: str, value: Any, must: str = "must be finite", low: float = -FLOAT_MAX, high: float = FLOAT_MAX
 ) -> float:
     """Return ``value`` as a Python float. Raise unless it is a number, of Python or NumPy, in [``low``, ``high``]."""
     if not isinstance(value, int | float) and not isinstance(value, torch.SymInt | torch.SymFloat | numbers.Real):
         raise TypeError(f"{name} must be a number, got {type(value).__name__}")
     if not low <= value <= high:
-        raise ValueError(f"{name} must {must}, got {value}")
+        raise ValueError(f"{name} {must}, got {value}")
     return value if isinstance(value, float) else float(value)
 
 
 def require_eps(eps: Any) -> float:
     """Return ``eps`` as a Python float. Raise unless it is a non-negative number."""
-    return require_number("eps", eps, "not be negative", 0.0)
+    eps = require_number("eps", eps)
+    if eps < 0:
+        raise ValueError(f"eps must not be negative, got {eps}")
+    return eps
 
 
 def require_integer(name: str, value: Any, low: int | None = None) -> int:

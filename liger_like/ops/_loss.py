@@ -165,11 +165,11 @@ def check_target(target: Tensor, like: Tensor, shape: tuple[int, ...]) -> None:
 def checked_options(ignore_index: Any, label_smoothing: Any, z_loss: Any, softcap: Any, logit_scale: Any) -> Options:
     """Return the options as Python numbers. Raise if one is not a number or out of its range."""
     if softcap is not None:
-        must = f"be positive and at most {SOFTCAP_MAX:g}, or None"
+        must = f"must be positive and at most {SOFTCAP_MAX:g}, or None"
         softcap = require_number("softcap", softcap, must, 1 / SOFTCAP_MAX, SOFTCAP_MAX)
     return Options(
         require_integer("ignore_index", ignore_index),
-        require_number("label_smoothing", label_smoothing, "be in [0, 1]", 0.0, 1.0),
+        require_number("label_smoothing", label_smoothing, "must be in [0, 1]", 0.0, 1.0),
         require_number("z_loss", z_loss),
         softcap,
         require_number("logit_scale", logit_scale),
@@ -184,7 +184,7 @@ def checked_num_items(num_items: Any, reduction: str) -> float | Tensor | None:
     if reduction != "mean":
         raise ValueError(f"num_items divides the loss of reduction='mean' only, got reduction={reduction!r}")
     if not isinstance(num_items, Tensor):
-        return require_number("num_items", num_items, "be finite and not negative", 0.0)
+        return require_number("num_items", num_items, "must be finite and not negative", 0.0)
     if num_items.numel() != 1 or num_items.dtype == torch.bool or num_items.is_complex():
         got = f"{num_items.dtype} of shape {list(num_items.shape)}"
         raise ValueError(f"num_items must be a number or a tensor of one number, got a tensor of {got}")
