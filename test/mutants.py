@@ -21,6 +21,7 @@ from typing import NamedTuple
 
 import torch
 from attention_mutants import ATTENTION
+from exact_mutants import EXACT
 from hopper_mutants import HOPPER, HOPPER_TESTS
 from mutants_report import CAUGHT, NEEDS_GPU, SURVIVED, TIMED_OUT, Fate, keep, known
 from rich.progress import track
@@ -210,47 +211,6 @@ MUTANTS = [
         "total = total + tl.sum(e, axis=0)",
         "online softmax not rescaled",
     ),
-    Mutant("cross_entropy.py", "(z - lse) - lse_rest", "z - lse", "the gradient takes lse as one rounded number"),
-    Mutant(
-        "cross_entropy.py", "rest = (a - (total - b_part)) + (b - b_part)", "rest = a - total", "a wrong rest of lse"
-    ),
-    Mutant(
-        "cross_entropy.py", "seen * log_total - smooth", "V * log_total - smooth", "smoothing forgets class weights"
-    ),
-    Mutant("cross_entropy.py", "smooth += moved * seen +", "smooth +=", "smoothing forgets that the top has moved"),
-    Mutant(
-        "_chunked_loss.py", "factor=weight_unit", "factor=None", "gradients are not of the unit that is divided out"
-    ),
-    Mutant(
-        "_chunked_loss.py",
-        "of_label = size[target.clamp(0, size.shape[0] - 1)]",
-        "of_label = size.amax()",
-        "class weights without a label make the gradients of others vanish",
-    ),
-    Mutant(
-        "_chunked_loss.py",
-        "None else dloss * size, *others",
-        "None else dloss, *others",
-        "weights left out of fp16's unit",
-    ),
-    Mutant("_chunked_loss.py", "20 * abs(options.z_loss)) or 1", "0) or 1", "a large z-loss overflows in fp16"),
-    Mutant(
-        "_chunked_loss.py",
-        "dx[start:end].view(z.dtype)",
-        "dx[start:end].view(weight.dtype)",
-        "autocast's x is read in the dtype of the weight",
-    ),
-    Mutant(
-        "linear_cross_entropy.py",
-        "factor if weight_unit is None else factor / weight_unit",
-        "factor",
-        "the unit of class weights stays in the gradients",
-    ),
-    Mutant("_common.py", "else g.detach().requires_grad_() for g", "else g for g", "constants hide a second backward"),
-    Mutant(
-        "rope.py", "rotary_dim is None and 2 * width == D", "False", "a table for half of the features passes as whole"
-    ),
-    Mutant("_loss.py", "num_items.numel() != 1", "False", "of several num_items the first is taken"),
     Mutant("_loss.py", "num_items.where(num_items != 0, 1)", "num_items", "a batch with nothing to count gives NaN"),
     Mutant(
         "cross_entropy.py",
@@ -393,10 +353,7 @@ MUTANTS = [
         "int32 offsets of rows",
         "test_more_than_2_31_elements and cross_entropy",
     ),
-    Mutant("_loss.py", "total += tl.load(loss_ptr", "total = tl.load(loss_ptr", "the sum of the last rows alone"),
-    Mutant("_loss.py", "(rows < M) & (label != ignore_index)", "rows < M", "ignored labels count in the mean"),
-    Mutant("_loss.py", "items = tl.where(items == 0.0, 1.0, items)", "pass", "the mean of no label is NaN"),
-    Mutant("_loss.py", "tl.store(factor_ptr, 1.0 / items)", "tl.store(factor_ptr, 1.0)", "the gradient of the sum"),
+    *(Mutant(*bug) for bug in EXACT),
     *(Mutant(f"attention/{file}", *bug) for file, *bug in ATTENTION),
     *(Mutant(f"attention/{file}", *bug, HOPPER_TESTS[file]) for file, *bug in HOPPER),
 ]

@@ -11,9 +11,9 @@ from torch import Tensor
 
 from liger_like.ops._accumulate import MAX_ROUNDS, add_products, exponents_like, has_products, scale_rows
 from liger_like.ops._common import op, packed
-from liger_like.ops._loss import OPTIONS_SCHEMA, Options
+from liger_like.ops._loss import OPTIONS_SCHEMA, Options, raise_bad_label
 from liger_like.ops._shards import SHARD_SCHEMA, Shard, launch_fwd_of_shard
-from liger_like.ops.cross_entropy import launch_bwd, launch_fwd, raise_bad_label
+from liger_like.ops.cross_entropy import launch_bwd, launch_fwd
 
 CHUNK_ROWS = 2048  # tokens a chunk: enough for the products to run at full speed, half of it without gradients
 CHUNK_BYTES = 64 * 2**20  # of logits, where a small vocabulary would make chunks of CHUNK_ROWS too small

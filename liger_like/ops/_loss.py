@@ -1,5 +1,6 @@
 """What the losses share: their options, their definition per row, checks, and the reduction."""
 
+import functools
 from typing import Any, NamedTuple
 
 import torch
@@ -50,6 +51,22 @@ def check_labels(target: Tensor, V: int, ignore_index: int) -> None:
             raise ValueError(
                 f"target holds label {bad[0].item()}, which is neither in [0, {V}) nor ignore_index = {ignore_index}"
             )
+
+
+@functools.cache
+def bad_label(device_type: str) -> Tensor:
+    """Return the memory, on the host, that a kernel leaves a label in that is out of range."""
+    with torch.inference_mode(False):
+        return torch.zeros(1, dtype=torch.int64, pin_memory=device_type == "cuda")
+
+
+def raise_bad_label(device: torch.device) -> None:
+    """Raise if a kernel met a label out of range since the last call (0 is always in range, so it stands for none)."""
+    flag = bad_label(device.type)
+    label = flag.item()
+    if label:
+        flag.zero_()
+        raise ValueError(f"target held label {label}, which is neither in [0, V) nor ignore_index; its row was ignored")
 
 
 def row_losses_ref(logits: Tensor, target: Tensor, weight: Tensor | None, options: Options) -> RowLosses:

@@ -11,7 +11,6 @@ A label outside [0, V) is never used as an index. The kernel treats its row as i
 host memory, where the next call finds it without waiting for the GPU, and raises.
 """
 
-import functools
 from collections.abc import Sequence
 from typing import Any
 
@@ -36,10 +35,12 @@ from liger_like.ops._common import (
 from liger_like.ops._loss import (
     OPTIONS_SCHEMA,
     Options,
+    bad_label,
     check_class_weight,
     check_target,
     checked_num_items,
     checked_options,
+    raise_bad_label,
     reduce_loss,
     reduce_rows,
     row_losses_ref,
@@ -262,21 +263,6 @@ def _cross_entropy_bwd_kernel(
         )  # fmt: skip
 
 
-@functools.cache
-def _bad_label(device_type: str) -> Tensor:
-    with torch.inference_mode(False):
-        return torch.zeros(1, dtype=torch.int64, pin_memory=device_type == "cuda")
-
-
-def raise_bad_label(device: torch.device) -> None:
-    """Raise if a kernel met a label out of range since the last call (0 is always in range, so it stands for none)."""
-    flag = _bad_label(device.type)
-    label = flag.item()
-    if label:
-        flag.zero_()
-        raise ValueError(f"target held label {label}, which is neither in [0, V) nor ignore_index; its row was ignored")
-
-
 def _tile(V: int, most: int, per_warp: int) -> dict[str, int]:
     """Columns at a time, and the warps for them."""
     block_v = min(triton.next_power_of_2(V), most)
@@ -306,7 +292,7 @@ def launch_fwd(
     launch(
         _cross_entropy_fwd_kernel,
         (M,),
-        (z, order, packed(target), packed(weight), *rows, _bad_label(z.device.type)),
+        (z, order, packed(target), packed(weight), *rows, bad_label(z.device.type)),
         (z.stride(0), V, options.ignore_index),
         (options.label_smoothing, options.z_loss, options.logit_scale),
         SOFTCAP=options.softcap,
