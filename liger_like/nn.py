@@ -2,13 +2,47 @@
 each one replaces.
 """
 
+import inspect
+from collections.abc import Callable
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
 from liger_like import ops
+from liger_like.ops._common import (
+    KERNEL_DTYPES,
+    require,
+    require_choice,
+    require_eps,
+    require_integer,
+    require_number,
+)
 from liger_like.ops.glu import gelu_of, glu_linear
+from liger_like.ops.rms_norm import CASTING_MODES
+
+
+def _check_sizes(**sizes: Any) -> None:
+    for name, size in sizes.items():
+        require_integer(name, size, 1)
+
+
+def _check_weights(name: str, weight: Tensor | None) -> None:
+    if weight is not None:
+        require(name, weight)
+
+
+def _check_options(function: Callable[..., Any], options: dict[str, Any], *given: str) -> None:
+    """Raise unless ``function`` takes all ``options``, by a run on the meta device; ``given`` are no options."""
+    parameters = inspect.signature(function).parameters.values()
+    names = [p.name for p in parameters if p.kind is p.KEYWORD_ONLY and p.name not in given]
+    if unknown := [name for name in options if name not in names]:
+        raise TypeError(f"{function.__name__} has no option {', '.join(unknown)}; there are {', '.join(names)}")
+    dtype = options.get("accum_dtype")
+    logits = torch.empty(1, 1, device="meta", dtype=dtype if dtype in KERNEL_DTYPES else torch.float32)
+    target = torch.zeros(1, device="meta", dtype=torch.int64)
+    operands = [logits] * (2 if function is ops.fused_linear_cross_entropy else 1)
+    function(*operands, target, **{name: value for name, value in options.items() if name not in ("lora", "shard")})
 
 
 class RMSNorm(nn.Module):
@@ -20,8 +54,10 @@ class RMSNorm(nn.Module):
 
     def __init__(self, hidden_size: int, eps: float = 1e-6, offset: float = 0.0, casting_mode: str = "llama") -> None:
         super().__init__()
-        self.eps, self.offset, self.casting_mode = eps, offset, casting_mode
-        self.weight = nn.Parameter(torch.full((hidden_size,), 1.0 - offset))
+        _check_sizes(hidden_size=hidden_size)
+        require_choice("casting_mode", casting_mode, CASTING_MODES)
+        self.eps, self.offset, self.casting_mode = require_eps(eps), require_number("offset", offset), casting_mode
+        self.weight = nn.Parameter(torch.full((hidden_size,), 1.0 - self.offset))
 
     def forward(self, x: Tensor) -> Tensor:
         """Normalise ``x``."""
@@ -37,7 +73,9 @@ class LayerNorm(nn.Module):
 
     def __init__(self, hidden_size: int, eps: float = 1e-5, bias: bool = True) -> None:
         super().__init__()
-        self.eps = eps
+        _check_sizes(hidden_size=hidden_size)
+        require_choice("bias", bias, (False, True))
+        self.eps = require_eps(eps)
         self.weight = nn.Parameter(torch.ones(hidden_size))
         self.bias = nn.Parameter(torch.zeros(hidden_size)) if bias else None
 
@@ -60,6 +98,8 @@ class SwiGLUMLP(nn.Module):
 
     def __init__(self, hidden_size: int, intermediate_size: int, bias: bool = False) -> None:
         super().__init__()
+        _check_sizes(hidden_size=hidden_size, intermediate_size=intermediate_size)
+        require_choice("bias", bias, (False, True))
         self.gate_proj = nn.Linear(hidden_size, intermediate_size, bias=bias)
         self.up_proj = nn.Linear(hidden_size, intermediate_size, bias=bias)
         self.down_proj = nn.Linear(intermediate_size, hidden_size, bias=bias)
@@ -80,12 +120,17 @@ class GeGLUMLP(SwiGLUMLP):
 
 
 class CrossEntropyLoss(nn.Module):
-    """``liger_like.cross_entropy`` with its options fixed; ``weight`` (class weights) is a buffer, as in torch."""
+    """``liger_like.cross_entropy`` with its options fixed; ``weight`` (class weights) is a buffer, as in torch.
+
+    Raises TypeError or ValueError for an option that the op does not have or that is out of its range.
+    """
 
     weight: Tensor | None
 
     def __init__(self, weight: Tensor | None = None, **options: Any) -> None:
         super().__init__()
+        _check_options(ops.cross_entropy, options, "weight", "num_items")
+        _check_weights("weight", weight)
         self.register_buffer("weight", weight)
         self.options = options
 
@@ -101,12 +146,16 @@ class CrossEntropyLoss(nn.Module):
 class FusedLinearCrossEntropyLoss(nn.Module):
     """``liger_like.fused_linear_cross_entropy`` with its options fixed; holds no parameters, the head's weight is an
     argument.
+
+    Raises TypeError or ValueError for an option that the op does not have or that is out of its range.
     """
 
     class_weight: Tensor | None
 
     def __init__(self, class_weight: Tensor | None = None, **options: Any) -> None:
         super().__init__()
+        _check_options(ops.fused_linear_cross_entropy, options, "class_weight", "num_items")
+        _check_weights("class_weight", class_weight)
         self.register_buffer("class_weight", class_weight)
         self.options = options
 

@@ -175,7 +175,7 @@ def _turned(
     cos_layout = {"first": "full", "complex": "half"}.get(kind.tables, kind.tables)
     sin = sin if kind.sign > 0 else -sin
     turned: tuple[Tensor, Tensor] | None = turn(
-        q, k, cos, sin, layout=kind.layout, cos_layout=cos_layout, unsqueeze_dim=dim
+        q, k, cos, sin, layout=kind.layout, cos_layout=cos_layout, unsqueeze_dim=dim, rotary_dim=width
     )
     if turned is None or not unbatched:
         return turned

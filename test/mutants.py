@@ -21,6 +21,7 @@ from typing import NamedTuple
 
 import torch
 from attention_mutants import ATTENTION
+from exact_mutants import EXACT
 from hopper_mutants import HOPPER, HOPPER_TESTS
 from mutants_report import CAUGHT, NEEDS_GPU, SURVIVED, TIMED_OUT, Fate, keep, known
 from rich.progress import track
@@ -40,6 +41,7 @@ FILES = (
     "test/test_attention_spans.py",
     "test/test_attention.py",
     "test/test_ops.py",
+    "test/test_errors.py",
     "test/test_attention_hopper_backward.py",
     "test/test_attention_hopper.py",
     "test/test_gpu.py",
@@ -72,7 +74,7 @@ TESTS = {
     "rope.py": "rope",
     "qk_norm_rope.py": "qk_norm_rope",
     "glu.py": "glu",
-    "_loss.py": "cross_entropy or test_losses",
+    "_loss.py": "cross_entropy or test_losses or test_errors",
     "cross_entropy.py": "cross_entropy or test_losses",
     "linear_cross_entropy.py": "linear_cross_entropy or test_losses or test_chunked_loss",
     "_chunked_loss.py": "test_losses or test_chunked_loss",
@@ -362,10 +364,7 @@ MUTANTS = [
         "int32 offsets of rows",
         "test_more_than_2_31_elements and cross_entropy",
     ),
-    Mutant("_loss.py", "total += tl.load(loss_ptr", "total = tl.load(loss_ptr", "the sum of the last rows alone"),
-    Mutant("_loss.py", "(rows < M) & (label != ignore_index)", "rows < M", "ignored labels count in the mean"),
-    Mutant("_loss.py", "items = tl.where(items == 0.0, 1.0, items)", "pass", "the mean of no label is NaN"),
-    Mutant("_loss.py", "tl.store(factor_ptr, 1.0 / items)", "tl.store(factor_ptr, 1.0)", "the gradient of the sum"),
+    *(Mutant(*bug) for bug in EXACT),
     *(Mutant(f"attention/{file}", *bug) for file, *bug in ATTENTION),
     *(Mutant(f"attention/{file}", *bug, HOPPER_TESTS[file]) for file, *bug in HOPPER),
 ]

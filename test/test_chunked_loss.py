@@ -282,6 +282,44 @@ def test_autocast_never_rounds_the_gradient_of_an_fp32_weight(recompute, dtype, 
     assert w.grad.ne(w.grad.to(torch.bfloat16)).float().mean() > 0.9
 
 
+@pytest.mark.parametrize("recompute", [False, True])
+@pytest.mark.parametrize("bias", [False, True])
+def test_autocast_to_another_dtype_than_that_of_the_weight(recompute, bias, kernel, device):
+    """Autocast casts a bf16 weight to fp16, as it does for a linear layer; its gradient is rounded to bf16."""
+    x, w, b = (torch.randn(shape, device=device) for shape in ((50, 64), (72, 64), (72,)))
+    leaves = [
+        t.to(dtype).requires_grad_() for t, dtype in ((x, torch.float32), (w, torch.bfloat16), (b, torch.bfloat16))
+    ]
+    leaves = leaves if bias else leaves[:2]
+    y = torch.randint(0, 72, (50,), device=device)
+    with torch.autocast(device, torch.float16):
+        loss = ops.fused_linear_cross_entropy(leaves[0], leaves[1], y, *leaves[2:], chunk_rows=16, recompute=recompute)
+        logits = torch.nn.functional.linear(*leaves)
+    assert logits.dtype == torch.float16
+    expected = torch.nn.functional.cross_entropy(logits.float(), y)
+    torch.testing.assert_close(loss, expected, rtol=1e-3, atol=1e-3)
+    pairs = zip(torch.autograd.grad(loss, leaves), torch.autograd.grad(expected, leaves), strict=True)
+    for leaf, (got, want) in zip(leaves, pairs, strict=True):
+        assert got.dtype == leaf.dtype
+        assert relative_error(got.double().flatten(), want.double().flatten()) <= 8e-3
+
+
+@pytest.mark.gpu
+@each_recompute
+@pytest.mark.parametrize("weight_dtype", [torch.float32, torch.float16, torch.bfloat16])
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
+def test_every_autocast_dtype_with_every_weight_dtype(dtype, weight_dtype, recompute, device):
+    """Of products large enough for cuBLAS to store them in the dtype of the gradient."""
+    x = torch.randn(4096, 512, device=device, requires_grad=True)
+    w = (torch.randn(16384, 512, device=device) / 16).to(weight_dtype).requires_grad_()
+    y = torch.randint(0, 16384, (4096,), device=device)
+    with torch.autocast(device, dtype):
+        loss = ops.fused_linear_cross_entropy(x, w, y, recompute=recompute)
+        expected = torch.nn.functional.cross_entropy(torch.nn.functional.linear(x, w).float(), y)
+    pairs = zip(torch.autograd.grad(loss, (x, w)), torch.autograd.grad(expected, (x, w)), strict=True)
+    assert all(relative_error(a.double().flatten(), b.double().flatten()) <= 2e-2 for a, b in pairs)
+
+
 @each_recompute
 def test_activation_checkpointing(recompute, device, monkeypatch):
     launches, launch = [], _chunked_loss.launch_fwd

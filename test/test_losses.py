@@ -6,6 +6,7 @@ from torch.nn import functional
 
 from liger_like import ops
 from liger_like.ops._loss import Options, reduce_loss, reduce_rows, row_losses_ref
+from liger_like.ops.cross_entropy import cross_entropy_ref
 from liger_like.testing import SPECS, assert_accurate
 
 LINEAR = next(s for s in SPECS if s.name == "fused_linear_cross_entropy")
@@ -133,6 +134,31 @@ def test_infinite_logits(device):
     torch.testing.assert_close(got, want)
 
 
+@pytest.mark.parametrize("options", [{}, {"label_smoothing": 0.1}], ids=str)
+@pytest.mark.parametrize(("mean", "std"), [(1e4, 3), (-1e4, 3), (500, 1), (0, 30)])
+def test_logits_far_from_zero(mean, std, options, device):
+    """Neither loss nor gradient may lose what lse loses where it is rounded to fp32."""
+
+    def make():
+        logits = torch.randn(30, 300, device=device) * std + mean
+        return {"logits": logits.requires_grad_(), "target": torch.randint(300, (30,), device=device)}
+
+    assert_accurate(ops.cross_entropy, cross_entropy_ref, make, options, draws=4)
+
+
+@pytest.mark.parametrize("options", [{}, {"recompute": True}, {"outputs": ("entropy", "logprob")}], ids=str)
+def test_logits_of_a_head_far_from_zero(options, device):
+    """Of products that are exact in fp32, so that only the loss can be wrong."""
+
+    def make():
+        x, w, bias = (torch.randn(shape, device=device) for shape in ((30, 8), (300, 8), (300,)))
+        leaves = {"x": x.round(), "weight": (w * 8).round() / 8, "bias": (bias * 8).round() / 8 + 1e4}
+        leaves = {name: t.requires_grad_() for name, t in leaves.items()}
+        return leaves | {"target": torch.randint(300, (30,), device=device)}
+
+    assert_accurate(LINEAR.fn, LINEAR.ref, make, options | {"chunk_rows": 16}, draws=4)
+
+
 @pytest.mark.parametrize("descending", [False, True])
 def test_largest_logit_moves_over_the_blocks(device, descending):
     logits = torch.linspace(30, -30, 20000, device=device)[None] * (1 if descending else -1)
@@ -174,6 +200,40 @@ def test_half_precision_gradients_do_not_underflow(device):
         for a, b in zip(large, small, strict=True):
             kept = a.abs() > 1
             torch.testing.assert_close(b[kept] * 2**13, a[kept] * 2**13 * 1e-7, rtol=0.3, atol=0)
+
+
+@pytest.mark.parametrize(
+    "options", [{}, {"recompute": True}, {"label_smoothing": 0.1}, {"label_smoothing": 1.0}], ids=str
+)
+def test_half_precision_gradients_of_class_weights_of_any_scale(options, device):
+    """A mean over weights does not change with their scale: by powers of two, not a bit."""
+    inputs = LINEAR.inputs(torch.float16, device, lead=(20,), H=16, V=40, weighted=True)
+    results = []
+    for exponent in (0, -27, -60, 17, 60):
+        weights = torch.ldexp(inputs["class_weight"], torch.tensor(exponent))
+        loss = ops.fused_linear_cross_entropy(**inputs | {"class_weight": weights}, **options)
+        results.append((loss, *torch.autograd.grad(loss, (inputs["x"], inputs["weight"]))))
+    assert results[0][1].any()
+    for result in results[1:]:
+        torch.testing.assert_close(result, results[0], rtol=1e-3, atol=0)
+
+
+@pytest.mark.parametrize("options", [{}, {"recompute": True}, {"reduction": "none"}], ids=str)
+def test_half_precision_gradients_of_class_weights_far_apart(options, device):
+    """They differ by more than fp16 holds, and the largest ones have no label."""
+
+    def make():
+        inputs = LINEAR.inputs(torch.float16, device, lead=(20,), H=16, V=40)
+        inputs["target"].clamp_(max=12)
+        return inputs | {"class_weight": torch.logspace(-9, 9, 40, device=device)}
+
+    assert_accurate(LINEAR.fn, LINEAR.ref, make, options, draws=4)
+
+
+@pytest.mark.parametrize("options", [{}, {"recompute": True}], ids=str)
+def test_half_precision_gradients_of_a_large_z_loss(options, device):
+    make = lambda: LINEAR.inputs(torch.float16, device, lead=(20,), H=16, V=40)  # noqa: E731
+    assert_accurate(LINEAR.fn, LINEAR.ref, make, {"z_loss": 5e3, **options}, draws=4)
 
 
 def test_weight_gradient_over_many_chunks(device):

@@ -40,6 +40,17 @@ def test_heads_behind_the_sequence(device):
         assert a.stride() == x.stride()  # the layout that attention reads is kept
 
 
+@pytest.mark.parametrize("name", ["rope", "qk_norm_rope"])
+def test_half_of_the_features_turns_where_that_is_said(name, device):
+    """A table of D/2 columns may be for all features or for half of them: it must say which."""
+    spec = next(s for s in SPECS if s.name == name)
+    shape = {"B": 2, "H": 3, "Hk": 1, "S": 4, "D": 24, "R": 12, "weights": name != "rope"}
+    for options in ({"rotary_dim": 12}, {"cos_layout": "half"}, {"cos_layout": "half", "rotary_dim": 24}):
+        assert_accurate(spec.fn, spec.ref, lambda: spec.inputs(torch.float32, device, **shape), options)
+    with pytest.raises(ValueError, match="pass cos_layout='half' if all features turn, or rotary_dim=12"):
+        spec.fn(**spec.inputs(torch.float32, device, **shape))
+
+
 def test_rotation_keeps_dot_products(device):
     """The definition of a rotary embedding: q(m) . k(n) depends on m - n only."""
     angle = torch.arange(9, device=device)[:, None] * torch.rand(8, device=device)

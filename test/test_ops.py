@@ -191,10 +191,23 @@ def test_double_backward_raises(spec, device):
     inputs = spec.inputs(torch.float32, device, **small(spec))
     leaves = [t for t in inputs.values() if t.requires_grad]
     outputs = differentiable(spec.fn(**inputs))
-    upstream = [torch.randn_like(t, requires_grad=True) for t in outputs]
-    grads = torch.autograd.grad(outputs, leaves, upstream, create_graph=True)
-    with pytest.raises(RuntimeError, match=r"differentiate twice|once_differentiable"):
-        sum(g.sum() for g in grads).backward()
+    for constant in (False, True):
+        upstream = [torch.randn_like(t, requires_grad=not constant) for t in outputs]
+        grads = torch.autograd.grad(outputs, leaves, upstream, create_graph=True, retain_graph=True)
+        with pytest.raises(RuntimeError, match=r"differentiate twice|once_differentiable"):
+            sum(g.sum() for g in grads).backward()
+
+
+@each_case
+def test_meta_device(spec, options):
+    """Shapes and dtypes of outputs and gradients come without data, as where a model is built before its weights."""
+    inputs = spec.inputs(torch.float32, "cpu", **small(spec))
+    expected = run(spec.ref, inputs, options)
+    got = run(
+        spec.fn, {name: t.detach().to("meta").requires_grad_(t.requires_grad) for name, t in inputs.items()}, options
+    )
+    assert {n: (t.shape, t.dtype) for n, t in got.items()} == {n: (t.shape, t.dtype) for n, t in expected.items()}
+    assert all(t.is_meta for t in got.values())
 
 
 @each_op

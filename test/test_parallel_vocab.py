@@ -29,6 +29,7 @@ OPTIONS = [
     {"outputs": ("argmax", "correct")},
     {"lora": "A", "num_items": 11},
     {"lora": "u", "reduction": "sum"},
+    {"far": True, "bias": True, "label_smoothing": 0.1, "outputs": ("entropy", "logprob")},
 ]
 
 
@@ -44,6 +45,9 @@ def draw(options, dtype):
         leaves["bias"] = randn(V)
     if options.pop("class_weight", False):
         options["class_weight"] = torch.rand(V, generator=g) + 0.5
+    if options.pop("far", False):  # from zero, where products are exact, so that both losses are of the same logits
+        leaves = {name: ((t.detach() * 4).round() / 4).requires_grad_() for name, t in leaves.items()}
+        leaves["bias"] = (leaves["bias"].detach() + 1e4).requires_grad_()
     if (first := options.pop("lora", None)) is not None:
         leaves |= {first: randn(3, H) if first == "A" else randn(B, S, 3), "B": randn(V, 3)}
     return leaves, target, options

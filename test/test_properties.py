@@ -53,7 +53,8 @@ def test_layer_norm(eps, **shape):
 )
 def test_rope(half, rest, layout, cos_layout, weights, **shape):
     shape |= {"R": 2 * half, "D": max(8, 2 * half + rest), "layout": cos_layout, "weights": weights}
-    check("qk_norm_rope" if weights else "rope", shape, {"layout": layout, "cos_layout": cos_layout})
+    options = {"layout": layout, "cos_layout": cos_layout, "rotary_dim": 2 * half}
+    check("qk_norm_rope" if weights else "rope", shape, options)
 
 
 ACTIVATIONS = (("swiglu", {}), ("geglu", {"approximate": "tanh"}), ("geglu", {"approximate": "none"}))

@@ -11,9 +11,9 @@ from torch import Tensor
 
 from liger_like.ops._accumulate import MAX_ROUNDS, add_products, exponents_like, has_products, scale_rows
 from liger_like.ops._common import op, packed
-from liger_like.ops._loss import OPTIONS_SCHEMA, Options
+from liger_like.ops._loss import OPTIONS_SCHEMA, Options, raise_bad_label
 from liger_like.ops._shards import SHARD_SCHEMA, Shard, launch_fwd_of_shard
-from liger_like.ops.cross_entropy import launch_bwd, launch_fwd, raise_bad_label
+from liger_like.ops.cross_entropy import launch_bwd, launch_fwd
 
 CHUNK_ROWS = 2048  # tokens a chunk: enough for the products to run at full speed, half of it without gradients
 CHUNK_BYTES = 64 * 2**20  # of logits, where a small vocabulary would make chunks of CHUNK_ROWS too small
@@ -44,8 +44,8 @@ def _logits(out: Tensor, x: Tensor, weight: Tensor, bias: Tensor | None, u: Tens
 
 
 def _losses_and_gradient(
-    z: Tensor, target: Tensor, class_weight: Tensor | None, rows: tuple[Tensor, ...], options: Options, index: Tensor,
-    shard: Shard, differentiate: bool,
+    z: Tensor, target: Tensor, class_weight: Tensor | None, weight_unit: Tensor | None, rows: tuple[Tensor, ...],
+    options: Options, index: Tensor, shard: Shard, differentiate: bool,
 ) -> None:  # fmt: skip
     """Fill ``rows`` from logits ``z``, and put the gradient of the logits in their place."""
     wanted = [t if t.numel() else None for t in rows]
@@ -55,16 +55,17 @@ def _losses_and_gradient(
         launch_fwd(z, target, class_weight, wanted, options, index)
     if differentiate:
         launch_bwd(
-            z, z, target, class_weight, rows[2], None, (None, None, None), options,
-            unit=unit(options), order=index, v_start=shard.first_word, vocabulary=shard.words or z.shape[1],
+            z, z, target, class_weight, (rows[2], rows[5]), None, (None, None, None), options,
+            unit=unit(options), factor=weight_unit, order=index, v_start=shard.first_word,
+            vocabulary=shard.words or z.shape[1],
         )  # fmt: skip
 
 
 def _outputs(
     x: Tensor, weight: Tensor, target: Tensor, bias: Tensor | None, u: Tensor | None, b: Tensor | None,
-    class_weight: Tensor | None, needs: list[bool], entropy: bool, argmax: bool, chunk_rows: int | None,
-    accum_dtype: torch.dtype | None, dw_dtype: torch.dtype, group: str, first_word: int, words: int, reduce_dx: bool,
-    released: bool, *scalars: Any,
+    class_weight: Tensor | None, weight_unit: Tensor | None, needs: list[bool], entropy: bool, argmax: bool,
+    chunk_rows: int | None, accum_dtype: torch.dtype | None, dw_dtype: torch.dtype, group: str, first_word: int,
+    words: int, reduce_dx: bool, released: bool, *scalars: Any,
 ) -> tuple[Tensor, ...]:  # fmt: skip
     (T, H), V = x.shape, weight.shape[0]
 
@@ -72,7 +73,7 @@ def _outputs(
         return x.new_empty(shape if wanted else (0,) * len(shape), dtype=dtype)
 
     rows = [unless_empty(wanted, (T,)) for wanted in (True, True, True, entropy)]
-    rows.append(unless_empty(argmax, (T,), torch.int64))
+    rows += [unless_empty(argmax, (T,), torch.int64), unless_empty(True, (T,))]
     needs_dx, needs_dw, needs_dbias, needs_du, needs_db = needs
     step, compact = _chunks(x, V, needs, chunk_rows, accum_dtype, dw_dtype)
     # rows of what the products read start at multiples of 16 bytes
@@ -101,39 +102,39 @@ def _flops(x: Tensor, weight: Tensor, target: Tensor, bias: Tensor | None, u: Te
 
 @op(
     "linear_cross_entropy(Tensor x, Tensor weight, Tensor target, Tensor? bias, Tensor? u, Tensor? b,"
-    " Tensor? class_weight, bool[5] needs, bool entropy, bool argmax, SymInt? chunk_rows, ScalarType? accum_dtype,"
-    f" ScalarType dw_dtype, {SHARD_SCHEMA},"
-    f" {OPTIONS_SCHEMA}) -> (Tensor loss, Tensor logprob, Tensor lse, Tensor entropy, Tensor argmax, Tensor order,"
-    " Tensor kept, Tensor dx, Tensor dw, Tensor exponents, Tensor last_logits, Tensor last_x, Tensor dbias, Tensor du,"
-    " Tensor db)",
+    " Tensor? class_weight, Tensor? weight_unit, bool[5] needs, bool entropy, bool argmax, SymInt? chunk_rows,"
+    f" ScalarType? accum_dtype, ScalarType dw_dtype, {SHARD_SCHEMA},"
+    f" {OPTIONS_SCHEMA}) -> (Tensor loss, Tensor logprob, Tensor lse, Tensor entropy, Tensor argmax,"
+    " Tensor lse_rest, Tensor order, Tensor kept, Tensor dx, Tensor dw, Tensor exponents, Tensor last_logits,"
+    " Tensor last_x, Tensor dbias, Tensor du, Tensor db)",
     _outputs,
     READS_HOST,
     flops=_flops,
 )
 def linear_cross_entropy_fwd(
     x: Tensor, weight: Tensor, target: Tensor, bias: Tensor | None, u: Tensor | None, b: Tensor | None,
-    class_weight: Tensor | None, needs: list[bool], entropy: bool, argmax: bool, chunk_rows: int | None,
-    accum_dtype: torch.dtype | None, dw_dtype: torch.dtype, group: str, first_word: int, words: int, reduce_dx: bool,
-    released: bool, *scalars: Any,
+    class_weight: Tensor | None, weight_unit: Tensor | None, needs: list[bool], entropy: bool, argmax: bool,
+    chunk_rows: int | None, accum_dtype: torch.dtype | None, dw_dtype: torch.dtype, group: str, first_word: int,
+    words: int, reduce_dx: bool, released: bool, *scalars: Any,
 ) -> tuple[Tensor, ...]:  # fmt: skip
     """Per-token results of logits = x weight^T + bias + u b^T, and the gradients that ``needs`` names.
 
-    The gradients are for an upstream gradient of ``unit``. ``kept``, on the host, holds the number of tokens that went
-    through the products, which come first in ``order``, the rows' order in dx and du, and start and end of the last
-    chunk. With ``exponents`` its products for dx and dw are left to ``linear_cross_entropy_last``: its logits' gradient
-    waits in ``last_logits``, its x in ``last_x``, or in the memory of dx, whose product then is left, too. With a
-    ``group``, weight, bias and b are a shard of the words, and while a chunk's dx is summed over the processes the next
-    one is computed.
+    The gradients are for an upstream gradient of ``unit``, times ``weight_unit`` [] if given. ``kept``, on the host,
+    holds the number of tokens that went through the products, which come first in ``order``, the rows' order in dx and
+    du, and start and end of the last chunk. With ``exponents`` its products for dx and dw are left to
+    ``linear_cross_entropy_last``: its logits' gradient waits in ``last_logits``, its x in ``last_x``, or in the memory
+    of dx, whose product then is left, too. With a ``group``, weight, bias and b are a shard of the words, and while a
+    chunk's dx is summed over the processes the next one is computed.
     """
     raise_bad_label(x.device)
     (T, H), V = x.shape, weight.shape[0]
     shard = Shard(group, first_word, words, reduce_dx, released)
     outs = _outputs(
-        x, weight, target, bias, u, b, class_weight, needs, entropy, argmax, chunk_rows, accum_dtype, dw_dtype, *shard,
-        *scalars,
+        x, weight, target, bias, u, b, class_weight, weight_unit, needs, entropy, argmax, chunk_rows, accum_dtype,
+        dw_dtype, *shard, *scalars,
     )  # fmt: skip
-    rows, order, kept = outs[:5], outs[5], outs[6]
-    dx, dw, exponents, last_logits, last_x, dbias, du, db = outs[7:]
+    rows, order, kept = outs[:6], outs[6], outs[7]
+    dx, dw, exponents, last_logits, last_x, dbias, du, db = outs[8:]
     needs_dx, needs_dw, needs_dbias, needs_du, needs_db = needs
     kept.zero_()  # of no tokens there is no chunk that would set it
     for t in rows:
@@ -156,7 +157,7 @@ def linear_cross_entropy_fwd(
         torch.index_select(x, 0, index, out=x_c)
         u_c = None if u is None else u[index]
         _logits(z, x_c, weight, bias, u_c, b)
-        _losses_and_gradient(z, target, class_weight, rows, options, index, shard, any(needs))
+        _losses_and_gradient(z, target, class_weight, weight_unit, rows, options, index, shard, any(needs))
         if start == 0:
             n = count()
             step = _even(n - end, step)
@@ -212,17 +213,17 @@ def linear_cross_entropy_last(
         out.zero_()
         return
     z = last_logits[: end - start, :V]
-    x = last_x[: end - start] if last_x.numel() else dx[start:end].view(weight.dtype)[:, :H]
+    x = last_x[: end - start] if last_x.numel() else dx[start:end].view(z.dtype)[:, :H]  # autocast's, not the weight's
     add_products(dw, exponents, z, x, again=start > 0, out=out, factor=factor)
     if not last_x.numel():
-        _addmm(dx[start:end, :H], z, weight, False)
+        _addmm(dx[start:end, :H], z, weight.to(z.dtype), False)
 
 
 def _bwd_outputs(
     x: Tensor, weight: Tensor, target: Tensor, bias: Tensor | None, u: Tensor | None, b: Tensor | None,
-    class_weight: Tensor | None, order: Tensor, kept: Tensor, lse: Tensor, entropy: Tensor, dloss: Tensor,
-    dlogprob: Tensor | None, dentropy: Tensor | None, dw_sum: Tensor | None, needs: list[bool], dw_dtype: torch.dtype,
-    *shard_and_scalars: Any,
+    class_weight: Tensor | None, order: Tensor, kept: Tensor, lse: Tensor, lse_rest: Tensor, entropy: Tensor,
+    dloss: Tensor, dlogprob: Tensor | None, dentropy: Tensor | None, dw_sum: Tensor | None, needs: list[bool],
+    dw_dtype: torch.dtype, *shard_and_scalars: Any,
 ) -> tuple[Tensor, ...]:  # fmt: skip
     (T, H), V, rank = x.shape, weight.shape[0], 0 if u is None else u.shape[1]
     needs_dx, needs_dw, needs_dbias, needs_du, needs_db = needs
@@ -236,8 +237,9 @@ def _bwd_outputs(
 
 @op(
     "linear_cross_entropy_bwd(Tensor x, Tensor weight, Tensor target, Tensor? bias, Tensor? u, Tensor? b,"
-    " Tensor? class_weight, Tensor order, Tensor kept, Tensor lse, Tensor entropy, Tensor dloss, Tensor? dlogprob,"
-    f" Tensor? dentropy, Tensor(a!)? dw_sum, bool[5] needs, ScalarType dw_dtype, {SHARD_SCHEMA}, {OPTIONS_SCHEMA})"
+    " Tensor? class_weight, Tensor order, Tensor kept, Tensor lse, Tensor lse_rest, Tensor entropy, Tensor dloss,"
+    " Tensor? dlogprob, Tensor? dentropy, Tensor(a!)? dw_sum, bool[5] needs, ScalarType dw_dtype,"
+    f" {SHARD_SCHEMA}, {OPTIONS_SCHEMA})"
     " -> (Tensor dx, Tensor dw, Tensor dbias, Tensor du, Tensor db)",
     _bwd_outputs,
     READS_HOST,
@@ -245,9 +247,9 @@ def _bwd_outputs(
 )
 def linear_cross_entropy_bwd(
     x: Tensor, weight: Tensor, target: Tensor, bias: Tensor | None, u: Tensor | None, b: Tensor | None,
-    class_weight: Tensor | None, order: Tensor, kept: Tensor, lse: Tensor, entropy: Tensor, dloss: Tensor,
-    dlogprob: Tensor | None, dentropy: Tensor | None, dw_sum: Tensor | None, needs: list[bool], dw_dtype: torch.dtype,
-    group: str, first_word: int, words: int, reduce_dx: bool, released: bool, *scalars: Any,
+    class_weight: Tensor | None, order: Tensor, kept: Tensor, lse: Tensor, lse_rest: Tensor, entropy: Tensor,
+    dloss: Tensor, dlogprob: Tensor | None, dentropy: Tensor | None, dw_sum: Tensor | None, needs: list[bool],
+    dw_dtype: torch.dtype, group: str, first_word: int, words: int, reduce_dx: bool, released: bool, *scalars: Any,
 ) -> tuple[Tensor, ...]:  # fmt: skip
     """The gradients for given upstream gradients [T], from logits that are made again, a slice of the vocabulary at a
     time.
@@ -256,8 +258,8 @@ def linear_cross_entropy_bwd(
     in fp32, slices are summed; a half-precision dx is then the second half of each row of fp32.
     """
     outs = _bwd_outputs(
-        x, weight, target, bias, u, b, class_weight, order, kept, lse, entropy, dloss, dlogprob, dentropy, dw_sum,
-        needs, dw_dtype, group, first_word, words, reduce_dx, released, *scalars,
+        x, weight, target, bias, u, b, class_weight, order, kept, lse, lse_rest, entropy, dloss, dlogprob, dentropy,
+        dw_sum, needs, dw_dtype, group, first_word, words, reduce_dx, released, *scalars,
     )  # fmt: skip
     dx, dw, dbias, du, db = outs
     needs_dx, needs_dw, needs_dbias, needs_du, needs_db = needs
@@ -271,11 +273,9 @@ def linear_cross_entropy_bwd(
             t.zero_()
         return outs
     upstream = [packed(g) for g in (dloss, dlogprob, dentropy)]
-    factor = x.new_ones(1, dtype=torch.float32)
+    factor, options = x.new_ones(1, dtype=torch.float32), Options(*scalars)
     if x.dtype == torch.float16:
-        # unit-sized upstream gradients: the logits' gradient does not underflow, and a NaN stays in its row
-        given = torch.cat([g for g in upstream if g is not None]).nan_to_num(0.0, 0.0, 0.0)
-        factor = given.abs().amax().clamp_min(torch.finfo(torch.float32).tiny).reshape(1)
+        factor = _size_of_gradient(upstream, target, class_weight, lse, options)
         upstream = [None if g is None else g / factor for g in upstream]
     entropies = entropy if entropy.numel() else None
     du_sum = du.new_empty((n, du.shape[1]))
@@ -286,7 +286,7 @@ def linear_cross_entropy_bwd(
         w, b_part = weight[part], None if b is None else b[part]
         _logits(z, x, w, None if bias is None else bias[part], u, b_part)
         launch_bwd(
-            z, z, target, class_weight, lse, entropies, upstream, Options(*scalars),
+            z, z, target, class_weight, (lse, lse_rest), entropies, upstream, options,
             order=index, v_start=first_word + start, vocabulary=words or V,
         )  # fmt: skip
         if needs_dx:
@@ -299,7 +299,8 @@ def linear_cross_entropy_bwd(
             torch.sum(z, 0, dtype=torch.float32, out=dbias[part])
         if needs_dw:
             out = dw[part] if dw_sum is None else dw_sum[part]
-            if x.dtype == torch.float16 or out.numel() < SMALL_PRODUCT:
+            # cuBLAS stores a product in the dtype of its operands or in fp32
+            if x.dtype == torch.float16 or out.dtype not in (x.dtype, torch.float32) or out.numel() < SMALL_PRODUCT:
                 product = torch.empty_like(out, dtype=torch.float32)
                 _addmm(product, z.t(), x, False)
                 scale_rows(product, None, factor, out, dw_sum is not None)
@@ -322,11 +323,51 @@ def linear_cross_entropy_bwd(
 
 
 def unit(options: Options) -> float:
-    """The upstream gradient under which the logits' gradient is p - 1 at the label, near a number that every dtype has.
+    """Return the upstream gradient under which the logits' gradient is p - 1 at the label, near a number that every
+    dtype has; it is smaller where the z-loss outweighs the label, for an lse of about 10.
 
-    Under 1 it would be near -(1 - label_smoothing) * logit_scale, rounded the same way in every row.
+    Under 1 the gradient would be near -(1 - label_smoothing) * logit_scale, rounded the same way in every row.
     """
-    return 1 / (abs((1 - options.label_smoothing) * options.logit_scale) or 1)
+    return 1 / (abs(_largest_factor(options) * options.logit_scale) or 1)
+
+
+def _largest_factor(options: Options) -> float:
+    return max(1 - options.label_smoothing, 20 * abs(options.z_loss)) or 1
+
+
+def weight_of_tokens(target: Tensor, class_weight: Tensor, options: Options) -> Tensor:
+    """Return how much the class weights enlarge each token's gradient [T]; 0 for ignored tokens and broken weights."""
+    size = class_weight.float().abs().nan_to_num(0.0, 0.0)
+    of_label = size[target.clamp(0, size.shape[0] - 1)]
+    weights = (1 - options.label_smoothing) * of_label + options.label_smoothing * size.mean()
+    return weights.where(target != options.ignore_index, 0)
+
+
+def unit_of_weights(target: Tensor, class_weight: Tensor | None, options: Options, dtype: torch.dtype) -> Tensor | None:
+    """Return the factor [] of ``unit`` under which fp16 holds the logits' gradient whatever the scale of
+    ``class_weight``; None where it is 1.
+    """
+    if class_weight is None or dtype != torch.float16 or not target.numel():
+        return None
+    weights = weight_of_tokens(target, class_weight, options)
+    least = max(20 * abs(options.z_loss), torch.finfo(torch.float32).tiny)  # which no class weight multiplies
+    return _largest_factor(options) / weights.amax().clamp_min(least)
+
+
+def _size_of_gradient(
+    upstream: list[Tensor | None], target: Tensor, class_weight: Tensor | None, lse: Tensor, options: Options
+) -> Tensor:
+    """Return about the largest element [1] of the logits' gradient under ``upstream``; NaN and inf do not count.
+
+    Divided by it, the gradient neither underflows nor overflows in fp16, and a NaN stays in its row.
+    """
+    size: Any = 1.0 if class_weight is None else weight_of_tokens(target, class_weight, options)
+    if options.z_loss:
+        size = size + 2 * abs(options.z_loss) * lse.abs()
+    dloss, *others = upstream
+    given = torch.cat([g for g in (dloss if dloss is None else dloss * size, *others) if g is not None])
+    largest = given.nan_to_num(0.0, 0.0, 0.0).abs().amax() * (abs(options.logit_scale) or 1)
+    return largest.clamp_min(torch.finfo(torch.float32).tiny).reshape(1)
 
 
 def _chunks(

@@ -3,6 +3,7 @@ refused.
 """
 
 import functools
+import numbers
 from collections.abc import Callable
 from typing import Any, TypeVar
 
@@ -24,6 +25,7 @@ OPTIONS = {"enable_fp_fusion": True}
 _RUNTIME = triton.knobs.runtime
 _COMPILED: dict[tuple[Any, ...], tuple[Any, ...]] = {}
 _PLAIN = {Tensor, torch.nn.Parameter, int, float, str, bool, list, type(None)}
+FLOAT_MAX = torch.finfo(torch.float32).max
 KERNEL_DTYPES = (torch.float32, torch.float16, torch.bfloat16)
 F = TypeVar("F", bound=Callable[..., Any])
 REASONS: list[str] | None = None  # of ``refused``, while ``explain`` listens
@@ -116,12 +118,17 @@ def on_shards(rule: Callable[..., Any] | str) -> Callable[[F], F]:
 
 
 def once_differentiable(backward: Callable[..., Any]) -> Callable[..., Any]:
-    """torch's, which costs its time only where a graph of the gradients is asked for."""
+    """Let a second differentiation of ``backward`` raise; costs time only where a graph of the gradients is asked for.
+
+    torch's own decorator lets gradients of constants pass as constants, whose sum then "does not require grad".
+    """
     guarded = torch.autograd.function.once_differentiable(backward)
 
     @functools.wraps(backward)
-    def run(*args: Any) -> Any:
-        return guarded(*args) if torch.is_grad_enabled() else backward(*args)
+    def run(ctx: Any, *grads: Tensor | None) -> Any:
+        if not torch.is_grad_enabled():
+            return backward(ctx, *grads)
+        return guarded(ctx, *(g if g is None or g.requires_grad else g.detach().requires_grad_() for g in grads))
 
     return run
 
@@ -334,22 +341,49 @@ def require(name: str, value: Tensor, *, like: Tensor | None = None, shape: tupl
 
 
 def require_choice(name: str, value: object, choices: tuple[object, ...]) -> None:
-    """Raise unless ``value`` is one of ``choices``."""
-    if value not in choices:
+    """Raise unless ``value`` is one of ``choices``, and of its type: True is not 1."""
+    if not any(type(value) is type(choice) and value == choice for choice in choices):
         raise ValueError(f"{name} must be one of {', '.join(map(repr, choices))}, got {value!r}")
 
 
-def require_positive(name: str, value: float) -> None:
-    """Raise unless ``value`` is a positive, finite number."""
-    if isinstance(value, bool) or not isinstance(value, int | float):
+def require_number(
+    name: str, value: Any, must: str = "must be finite", low: float = -FLOAT_MAX, high: float = FLOAT_MAX
+) -> float:
+    """Return ``value`` as a Python float. Raise unless it is a number, of Python or NumPy, in [``low``, ``high``]."""
+    if not isinstance(value, int | float) and not isinstance(value, torch.SymInt | torch.SymFloat | numbers.Real):
         raise TypeError(f"{name} must be a number, got {type(value).__name__}")
-    if not 0 < value < float("inf"):
+    if not low <= value <= high:
+        raise ValueError(f"{name} {must}, got {value}")
+    return value if isinstance(value, float) else float(value)
+
+
+def require_positive(name: str, value: Any) -> float:
+    """Return ``value`` as a Python float. Raise unless it is a positive, finite number."""
+    value = require_number(name, value)
+    if value <= 0:
         raise ValueError(f"{name} must be positive and finite, got {value}")
+    return value
 
 
-def require_eps(eps: float) -> None:
-    """Raise unless ``eps`` is a non-negative number."""
-    if not isinstance(eps, int | float):
-        raise TypeError(f"eps must be a number, got {type(eps).__name__}")
-    if not eps >= 0:
+def require_eps(eps: Any) -> float:
+    """Return ``eps`` as a Python float. Raise unless it is a non-negative number."""
+    eps = require_number("eps", eps)
+    if eps < 0:
         raise ValueError(f"eps must not be negative, got {eps}")
+    return eps
+
+
+def require_integer(name: str, value: Any, low: int | None = None) -> int:
+    """Return ``value`` as a Python int. Raise unless it is an integer, of Python or NumPy, and at least ``low``."""
+    if isinstance(value, bool) or not isinstance(value, int | torch.SymInt | numbers.Integral):
+        raise TypeError(f"{name} must be an integer, got {type(value).__name__}")
+    if low is not None and value < low:
+        raise ValueError(f"{name} must be at least {low}, got {value}")
+    return value if isinstance(value, int | torch.SymInt) else int(value)
+
+
+def autocast_dtype(device: torch.device) -> torch.dtype | None:
+    """Return the dtype that autocast casts to on ``device``; None where it is off or, as on "meta", unknown."""
+    kind = device.type
+    enabled = torch.amp.is_autocast_available(kind) and torch.is_autocast_enabled(kind)
+    return torch.get_autocast_dtype(kind) if enabled else None

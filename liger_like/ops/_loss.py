@@ -1,14 +1,24 @@
 """What the losses share: their options, their definition per row, checks, and the reduction."""
 
-from typing import NamedTuple
+import functools
+from typing import Any, NamedTuple
 
 import torch
 import triton
 import triton.language as tl
 from torch import Tensor
 
-from liger_like.ops._common import launch, op, packed, require, require_choice
+from liger_like.ops._common import (
+    launch,
+    op,
+    packed,
+    require,
+    require_choice,
+    require_integer,
+    require_number,
+)
 
+SOFTCAP_MAX = 1e30  # logits over a larger softcap would be zero in fp32
 REDUCTIONS = ("mean", "sum", "none")
 OPTIONS_SCHEMA = "int ignore_index, float label_smoothing, float z_loss, float? softcap, float logit_scale"
 
@@ -43,6 +53,22 @@ def check_labels(target: Tensor, V: int, ignore_index: int) -> None:
             )
 
 
+@functools.cache
+def bad_label(device_type: str) -> Tensor:
+    """Return the memory, on the host, that a kernel leaves a label in that is out of range."""
+    with torch.inference_mode(False):
+        return torch.zeros(1, dtype=torch.int64, pin_memory=device_type == "cuda")
+
+
+def raise_bad_label(device: torch.device) -> None:
+    """Raise if a kernel met a label out of range since the last call (0 is always in range, so it stands for none)."""
+    flag = bad_label(device.type)
+    label = flag.item()
+    if label:
+        flag.zero_()
+        raise ValueError(f"target held label {label}, which is neither in [0, V) nor ignore_index; its row was ignored")
+
+
 def row_losses_ref(logits: Tensor, target: Tensor, weight: Tensor | None, options: Options) -> RowLosses:
     """The definition of every per-row result, in plain torch."""
     check_labels(target, logits.shape[-1], options.ignore_index)
@@ -70,7 +96,7 @@ def reduce_loss(
     target: Tensor,
     weight: Tensor | None,
     ignore_index: int,
-    num_items: int | Tensor | None,
+    num_items: float | Tensor | None,
 ) -> Tensor:
     """The sum of the rows' losses, or its mean; a batch without a row to count gives 0, not 0 / 0."""
     if reduction == "sum":
@@ -134,7 +160,7 @@ def reduce_rows(
     target: Tensor,
     weight: Tensor | None,
     ignore_index: int,
-    num_items: int | Tensor | None,
+    num_items: float | Tensor | None,
 ) -> tuple[Tensor, Tensor]:
     """``reduce_loss`` of the losses of all rows in one kernel, and what it multiplies each by."""
     items = num_items.to(loss.device) if isinstance(num_items, Tensor) else None
@@ -153,25 +179,37 @@ def check_target(target: Tensor, like: Tensor, shape: tuple[int, ...]) -> None:
         raise ValueError(f"target must be on {like.device}, got {target.device}")
 
 
-def check_options(
-    options: Options,
-    reduction: str,
-    num_items: int | Tensor | None,
-    name: str,
-    weight: Tensor | None,
-    like: Tensor,
-    V: int,
-) -> None:
-    """Raise if an option of the loss is out of its range, naming it; ``name`` is what the caller calls the class
-    weights.
-    """
+def checked_options(ignore_index: Any, label_smoothing: Any, z_loss: Any, softcap: Any, logit_scale: Any) -> Options:
+    """Return the options as Python numbers. Raise if one is not a number or out of its range."""
+    if softcap is not None:
+        must = f"must be positive and at most {SOFTCAP_MAX:g}, or None"
+        softcap = require_number("softcap", softcap, must, 1 / SOFTCAP_MAX, SOFTCAP_MAX)
+    return Options(
+        require_integer("ignore_index", ignore_index),
+        require_number("label_smoothing", label_smoothing, "must be in [0, 1]", 0.0, 1.0),
+        require_number("z_loss", z_loss),
+        softcap,
+        require_number("logit_scale", logit_scale),
+    )
+
+
+def checked_num_items(num_items: Any, reduction: str) -> float | Tensor | None:
+    """Return ``num_items`` as a Python number or a tensor without dimensions. Raise unless it and ``reduction`` fit."""
     require_choice("reduction", reduction, REDUCTIONS)
-    if not 0.0 <= options.label_smoothing <= 1.0:
-        raise ValueError(f"label_smoothing must be in [0, 1], got {options.label_smoothing}")
-    if options.softcap is not None and not options.softcap > 0:
-        raise ValueError(f"softcap must be positive, got {options.softcap}")
-    if num_items is not None and reduction != "mean":
+    if num_items is None:
+        return None
+    if reduction != "mean":
         raise ValueError(f"num_items divides the loss of reduction='mean' only, got reduction={reduction!r}")
+    if not isinstance(num_items, Tensor):
+        return require_number("num_items", num_items, "must be finite and not negative", 0.0)
+    if num_items.numel() != 1 or num_items.dtype == torch.bool or num_items.is_complex():
+        got = f"{num_items.dtype} of shape {list(num_items.shape)}"
+        raise ValueError(f"num_items must be a number or a tensor of one number, got a tensor of {got}")
+    return num_items.reshape(())
+
+
+def check_class_weight(name: str, weight: Tensor | None, like: Tensor, V: int) -> None:
+    """Raise unless the class weights, which the caller knows as ``name``, are [``V``] and constants."""
     if weight is not None:
         require(name, weight, like=like, shape=(V,))
         if weight.requires_grad:

@@ -11,6 +11,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from liger_like.ops._common import once_differentiable
 from liger_like.ops._loss import Options
 from liger_like.ops.cross_entropy import launch_fwd
 
@@ -59,6 +60,7 @@ class _SummedGradient(torch.autograd.Function):
         return x.view_as(x)
 
     @staticmethod
+    @once_differentiable
     def backward(ctx: Any, dx: Tensor) -> Any:
         dx = dx.clone(memory_format=torch.contiguous_format)
         dist.all_reduce(dx, group=ctx.shard.processes())
@@ -81,6 +83,7 @@ class _AllWords(torch.autograd.Function):
         return whole
 
     @staticmethod
+    @once_differentiable
     def backward(ctx: Any, dlogits: Tensor) -> Any:
         return dlogits[..., ctx.own], None
 
@@ -109,12 +112,14 @@ def launch_fwd_of_shard(
     # a label of another process gets a result that is not used; one that is out of range is seen to be so
     own = torch.where(counts, own.clamp(0, V - 1), label.masked_fill(label == options.ignore_index, IGNORED))
     weights = None if class_weight is None else class_weight[shard.first_word : shard.first_word + V]
-    loss, logprob, lse, entropy = z.new_empty((4, M), dtype=torch.float32)
+    loss, logprob, lse, entropy, lse_rest = z.new_empty((5, M), dtype=torch.float32)
     best = z.new_empty(M, dtype=torch.int64)
-    wanted = (loss, logprob, lse, None if rows[3] is None else entropy, None if rows[4] is None else best)
+    wanted = (loss, logprob, lse, None if rows[3] is None else entropy, None if rows[4] is None else best, lse_rest)
     # smoothed altogether, a row's loss is the mean of w (lse - score) over its words
     launch_fwd(z, own, weights, wanted, Options(IGNORED, float(options.label_smoothing > 0), 0.0, *options[3:]))
-    stats = [lse, logprob, is_own.float(), _sum(weights, V) * lse - V * loss]
+    stats = [lse, lse_rest, logprob, is_own.float()]
+    if options.label_smoothing:
+        stats += [V * loss, torch.full_like(lse, V) if weights is None else weights.float().sum().expand(M)]
     if rows[3] is not None:
         stats.append(entropy)
     if rows[4] is not None:
@@ -126,28 +131,38 @@ def launch_fwd_of_shard(
             row[order] = result.where(counts, -1 if row.dtype == torch.int64 else 0)
 
 
-def _sum(weights: Tensor | None, V: int) -> Any:
-    return V if weights is None else weights.sum(dtype=torch.float32)
-
-
 def _merged(
     stats: tuple[Tensor, ...], label: Tensor, class_weight: Tensor | None, options: Options, shard: Shard
 ) -> list[Tensor]:
-    """Loss, log-probability of the label, lse, entropy and best word [M] from the ``stats`` [R, M] of all processes."""
-    lses, logprobs, is_own, smooth, *more = stats
-    lse = lses.logsumexp(0)
-    logprob = (logprobs + (lses - lse)).where(is_own > 0, 0).sum(0)
+    """Return loss, log-probability of the label, lse, entropy, best word and lse_rest [M] from the ``stats`` [R, M] of
+    all processes.
+    """
+    lses, lse_rests, logprobs, is_own, *more = stats
+    top = lses.amax(0)
+    shift = top.masked_fill(top == -torch.inf, 0)
+    log_total = (lses - shift + lse_rests).exp().sum(0).log()
+    lse = shift + log_total
+    lse_rest = _rounding_error(shift, log_total, lse)
+    logp = (lses - lse) + (lse_rests - lse_rest)  # of each process's words
+    logprob = (logprobs + logp).where(is_own > 0, 0).sum(0)
     hot = 1 - options.label_smoothing
     if class_weight is not None:
         hot = hot * class_weight[label.clamp(0, shard.words - 1)].float()
     loss = options.z_loss * lse.square() - hot * logprob
     if options.label_smoothing:
-        loss += options.label_smoothing / shard.words * (_sum(class_weight, shard.words) * lse - smooth.sum(0))
+        costs, weights, *more = more
+        loss += options.label_smoothing / shard.words * (costs - weights * logp).sum(0)
     entropy = best = lse
     if len(more) % 2:
-        p = (lses - lse).exp()
-        entropy = (p * (more[0] + lse - lses)).where(p > 0, 0).sum(0)
+        p = logp.exp()
+        entropy = (p * (more[0] - logp)).where(p > 0, 0).sum(0)
     if len(more) > 1:
         scores, words = more[-2:]
         best = words.contiguous().view(torch.int32).gather(0, scores.argmax(0, keepdim=True))[0].long()
-    return [loss, logprob, lse, entropy, best]
+    return [loss, logprob, lse, entropy, best, lse_rest]
+
+
+def _rounding_error(a: Tensor, b: Tensor, total: Tensor) -> Tensor:
+    """Return a + b - ``total``, for their rounded sum ``total``; 0 where that is infinite."""
+    b_part = total - a
+    return ((a - (total - b_part)) + (b - b_part)).masked_fill(total.isinf(), 0)

@@ -4,13 +4,14 @@ and logit softcap.
 logits [..., V] are seen as M rows, a program per row, z = softcap(logit_scale * logits). With lse = logsumexp(z),
 class weights w and smoothing e, a row costs (1 - e) w_y (lse - z_y) + e/V sum_c w_c (lse - z_c) + z_loss * lse^2.
 The forward reads the logits once (online softmax), the backward reads them once and writes their gradient once. Maths
-and losses in fp32.
+and losses in fp32. An fp32 lse near 10^4 is known to 10^-3 only, but the gradient needs exp(z - lse) to a small
+relative error, so ``lse_rest`` keeps the rounding error of lse.
 
 A label outside [0, V) is never used as an index. The kernel treats its row as ignored and leaves the label in pinned
 host memory, where the next call finds it without waiting for the GPU, and raises.
 """
 
-import functools
+from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -28,15 +29,19 @@ from liger_like.ops._common import (
     op,
     packed,
     require,
+    require_choice,
     tanh_and_slope,
     use_kernel,
 )
 from liger_like.ops._loss import (
     OPTIONS_SCHEMA,
     Options,
-    RowLosses,
-    check_options,
+    bad_label,
+    check_class_weight,
     check_target,
+    checked_num_items,
+    checked_options,
+    raise_bad_label,
     reduce_loss,
     reduce_rows,
     row_losses_ref,
@@ -54,7 +59,7 @@ def cross_entropy_ref(
     z_loss: float = 0.0,
     softcap: float | None = None,
     logit_scale: float = 1.0,
-    num_items: int | Tensor | None = None,
+    num_items: float | Tensor | None = None,
 ) -> Tensor:
     """The definition, in plain torch."""
     options = Options(ignore_index, label_smoothing, z_loss, softcap, logit_scale)
@@ -93,6 +98,15 @@ def _load_weights(w_ptr, offs, mask):
 
 
 @triton.jit
+def _add_exactly(a, b):
+    """Return a + b rounded, and the rounding error (Knuth's two-sum); an infinite sum has none."""
+    total = a + b
+    b_part = total - a
+    rest = (a - (total - b_part)) + (b - b_part)
+    return total, tl.where(tl.abs(total) == float("inf"), 0.0, rest)
+
+
+@triton.jit
 def _store(ptr, row, value):
     if ptr is not None:
         tl.store(ptr + row, value)
@@ -118,7 +132,7 @@ def _token(order_ptr, target_ptr, ignore_index, vocabulary):
 
 @triton.jit
 def _reduce_block(
-    z_ptr, w_ptr, v, V, logit_scale, top, total, dot, smooth, best, best_raw, SOFTCAP: tl.constexpr,
+    z_ptr, w_ptr, v, V, logit_scale, top, total, dot, smooth, seen, best, best_raw, SOFTCAP: tl.constexpr,
     ENTROPY: tl.constexpr, ARGMAX: tl.constexpr, SMOOTHING: tl.constexpr, MASKED: tl.constexpr, BLOCK_V: tl.constexpr,
 ):  # fmt: skip
     """One step of the online softmax, and of the sums beside it."""
@@ -133,18 +147,20 @@ def _reduce_block(
     shift = tl.where(new_top == float("-inf"), 0.0, new_top)  # logits of -inf are legal: no inf - inf
     e = tl.exp(z - shift)
     rescale = tl.exp(top - shift)
+    moved = tl.where(top == float("-inf"), 0.0, top - shift)
     if ENTROPY:  # sum of e (z - top): small where the row is peaked, so that nothing cancels
-        moved = tl.where(total > 0.0, top - shift, 0.0) * total
-        dot = (dot + moved) * rescale + tl.sum(e * tl.where(e > 0.0, z - shift, 0.0), axis=0)
+        dot = (dot + moved * total) * rescale + tl.sum(e * tl.where(e > 0.0, z - shift, 0.0), axis=0)
     total = total * rescale + tl.sum(e, axis=0)
-    if SMOOTHING:
-        smooth += tl.sum(_load_weights(w_ptr, offs_v, offs_v < V) * tl.where(offs_v < V, z, 0.0), axis=0)
-    return new_top, total, dot, smooth, best, best_raw
+    if SMOOTHING:  # sum of w (z - top), for the same reason, and the sum of w
+        w = tl.where(offs_v < V, _load_weights(w_ptr, offs_v, offs_v < V), 0.0)
+        smooth += moved * seen + tl.sum(w * tl.where(offs_v < V, z - shift, 0.0), axis=0)
+        seen += tl.sum(w, axis=0)
+    return new_top, total, dot, smooth, seen, best, best_raw
 
 
 @triton.jit
 def _cross_entropy_fwd_kernel(
-    z_ptr, order_ptr, target_ptr, w_ptr, w_sum_ptr, loss_ptr, logprob_ptr, lse_ptr, entropy_ptr, argmax_ptr,
+    z_ptr, order_ptr, target_ptr, w_ptr, loss_ptr, logprob_ptr, lse_ptr, entropy_ptr, argmax_ptr, lse_rest_ptr,
     bad_label_ptr, stride_zm, V, ignore_index, smoothing, z_loss, logit_scale,
     SOFTCAP: tl.constexpr, SMOOTHING: tl.constexpr, BLOCK_V: tl.constexpr,
 ):  # fmt: skip
@@ -156,49 +172,53 @@ def _cross_entropy_fwd_kernel(
         _store(lse_ptr, row, 0.0)
         _store(entropy_ptr, row, 0.0)
         _store(argmax_ptr, row, -1)
+        _store(lse_rest_ptr, row, 0.0)
         return
 
     z_ptr += tl.program_id(0).to(tl.int64) * stride_zm
     ENTROPY: tl.constexpr = entropy_ptr is not None
     ARGMAX: tl.constexpr = argmax_ptr is not None
-    top, total, dot, smooth, best, best_raw = float("-inf"), 0.0, 0.0, 0.0, 0, float("-inf")
+    top, total, dot, smooth, seen, best, best_raw = float("-inf"), 0.0, 0.0, 0.0, 0.0, 0, float("-inf")
     whole = V // BLOCK_V * BLOCK_V
     for v in range(0, whole, BLOCK_V):
-        top, total, dot, smooth, best, best_raw = _reduce_block(
-            z_ptr, w_ptr, v, V, logit_scale, top, total, dot, smooth, best, best_raw, SOFTCAP,
+        top, total, dot, smooth, seen, best, best_raw = _reduce_block(
+            z_ptr, w_ptr, v, V, logit_scale, top, total, dot, smooth, seen, best, best_raw, SOFTCAP,
             ENTROPY, ARGMAX, SMOOTHING, False, BLOCK_V,
         )  # fmt: skip
     for v in range(whole, V, BLOCK_V):
-        top, total, dot, smooth, best, best_raw = _reduce_block(
-            z_ptr, w_ptr, v, V, logit_scale, top, total, dot, smooth, best, best_raw, SOFTCAP,
+        top, total, dot, smooth, seen, best, best_raw = _reduce_block(
+            z_ptr, w_ptr, v, V, logit_scale, top, total, dot, smooth, seen, best, best_raw, SOFTCAP,
             ENTROPY, ARGMAX, SMOOTHING, True, BLOCK_V,
         )  # fmt: skip
-    lse = top + tl.log(total)
+    log_total = tl.log(total)
+    lse, lse_rest = _add_exactly(top, log_total)
     raw_label = _load_scores(z_ptr, label + tl.arange(0, 1), V, logit_scale, False)
     z_label = tl.sum(_cap_scores(raw_label, label < V, logit_scale, SOFTCAP)[0], axis=0)
-    logprob = (z_label - top) - tl.log(total)  # exact where the label is the top; z_label - lse would cancel
+    logprob = (z_label - top) - log_total  # exact where the label is the top; z_label - lse would cancel
     loss = z_loss * lse * lse - (1.0 - smoothing) * _load(w_ptr, label, 1.0) * logprob
     if SMOOTHING:
-        loss += smoothing / V * (_load(w_sum_ptr, 0, V) * lse - smooth)
+        loss += smoothing / V * (seen * log_total - smooth)
     _store(loss_ptr, row, loss)
     _store(logprob_ptr, row, logprob)
     _store(lse_ptr, row, lse)
-    _store(entropy_ptr, row, tl.log(total) - dot / total)
+    _store(entropy_ptr, row, log_total - dot / total)
     _store(argmax_ptr, row, best)
+    _store(lse_rest_ptr, row, lse_rest)
 
 
 @triton.jit
 def _differentiate_block(
-    z_ptr, dz_ptr, w_ptr, v, V, v_start, label, logit_scale, lse, entropy, slope_p, dentropy, hot, spread,
+    z_ptr, dz_ptr, w_ptr, v, V, v_start, label, logit_scale, lse, lse_rest, entropy, slope_p, dentropy, hot, spread,
     SOFTCAP: tl.constexpr, ENTROPY: tl.constexpr, SMOOTHING: tl.constexpr, MASKED: tl.constexpr, BLOCK_V: tl.constexpr,
 ):  # fmt: skip
     offs_v = v + tl.arange(0, BLOCK_V)
     raw = _load_scores(z_ptr, offs_v, V, logit_scale, MASKED)
     z, slope = _cap_scores(raw, offs_v < V, logit_scale, SOFTCAP)
-    p = tl.exp(z - lse)
+    logp = (z - lse) - lse_rest
+    p = tl.exp(logp)
     dz = p * slope_p
     if ENTROPY:
-        dz += p * tl.where(p > 0.0, lse - entropy - z, 0.0) * dentropy
+        dz -= p * tl.where(p > 0.0, logp + entropy, 0.0) * dentropy
     if SMOOTHING:
         dz -= spread * _load_weights(w_ptr, v_start + offs_v, offs_v < V)
     dz = tl.where(v_start + offs_v == label, dz - hot, dz) * slope
@@ -210,9 +230,9 @@ def _differentiate_block(
 
 @triton.jit
 def _cross_entropy_bwd_kernel(
-    z_ptr, dz_ptr, order_ptr, target_ptr, w_ptr, w_sum_ptr, lse_ptr, entropy_ptr, factor_ptr, dloss_ptr, dlogprob_ptr,
-    dentropy_ptr, stride_zm, stride_dzm, stride_dlm, V, v_start, vocabulary, ignore_index, smoothing, z_loss,
-    logit_scale, unit, SOFTCAP: tl.constexpr, SMOOTHING: tl.constexpr, BLOCK_V: tl.constexpr,
+    z_ptr, dz_ptr, order_ptr, target_ptr, w_ptr, w_sum_ptr, lse_ptr, lse_rest_ptr, entropy_ptr, factor_ptr, dloss_ptr,
+    dlogprob_ptr, dentropy_ptr, stride_zm, stride_dzm, stride_dlm, V, v_start, vocabulary, ignore_index, smoothing,
+    z_loss, logit_scale, unit, SOFTCAP: tl.constexpr, SMOOTHING: tl.constexpr, BLOCK_V: tl.constexpr,
 ):  # fmt: skip
     z_ptr += tl.program_id(0).to(tl.int64) * stride_zm
     dz_ptr += tl.program_id(0).to(tl.int64) * stride_dzm
@@ -223,7 +243,7 @@ def _cross_entropy_bwd_kernel(
             tl.store(dz_ptr + offs_v, tl.zeros((BLOCK_V,), tl.float32), mask=offs_v < V)
         return
 
-    lse = tl.load(lse_ptr + row)
+    lse, lse_rest = tl.load(lse_ptr + row), tl.load(lse_rest_ptr + row)
     entropy = _load(entropy_ptr, row, 0.0)
     dloss = _load(dloss_ptr, row * stride_dlm, unit) * _load(factor_ptr, 0, 1.0)
     dentropy = _load(dentropy_ptr, row, 0.0)
@@ -234,29 +254,14 @@ def _cross_entropy_bwd_kernel(
     whole = V // BLOCK_V * BLOCK_V
     for v in range(0, whole, BLOCK_V):
         _differentiate_block(
-            z_ptr, dz_ptr, w_ptr, v, V, v_start, label, logit_scale, lse, entropy, slope_p, dentropy, hot, spread,
-            SOFTCAP, ENTROPY, SMOOTHING, False, BLOCK_V,
+            z_ptr, dz_ptr, w_ptr, v, V, v_start, label, logit_scale, lse, lse_rest, entropy, slope_p, dentropy, hot,
+            spread, SOFTCAP, ENTROPY, SMOOTHING, False, BLOCK_V,
         )  # fmt: skip
     for v in range(whole, V, BLOCK_V):
         _differentiate_block(
-            z_ptr, dz_ptr, w_ptr, v, V, v_start, label, logit_scale, lse, entropy, slope_p, dentropy, hot, spread,
-            SOFTCAP, ENTROPY, SMOOTHING, True, BLOCK_V,
+            z_ptr, dz_ptr, w_ptr, v, V, v_start, label, logit_scale, lse, lse_rest, entropy, slope_p, dentropy, hot,
+            spread, SOFTCAP, ENTROPY, SMOOTHING, True, BLOCK_V,
         )  # fmt: skip
-
-
-@functools.cache
-def _bad_label(device_type: str) -> Tensor:
-    with torch.inference_mode(False):
-        return torch.zeros(1, dtype=torch.int64, pin_memory=device_type == "cuda")
-
-
-def raise_bad_label(device: torch.device) -> None:
-    """Raise if a kernel met a label out of range since the last call (0 is always in range, so it stands for none)."""
-    flag = _bad_label(device.type)
-    label = flag.item()
-    if label:
-        flag.zero_()
-        raise ValueError(f"target held label {label}, which is neither in [0, V) nor ignore_index; its row was ignored")
 
 
 def _tile(V: int, most: int, per_warp: int) -> dict[str, int]:
@@ -274,18 +279,21 @@ def launch_fwd(
     z: Tensor,
     target: Tensor,
     weight: Tensor | None,
-    rows: RowLosses | tuple[Tensor | None, ...],
+    rows: Sequence[Tensor | None],
     options: Options,
     order: Tensor | None = None,
 ) -> None:
-    """Fill ``rows`` from ``z`` [M, V]. Row i of ``z`` is token ``order[i]`` (None: i) of ``target`` and ``rows``."""
+    """Fill ``rows`` from ``z`` [M, V]: loss, logprob, lse, entropy, argmax and lse_rest of the tokens, unless None.
+
+    Row i of ``z`` is token ``order[i]`` (None: i) of ``target`` and ``rows``.
+    """
     M, V = z.shape
     # beside a plain loss each thread holds twice the columns: more of the sums would spill
-    plain = not options.label_smoothing and options.softcap is None and all(t is None for t in rows[3:])
+    plain = not options.label_smoothing and options.softcap is None and rows[3] is None and rows[4] is None
     launch(
         _cross_entropy_fwd_kernel,
         (M,),
-        (z, order, packed(target), packed(weight), _sum(weight, options), *rows, _bad_label(z.device.type)),
+        (z, order, packed(target), packed(weight), *rows, bad_label(z.device.type)),
         (z.stride(0), V, options.ignore_index),
         (options.label_smoothing, options.z_loss, options.logit_scale),
         SOFTCAP=options.softcap,
@@ -301,9 +309,9 @@ def launch_bwd(
     dz: Tensor,
     target: Tensor,
     weight: Tensor | None,
-    lse: Tensor,
+    lse: tuple[Tensor, Tensor],
     entropy: Tensor | None,
-    upstream: tuple[Tensor | None, ...],
+    upstream: Sequence[Tensor | None],
     options: Options,
     *,
     unit: float = 1.0,
@@ -312,19 +320,19 @@ def launch_bwd(
     v_start: int = 0,
     vocabulary: int | None = None,
 ) -> None:
-    """Fill ``dz``, which may be ``z`` [M, V], from what ``launch_fwd`` found.
+    """Fill ``dz``, which may be ``z`` [M, V], from what ``launch_fwd`` found; ``lse`` is (lse, lse_rest).
 
-    ``upstream`` holds the gradients of loss (None: ``unit`` for all; a scalar is that of all, times the scalar
-    ``factor``), logprob and entropy (None: 0). ``z`` may be the columns from ``v_start`` on of logits of a larger
-    ``vocabulary``.
+    ``upstream`` holds the gradients of loss (a scalar, or None for ``unit``, is that of all tokens), logprob and
+    entropy (None: 0). The scalar ``factor`` multiplies the first. ``z`` may be the columns from ``v_start`` on of
+    logits of a larger ``vocabulary``.
     """
     M, V = z.shape
-    labels, weights, dloss = packed(target), packed(weight), upstream[0]
+    labels, weights, w_sum, dloss = packed(target), packed(weight), _sum(weight, options), upstream[0]
     stride_dlm = dloss.stride(0) if dloss is not None and dloss.dim() else 0
     launch(
         _cross_entropy_bwd_kernel,
         (M,),
-        (z, dz, order, labels, weights, _sum(weight, options), lse, entropy, factor, *upstream),
+        (z, dz, order, labels, weights, w_sum, *lse, entropy, factor, *upstream),
         (z.stride(0), dz.stride(0), stride_dlm, V, v_start, vocabulary or V, options.ignore_index),
         (options.label_smoothing, options.z_loss, options.logit_scale, unit),
         SOFTCAP=options.softcap,
@@ -333,35 +341,39 @@ def launch_bwd(
     )
 
 
-def _fwd_outputs(logits: Tensor, *args: Any) -> tuple[Tensor, Tensor]:
+def _fwd_outputs(logits: Tensor, *args: Any) -> tuple[Tensor, Tensor, Tensor]:
     loss = logits.new_empty(logits.shape[:-1], dtype=torch.float32)
-    return loss, torch.empty_like(loss)
+    return loss, torch.empty_like(loss), torch.empty_like(loss)
 
 
 @op(
-    f"cross_entropy_fwd(Tensor logits, Tensor target, Tensor? weight, {OPTIONS_SCHEMA}) -> (Tensor loss, Tensor lse)",
+    f"cross_entropy_fwd(Tensor logits, Tensor target, Tensor? weight, {OPTIONS_SCHEMA})"
+    " -> (Tensor loss, Tensor lse, Tensor lse_rest)",
     _fwd_outputs,
 )
-def _cross_entropy_fwd(logits: Tensor, target: Tensor, weight: Tensor | None, *scalars: Any) -> tuple[Tensor, Tensor]:
+def _cross_entropy_fwd(
+    logits: Tensor, target: Tensor, weight: Tensor | None, *scalars: Any
+) -> tuple[Tensor, Tensor, Tensor]:
     raise_bad_label(logits.device)
-    loss, lse = _fwd_outputs(logits)
-    launch_fwd(as_rows(logits), target.reshape(-1), weight, (loss, None, lse, None, None), Options(*scalars))
-    return loss, lse
+    loss, lse, lse_rest = _fwd_outputs(logits)
+    rows = loss, None, lse, None, None, lse_rest
+    launch_fwd(as_rows(logits), target.reshape(-1), weight, rows, Options(*scalars))
+    return loss, lse, lse_rest
 
 
 @op(
-    "cross_entropy_bwd(Tensor dloss, Tensor? factor, Tensor logits, Tensor lse, Tensor target, Tensor? weight,"
-    f" Tensor(a!) dlogits, {OPTIONS_SCHEMA}) -> ()",
+    "cross_entropy_bwd(Tensor dloss, Tensor? factor, Tensor logits, Tensor lse, Tensor lse_rest, Tensor target,"
+    f" Tensor? weight, Tensor(a!) dlogits, {OPTIONS_SCHEMA}) -> ()",
     lambda *args: None,
 )
 def _cross_entropy_bwd(
-    dloss: Tensor, factor: Tensor | None, logits: Tensor, lse: Tensor, target: Tensor, weight: Tensor | None,
-    dlogits: Tensor, *scalars: Any,
+    dloss: Tensor, factor: Tensor | None, logits: Tensor, lse: Tensor, lse_rest: Tensor, target: Tensor,
+    weight: Tensor | None, dlogits: Tensor, *scalars: Any,
 ) -> None:  # fmt: skip
     """Fill ``dlogits``, which is contiguous and may be ``logits``."""
     z, dz, labels = as_rows(logits), dlogits.view(-1, logits.shape[-1]), target.reshape(-1)
     upstream = (dloss.reshape(-1) if dloss.dim() else dloss, None, None)
-    launch_bwd(z, dz, labels, weight, lse, None, upstream, Options(*scalars), factor=factor)
+    launch_bwd(z, dz, labels, weight, (lse, lse_rest), None, upstream, Options(*scalars), factor=factor)
 
 
 class _CrossEntropy(torch.autograd.Function):
@@ -373,27 +385,27 @@ class _CrossEntropy(torch.autograd.Function):
         weight: Tensor | None,
         inplace_backward: bool,
         reduction: str,
-        num_items: int | Tensor | None,
+        num_items: float | Tensor | None,
         *scalars: Any,
     ) -> Tensor:
-        loss, lse = _cross_entropy_fwd(logits, target, weight, *scalars)
+        loss, *lse = _cross_entropy_fwd(logits, target, weight, *scalars)
         factor = None
         if reduction != "none":
             loss, factor = reduce_rows(loss, reduction, target, weight, scalars[0], num_items)
-        ctx.save_for_backward(logits, lse, target, weight, factor)
+        ctx.save_for_backward(logits, *lse, target, weight, factor)
         ctx.inplace_backward, ctx.scalars = inplace_backward, scalars
         return loss
 
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, dloss: Tensor) -> Any:
-        logits, lse, target, weight, factor = ctx.saved_tensors  # raises if the logits were changed in place
+        logits, *lse, target, weight, factor = ctx.saved_tensors  # raises if the logits were changed in place
         if ctx.inplace_backward and logits.is_contiguous() and is_last_backward():
             dlogits = logits.detach()
             torch.autograd.graph.increment_version(logits)  # whoever else saved them for a backward will raise
         else:
             dlogits = torch.empty_like(logits, memory_format=torch.contiguous_format)
-        _cross_entropy_bwd(dloss, factor, logits, lse, target, weight, dlogits, *ctx.scalars)
+        _cross_entropy_bwd(dloss, factor, logits, *lse, target, weight, dlogits, *ctx.scalars)
         return dlogits, *(None for _ in range(5 + len(ctx.scalars)))
 
 
@@ -409,15 +421,15 @@ def cross_entropy(
     z_loss: float = 0.0,
     softcap: float | None = None,
     logit_scale: float = 1.0,
-    num_items: int | Tensor | None = None,
+    num_items: float | Tensor | None = None,
     inplace_backward: bool = False,
 ) -> Tensor:
     """Cross-entropy of ``logits`` [..., V] and ``target`` [...] (int64 or int32); an fp32 scalar, or [...] for
     reduction "none".
 
     ``weight`` [V]: class weights. Rows with label ``ignore_index`` give zero loss and gradient. ``reduction``:
-    "mean" divides the sum by ``num_items`` (int or device tensor) if given, else by the number of rows not ignored
-    (with ``weight``, by their summed weights, as torch does); a batch with nothing to count gives 0.
+    "mean" divides the sum by ``num_items`` (a number, or a tensor of one) if given, else by the number of rows not
+    ignored (with ``weight``, by their summed weights, as torch does); a batch with nothing to count gives 0.
     ``label_smoothing`` in [0, 1]; ``z_loss`` adds z_loss * logsumexp^2 to each row; the logits are first mapped to
     ``logit_scale * z``, or with ``softcap`` to ``softcap * tanh(logit_scale * z / softcap)``. The logits are never
     written, unless ``inplace_backward``: then the backward puts their gradient in their memory, if they are contiguous
@@ -428,10 +440,11 @@ def cross_entropy(
     by the next call on a GPU.
     """
     require("logits", logits)
-    V = logits.shape[-1]
-    options = Options(ignore_index, label_smoothing, z_loss, softcap, logit_scale)
+    options = checked_options(ignore_index, label_smoothing, z_loss, softcap, logit_scale)
+    num_items = checked_num_items(num_items, reduction)
     check_target(target, logits, logits.shape[:-1])
-    check_options(options, reduction, num_items, "weight", weight, logits, V)
+    check_class_weight("weight", weight, logits, logits.shape[-1])
+    require_choice("inplace_backward", inplace_backward, (False, True))
     if use_kernel(logits):
         return apply(_CrossEntropy, logits, target, weight, inplace_backward, reduction, num_items, *options)
     loss = row_losses_ref(logits, target, weight, options).loss

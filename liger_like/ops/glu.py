@@ -16,6 +16,7 @@ from torch import Tensor, nn
 
 from liger_like.ops._common import (
     apply,
+    autocast_dtype,
     launch,
     load_tile,
     on_shards,
@@ -344,4 +345,4 @@ def _is_plain(linear: Any, x: Tensor) -> bool:
         return False
     weight = linear.weight
     plain = weight.requires_grad and type(weight) in (Tensor, nn.Parameter) and type(x) is Tensor
-    return plain and weight.dtype == x.dtype and not torch.is_autocast_enabled(x.device.type)
+    return plain and weight.dtype == x.dtype and not autocast_dtype(x.device)

@@ -271,7 +271,7 @@ def layer_norm(x: Tensor, weight: Tensor | None = None, bias: Tensor | None = No
     for name, parameter in (("weight", weight), ("bias", bias)):
         if parameter is not None:
             require(name, parameter, like=x, shape=x.shape[-1:])
-    require_eps(eps)
+    eps = require_eps(eps)
     if not use_kernel(x):
         return layer_norm_ref(x, weight, bias, eps)
     return apply(_LayerNorm, x, weight, bias, eps)

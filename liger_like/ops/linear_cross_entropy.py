@@ -26,9 +26,30 @@ from liger_like.ops._chunked_loss import (
     linear_cross_entropy_fwd,
     linear_cross_entropy_last,
     unit,
+    unit_of_weights,
 )
-from liger_like.ops._common import apply, is_last_backward, on_shards, once_differentiable, require, use_kernel
-from liger_like.ops._loss import Options, RowLosses, check_options, check_target, reduce_loss, row_losses_ref
+from liger_like.ops._common import (
+    apply,
+    autocast_dtype,
+    is_last_backward,
+    on_shards,
+    once_differentiable,
+    require,
+    require_choice,
+    require_integer,
+    require_number,
+    use_kernel,
+)
+from liger_like.ops._loss import (
+    Options,
+    RowLosses,
+    check_class_weight,
+    check_target,
+    checked_num_items,
+    checked_options,
+    reduce_loss,
+    row_losses_ref,
+)
 from liger_like.ops._shards import WHOLE, Shard, all_words, summed_gradient
 
 OUTPUTS = ("logprob", "lse", "entropy", "argmax", "correct")
@@ -63,7 +84,7 @@ def fused_linear_cross_entropy_ref(
     softcap: float | None = None,
     logit_scale: float = 1.0,
     class_weight: Tensor | None = None,
-    num_items: int | Tensor | None = None,
+    num_items: float | Tensor | None = None,
     lora: Lora | None = None,
     accum_dtype: torch.dtype | None = None,
     chunk_rows: int | None = None,
@@ -106,7 +127,7 @@ def _finish(
     target: Tensor,
     class_weight: Tensor | None,
     ignore_index: int,
-    num_items: int | Tensor | None,
+    num_items: float | Tensor | None,
     outputs: tuple[str, ...],
 ) -> Tensor | LossOutput:
     if reduction == "none":
@@ -141,21 +162,22 @@ class _FusedLinearCrossEntropy(torch.autograd.Function):
         shard: Shard,
         *scalars: Any,
     ) -> Any:
-        inputs = x, weight.to(x.dtype), target, bias, u, b, class_weight
+        weight_unit = unit_of_weights(target, class_weight, Options(*scalars), x.dtype) if grads_now else None
+        inputs = x, weight.to(x.dtype), target, bias, u, b, class_weight, weight_unit
         needs = [grads_now and needed for needed in ctx.needs_input_grad[:5]]
         wants = needs, wants_entropy, wants_argmax, chunk_rows, accum_dtype, weight.dtype
         outs = linear_cross_entropy_fwd(*inputs, *wants, *shard, *scalars)
-        loss, logprob, lse, entropy, argmax, order, kept = outs[:7]
+        loss, logprob, lse, entropy, argmax, lse_rest, order, kept = outs[:8]
         ctx.set_materialize_grads(False)
         ctx.grads_now, ctx.accumulate_grad, ctx.shard, ctx.scalars = grads_now, accumulate_grad, shard, scalars
         ctx.like = x.dtype, weight.dtype, x.shape[1]
         rows = (logprob, lse, entropy if wants_entropy else None, argmax if wants_argmax else None)
         if grads_now:
             ctx.mark_non_differentiable(*(t for t in rows if t is not None))
-            ctx.save_for_backward(weight, order, kept, *outs[7:])
+            ctx.save_for_backward(weight, weight_unit, order, kept, *outs[8:])
             return loss.sum(), *rows
         ctx.mark_non_differentiable(*(t for t in (lse, rows[3]) if t is not None))
-        ctx.save_for_backward(x, weight, target, bias, u, b, class_weight, order, kept, lse, entropy)
+        ctx.save_for_backward(x, weight, target, bias, u, b, class_weight, order, kept, lse, lse_rest, entropy)
         return loss, *rows
 
     @staticmethod
@@ -183,10 +205,12 @@ def _scaled(ctx: Any, dloss: Tensor) -> tuple[Tensor | None, ...]:
 
     What was saved is scaled where it is, and freed when it is used up, if nobody needs it again.
     """
-    weight, order, kept, dx_sum, dw_sum, exponents, last_logits, last_x, dbias, du_sum, db = ctx.saved_tensors
+    weight, weight_unit, order, kept, *saved = ctx.saved_tensors
+    dx_sum, dw_sum, exponents, last_logits, last_x, dbias, du_sum, db = saved
     dtype, dw_dtype, H = ctx.like
     needs_dx, needs_dw, _, needs_du, _ = ctx.needs_input_grad[:5]
     factor = (dloss / unit(Options(*ctx.scalars))).reshape(1)
+    factor = factor if weight_unit is None else factor / weight_unit
     last_use = is_last_backward()
     dx = du = dw = None
     if needs_dw and exponents.numel():
@@ -230,15 +254,14 @@ def _recomputed(
 
 
 def _check(
-    x: Tensor,
-    weight: Tensor,
-    weight_dtype: torch.dtype,
-    bias: Tensor | None,
-    lora: Lora | None,
-    chunk_rows: int | None,
-    outputs: tuple[str, ...],
+    x: Tensor, weight: Tensor, weight_dtype: torch.dtype, bias: Tensor | None, lora: Lora | None, shard: Shard
 ) -> None:
+    """Raise unless the operands of the logits have the dtypes, shapes and device that fit together."""
     H, V = x.shape[-1], weight.shape[0]
+    if V == 0:
+        raise ValueError(f"weight must have at least one row, got shape {list(weight.shape)}")
+    if not isinstance(shard, Shard):
+        raise TypeError(f"shard must be a Shard, got {type(shard).__name__}")
     operands: list[tuple[str, Tensor, torch.dtype, tuple[int, ...]]] = [("weight", weight, weight_dtype, (V, H))]
     if bias is not None:
         operands.append(("bias", bias, x.dtype, (V,)))
@@ -250,11 +273,33 @@ def _check(
         require(name, tensor, like=x, shape=shape)
         if tensor.dtype != dtype:
             raise TypeError(f"{name} must have the dtype of x, {dtype}, got {tensor.dtype}")
-    if chunk_rows is not None and not chunk_rows > 0:
-        raise ValueError(f"chunk_rows must be positive, got {chunk_rows}")
-    unknown = [name for name in outputs if name not in OUTPUTS]
+
+
+def _checked_lora(lora: Any) -> Lora | None:
+    """Return ``lora`` with its scaling as a Python float. Raise unless it has the form of one; operands come later."""
+    if lora is None:
+        return None
+    if not isinstance(lora, tuple | list) or len(lora) not in (2, 3):
+        raise TypeError(f"lora must be (A, B, scaling) or (u, B), got {_kind(lora)}")
+    for i, matrix in enumerate(lora[:2]):
+        require(f"lora[{i}]", matrix)
+    return (*lora[:2], *(require_number("lora[2]", scaling) for scaling in lora[2:]))  # type: ignore[return-value]
+
+
+def _kind(value: Any) -> str:
+    """Name the type of ``value``, and the types in a tuple or list."""
+    name = type(value).__name__
+    return f"{name} of {[_kind(item) for item in value]}" if isinstance(value, tuple | list) else name
+
+
+def _checked_outputs(outputs: Any) -> tuple[str, ...]:
+    """Return ``outputs`` as a tuple. Raise unless all of them are known."""
+    if not isinstance(outputs, tuple | list):
+        raise TypeError(f"outputs must be a tuple out of {OUTPUTS}, got {_kind(outputs)}")
+    unknown = [name for name in outputs if not isinstance(name, str) or name not in OUTPUTS]
     if unknown:
         raise ValueError(f"outputs must be out of {OUTPUTS}, got {unknown}")
+    return tuple(outputs)
 
 
 @on_shards("liger_like.parallel.vocab_parallel_cross_entropy")
@@ -271,7 +316,7 @@ def fused_linear_cross_entropy(
     softcap: float | None = None,
     logit_scale: float = 1.0,
     class_weight: Tensor | None = None,
-    num_items: int | Tensor | None = None,
+    num_items: float | Tensor | None = None,
     lora: Lora | None = None,
     accum_dtype: torch.dtype | None = None,
     chunk_rows: int | None = None,
@@ -291,13 +336,13 @@ def fused_linear_cross_entropy(
     The gradients that some input needs are made in the forward, and the logits exist for ``chunk_rows`` tokens at a
     time (None: 2048, or more where the vocabulary is small or there are over 16 times that many tokens). Until the
     backward the gradients wait, that of x in fp32, and for a bf16 ``weight`` the last chunk's logits. ``accum_dtype``:
-    dtype in which the gradient of ``weight`` is summed over chunks (None: as accurately as one product over all
-    tokens, for a bf16 ``weight`` on a Hopper or Blackwell GPU and up to 16 chunks in the gradient's own memory, else
-    fp32). ``recompute`` is the lean setting: the backward makes the logits again and then the gradients, which takes a
-    third more time, and beside them little but dx in fp32; so do reduction "none" and differentiable outputs.
-    ``accumulate_grad``: the backward may add the weight's gradient to ``weight.grad`` in place, if that exists, in its
-    dtype, which with ``recompute`` saves all memory for it; hooks on the weight (DDP, FSDP) then do not run. ``shard``
-    is for ``liger_like.parallel.vocab_parallel_cross_entropy``.
+    dtype in which the gradient of ``weight`` is summed over chunks, torch.float32 or that of ``x`` (None: as accurately
+    as one product over all tokens, for a bf16 ``weight`` on a Hopper or Blackwell GPU and up to 16 chunks in the
+    gradient's own memory, else fp32). ``recompute`` is the lean setting: the backward makes the logits again and then
+    the gradients, which takes a third more time, and beside them little but dx in fp32; so do reduction "none" and
+    differentiable outputs. ``accumulate_grad``: the backward may add the weight's gradient to ``weight.grad`` in place,
+    if that exists, in its dtype, which with ``recompute`` saves all memory for it; hooks on the weight (DDP, FSDP) then
+    do not run. ``shard`` is for ``liger_like.parallel.vocab_parallel_cross_entropy``.
 
     Under autocast the operands are cast to its dtype. bf16, fp16 and fp32; other dtypes and devices run the
     plain-torch reference, which does hold all logits.
@@ -307,15 +352,23 @@ def fused_linear_cross_entropy(
     """
     for name, tensor in (("x", x), ("weight", weight)):
         require(name, tensor)
+    if bias is not None:
+        require("bias", bias)
+    lora, outputs = _checked_lora(lora), _checked_outputs(outputs)
+    chunk_rows = None if chunk_rows is None else require_integer("chunk_rows", chunk_rows, 1)
     weight_dtype = x.dtype
-    if torch.is_autocast_enabled(x.device.type):  # the kernel path casts the weight itself: its gradient needs no cast
-        dtype, weight_dtype = torch.get_autocast_dtype(x.device.type), weight.dtype
+    if dtype := autocast_dtype(x.device):  # the kernel path casts the weight itself: its gradient needs no cast
+        weight_dtype = weight.dtype
         x, bias = x.to(dtype), None if bias is None else bias.to(dtype)
         lora = None if lora is None else (lora[0].to(dtype), lora[1].to(dtype), *lora[2:])
-    _check(x, weight, weight_dtype, bias, lora, chunk_rows, outputs)
-    options = Options(ignore_index, label_smoothing, z_loss, softcap, logit_scale)
+    _check(x, weight, weight_dtype, bias, lora, shard)
+    require_choice("accum_dtype", accum_dtype, (None, *dict.fromkeys((torch.float32, x.dtype))))
+    require_choice("recompute", recompute, (False, True))
+    require_choice("accumulate_grad", accumulate_grad, (False, True))
+    options = checked_options(ignore_index, label_smoothing, z_loss, softcap, logit_scale)
+    num_items = checked_num_items(num_items, reduction)
     check_target(target, x, x.shape[:-1])
-    check_options(options, reduction, num_items, "class_weight", class_weight, x, shard.words or weight.shape[0])
+    check_class_weight("class_weight", class_weight, x, shard.words or weight.shape[0])
     if not use_kernel(x):
         others = {"reduction": reduction, "class_weight": class_weight, "num_items": num_items, "lora": lora}
         others |= {"outputs": outputs, "shard": shard, **options._asdict()}

@@ -26,6 +26,7 @@ from liger_like.ops._common import (
     require,
     require_choice,
     require_eps,
+    require_number,
     use_kernel,
 )
 from liger_like.ops._tiles import Tile, partial_sums, sum_partials, tiled
@@ -274,6 +275,7 @@ def qk_norm_rope(
     layout: str = "half",
     cos_layout: str = "full",
     unsqueeze_dim: int = 1,
+    rotary_dim: int | None = None,
 ) -> tuple[Tensor, Tensor]:
     """RMS-normalise the head dimension of ``q`` and ``k`` by ``q_weight`` and ``k_weight`` [D], then rotate them.
 
@@ -281,10 +283,10 @@ def qk_norm_rope(
     ``rope``. The backward reads ``q`` and ``k``, which are all that is kept for it. Heads of more than 256 features
     take the two ops.
     """
-    check(q, k, cos, sin, layout, cos_layout, unsqueeze_dim)
+    check(q, k, cos, sin, layout, cos_layout, unsqueeze_dim, rotary_dim)
     for name, weight in (("q_weight", q_weight), ("k_weight", k_weight)):
         require(name, weight, like=q, shape=q.shape[-1:])
-    require_eps(eps)
+    eps, offset = require_eps(eps), require_number("offset", offset)
     require_choice("casting_mode", casting_mode, CASTING_MODES)
     layouts = layout, cos_layout, unsqueeze_dim
     learned = (cos.requires_grad or sin.requires_grad) and not refused("kernels have no gradient of cos and sin")
@@ -298,5 +300,6 @@ def qk_norm_rope(
             rms_norm(x, weight, eps, offset=offset, casting_mode=casting_mode)
             for x, weight in ((q, q_weight), (k, k_weight))
         )
-        return rope(q, k, cos, sin, layout=layout, cos_layout=cos_layout, unsqueeze_dim=unsqueeze_dim)
+        options = {"layout": layout, "cos_layout": cos_layout, "unsqueeze_dim": unsqueeze_dim}
+        return rope(q, k, cos, sin, **options, rotary_dim=rotary_dim)
     return apply(_QKNormRoPE, q, k, q_weight, k_weight, cos, sin, eps, offset, casting_mode, *layouts)

@@ -27,6 +27,7 @@ from liger_like.ops._common import (
     require,
     require_choice,
     require_eps,
+    require_number,
     round_to,
     store_tile,
     use_kernel,
@@ -343,12 +344,13 @@ def rows_alike(x: Tensor, **kwargs: Any) -> dict[str, dict[int, int]]:
     return {"x": rows, "residual": rows}
 
 
-def _check(x: Tensor, weight: Tensor | None, eps: float, casting_mode: str) -> None:
+def _checked(x: Tensor, weight: Tensor | None, eps: Any, offset: Any, casting_mode: str) -> tuple[float, float]:
+    """Return ``eps`` and ``offset`` as Python floats. Raise unless the arguments fit together."""
     require("x", x)
     if weight is not None:
         require("weight", weight, like=x, shape=x.shape[-1:])
-    require_eps(eps)
     require_choice("casting_mode", casting_mode, CASTING_MODES)
+    return require_eps(eps), require_number("offset", offset)
 
 
 @on_shards(rows_alike)
@@ -366,7 +368,7 @@ def rms_norm(
     Raises TypeError for tensors that are not floating point, ValueError for a weight that is not [N] on the device
     of ``x``, a negative ``eps`` or an unknown ``casting_mode``. See Zhang & Sennrich, arXiv:1910.07467.
     """
-    _check(x, weight, eps, casting_mode)
+    eps, offset = _checked(x, weight, eps, offset, casting_mode)
     if not use_kernel(x):
         return rms_norm_ref(x, weight, eps, offset=offset, casting_mode=casting_mode)
     return apply(_RMSNorm, x, None, weight, eps, offset, casting_mode)
@@ -388,7 +390,7 @@ def add_rms_norm(
     The sum is rounded to its dtype before it is normalised, as a residual stream would be. The other arguments and
     errors are those of ``rms_norm``; ValueError also if ``residual`` has not the shape of ``x``.
     """
-    _check(x, weight, eps, casting_mode)
+    eps, offset = _checked(x, weight, eps, offset, casting_mode)
     require("residual", residual, like=x, shape=x.shape)
     if not (use_kernel(x) and use_kernel(residual)):
         return add_rms_norm_ref(x, residual, weight, eps, offset=offset, casting_mode=casting_mode)

@@ -29,6 +29,7 @@ from liger_like.ops._common import (
     refused,
     require,
     require_choice,
+    require_integer,
     round_to,
     use_kernel,
 )
@@ -55,8 +56,9 @@ def rope_ref(
     layout: str = "half",
     cos_layout: str = "full",
     unsqueeze_dim: int = 1,
+    rotary_dim: int | None = None,
 ) -> tuple[Tensor, Tensor]:
-    """The definition, in plain torch."""
+    """The definition, in plain torch; the tables alone decide R here."""
 
     def rotate(x: Tensor) -> Tensor:
         acc = torch.promote_types(x.dtype, torch.float32)
@@ -308,7 +310,10 @@ class _RoPE(torch.autograd.Function):
         return dq, dk, None, None, None, None, None
 
 
-def check(q: Tensor, k: Tensor, cos: Tensor, sin: Tensor, layout: str, cos_layout: str, unsqueeze_dim: int) -> None:
+def check(
+    q: Tensor, k: Tensor, cos: Tensor, sin: Tensor, layout: str, cos_layout: str, unsqueeze_dim: int,
+    rotary_dim: int | None,
+) -> None:  # fmt: skip
     """Raise unless the arguments of ``rope`` fit together."""
     require_choice("layout", layout, LAYOUTS)
     require_choice("cos_layout", cos_layout, COS_LAYOUTS)
@@ -334,9 +339,16 @@ def check(q: Tensor, k: Tensor, cos: Tensor, sin: Tensor, layout: str, cos_layou
         raise ValueError(
             f"cos must be [{q.shape[tokens]}, C] or [1 or {batch}, {q.shape[tokens]}, C], got {list(cos.shape)}"
         )
-    rotary = 2 * width if cos_layout == "half" else width
-    if rotary % 2 or rotary > q.shape[-1]:
-        raise ValueError(f"cos gives a rotary width of {rotary}; it must be even and at most D = {q.shape[-1]}")
+    rotary, D = 2 * width if cos_layout == "half" else width, q.shape[-1]
+    if rotary % 2 or rotary > D:
+        raise ValueError(f"cos gives a rotary width of {rotary}; it must be even and at most D = {D}")
+    if rotary_dim is not None and require_integer("rotary_dim", rotary_dim) != rotary:
+        raise ValueError(f"rotary_dim must be {rotary}, the rotary width that cos gives, got {rotary_dim}")
+    if rotary_dim is None and 2 * width == D and cos_layout != "half":
+        raise ValueError(
+            f"cos has {width} columns for heads of {D} features: pass cos_layout='half' if all features turn, or"
+            f" rotary_dim={width} if only the first {width} do"
+        )
 
 
 def heads_and_tokens(cos: Tensor, unsqueeze_dim: int = 1, **kwargs: Any) -> dict[str, dict[int, int]]:
@@ -358,6 +370,7 @@ def rope(
     layout: str = "half",
     cos_layout: str = "full",
     unsqueeze_dim: int = 1,
+    rotary_dim: int | None = None,
 ) -> tuple[Tensor, Tensor]:
     """Rotate ``q`` [B, H, S, D] and ``k`` [B, Hk, S, D] by ``cos`` and ``sin`` [B or 1, S, C] or [S, C]; returns both,
     rotated.
@@ -365,14 +378,15 @@ def rope(
     ``layout``: "half" pairs feature i with i + R/2 (rotate_half), "interleaved" pairs 2i with 2i + 1,
     "interleaved_in_half_out" reads the latter and writes the former. ``cos_layout``: "full" has C = R with two equal
     halves, "half" has C = R/2, "repeat" has C = R with each value twice in a row. R <= D; the features beyond R are
-    copied. ``unsqueeze_dim=2`` takes q and k as [B, S, H, D]. Any strides; out of place; results take the dtypes of
-    q and k. Learned rotations (cos or sin requiring a gradient), and dtypes other than bf16, fp16 and fp32, run the
-    plain-torch reference.
+    copied. ``rotary_dim`` states R, and must for R = D/2 unless ``cos_layout`` is "half": a table of D/2 columns may
+    also be the "half" of a whole rotation. ``unsqueeze_dim=2`` takes q and k as [B, S, H, D]. Any strides; out of
+    place; results take the dtypes of q and k. Learned rotations (cos or sin requiring a gradient), and dtypes other
+    than bf16, fp16 and fp32, run the plain-torch reference.
 
     Raises TypeError for tensors that are not floating point, ValueError for shapes, devices or layouts that do not
     fit. See Su et al., arXiv:2104.09864.
     """
-    check(q, k, cos, sin, layout, cos_layout, unsqueeze_dim)
+    check(q, k, cos, sin, layout, cos_layout, unsqueeze_dim, rotary_dim)
     learned = (cos.requires_grad or sin.requires_grad) and not refused("kernels have no gradient of cos and sin")
     if learned or not (use_kernel(q) and use_kernel(k)):
         return rope_ref(q, k, cos, sin, layout=layout, cos_layout=cos_layout, unsqueeze_dim=unsqueeze_dim)

@@ -52,7 +52,7 @@ def vocab_parallel_cross_entropy(
     whole, and of ``lora`` the second matrix [V', r] is a shard. Loss and per-token outputs are the same in all
     processes. Each gets the gradients of its own words, and that of all of ``x`` or of its part: the first is summed
     over the processes while the next chunk of tokens is computed, the second is one reduce-scatter. A chunk's logits
-    cost an all-gather of 4 to 7 numbers a token.
+    cost an all-gather of 4 to 9 numbers a token.
 
     Raises as ``fused_linear_cross_entropy`` does, and ValueError for a shard without words or outside the vocabulary, a
     DTensor that is sharded in another way, and tokens that do not come to as many for each process.
