@@ -68,12 +68,11 @@ HOPPER = [
         "keys = b, start_k + end",
         "keys and values of the next sequence",
     ),
-    ("_backward_hopper.py", "within(seen, spans, queries)", "seen", "by positions it does not look at spans"),
     (
         "_backward_hopper.py",
-        "seen = seen & (queries < end_q)",
-        "pass",
-        "by positions it has queries of the next sequence",
+        "k.slice(first_col, WIDTH, dim=1)",
+        "k.slice(0, WIDTH, dim=1)",
+        "both halves of dq are the first",
     ),
     (
         "_backward_hopper.py",

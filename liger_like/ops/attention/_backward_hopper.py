@@ -25,7 +25,7 @@ from liger_like.ops._gluon import (
     warpgroup_mma,
     warpgroup_mma_wait,
 )
-from liger_like.ops.attention._blocks import LOG2E, load_spans, scores, unit_of_scores, visible, within
+from liger_like.ops.attention._blocks import LOG2E, load_spans, scores, unit_of_scores
 from liger_like.ops.attention._choice import widths_of
 from liger_like.ops.attention._hopper import (
     FAR,
@@ -79,17 +79,11 @@ def _load(
 
 
 @gluon.jit
-def _hide(
-    p, m, row, end_k, end_q, shift, spans, left, right, HAS_LEFT: gl.constexpr, HAS_RIGHT: gl.constexpr,
-    PACKED: gl.constexpr,
-):  # fmt: skip
-    """``p`` of the keys from ``row`` on and the queries from ``m`` on, but 0 where a key is not seen."""
-    queries = (m + gl.arange(0, p.shape[1], gl.SliceLayout(0, p.type.layout)))[None, :]
-    keys = (row + gl.arange(0, p.shape[0], gl.SliceLayout(1, p.type.layout)))[:, None]
-    seen = visible(queries, keys, shift, end_k, left, right, HAS_LEFT, HAS_RIGHT)
-    if PACKED:
-        seen = seen & (queries < end_q)
-    return gl.where(within(seen, spans, queries), p, 0.0)
+def _operands(k_s, v_s, index, g: gl.constexpr, first_col: gl.constexpr, WIDTH: gl.constexpr):
+    """Return k and v of the keys of a warp group, and the columns of all k that its part of dq takes."""
+    k = k_s.index(index).reshape([2 * ROWS, k_s.shape[-1]])
+    v = v_s.index(index).reshape([2 * ROWS, v_s.shape[-1]])
+    return k.slice(g * ROWS, ROWS), v.slice(g * ROWS, ROWS), k.slice(first_col, WIDTH, dim=1)
 
 
 @gluon.jit
@@ -125,16 +119,10 @@ def _multiply(
     zeros = gl.zeros([ROWS, WIDTH], gl.float32, layout_q)
     dk = gl.zeros([ROWS, BLOCK_D], gl.float32, layout_k)
     dv = gl.zeros([ROWS, BLOCK_D], gl.float32, layout_k)
-    k_all = k_s.index(0).reshape([2 * ROWS, BLOCK_D])
     queries = b, end_q
     mbarrier.wait(kv_full, 0)
     row += g * ROWS
-    k = k_all.slice(g * ROWS, ROWS)
-    v = v_s.index(0).reshape([2 * ROWS, BLOCK_D]).slice(g * ROWS, ROWS)
-    k_part = k_all.slice(first_col, WIDTH, dim=1)
     unit = unit_of_scores(scale, SOFTCAP, False)
-    # the faster way to mask; the compiler's output does not show why
-    BY_BOUNDS: gl.constexpr = BLOCK_D == 64 or SOFTCAP is not None
     if row + ROWS > end_k:
         inner_end = start
     keys = (row + gl.arange(0, ROWS, gl.SliceLayout(1, layout_s)))[:, None]
@@ -147,14 +135,16 @@ def _multiply(
     steps = heads * gl.cdiv(end - start, BLOCK_M)
     mbarrier.wait(full.index(0), 0, pred=steps > 0)
     q = q_s.index(0).reshape([BLOCK_M, BLOCK_D])
-    # an index that the compiler does not know to be 0: else what describes k to the tensor cores stays in registers
-    k_first = k_s.index(gl.program_id(2)).reshape([2 * ROWS, BLOCK_D]).slice(g * ROWS, ROWS)
+    k_first, _, k_last = _operands(k_s, v_s, 0, g, first_col, WIDTH)
     s_acc = warpgroup_mma(k_first, q.permute((1, 0)), none, use_acc=False, is_async=True)
     s_acc = warpgroup_mma_wait(0, deps=(s_acc,))
     h, m = first_head, start
     mbarrier.arrive(ds_full.index(0), count=1)  # of the block before the first, of which nothing is added
     last_h, last_m = first_head - 1, start - BLOCK_M
     for use in range(0, steps):
+        # an index that the compiler does not know to be 0: else what describes k and v to the tensor cores stays in
+        # registers
+        k, v, k_part = _operands(k_s, v_s, use >> 30, g, first_col, WIDTH)
         s = use % STAGES
         t = (use + 1) % STAGES
         phase = (use + 1) // STAGES & 1
@@ -169,10 +159,7 @@ def _multiply(
         if SOFTCAP is not None and spans_ptr is None:
             edge = True  # a branch would keep both p and slopes in registers; spans need one all the same
         if edge:
-            if BY_BOUNDS:
-                p = hide(p, m, limits, ENDS=ENDS)
-            else:
-                p = _hide(p, m, row, end_k, end_q, shift, spans, left, right, HAS_LEFT, HAS_RIGHT, PACKED)
+            p = hide(p, m, limits, ENDS=ENDS)
         p_operand = gl.convert_layout(p.to(dtype), operand)
         if SOFTCAP is not None:  # before, there are no registers for it
             p *= slopes
@@ -205,7 +192,7 @@ def _multiply(
     if steps > 0:
         mbarrier.wait(ds_full.index(steps % STAGES), steps // STAGES & 1)
         ds_part = ds_s.index(steps % STAGES).slice(first_row, ROWS, dim=1).permute((1, 0))
-        dq = warpgroup_mma(ds_part, k_part, zeros, use_acc=False, is_async=True)
+        dq = warpgroup_mma(ds_part, k_last, zeros, use_acc=False, is_async=True)
         dq = warpgroup_mma_wait(0, deps=(dq,))
         _add_dq(dq, dq_desc, dq_s.index(g), queries, last_h, last_m + first_row, first_col)
     tma_store_wait(0)
