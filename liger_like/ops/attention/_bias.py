@@ -66,7 +66,8 @@ def _attention_dbias_kernel(
         )
         row_ptrs = rows_ptr + (b * H + h) * PADDED + queries
         count = tl.cast(B, tl.int64) * H * PADDED
-        (most, rest), delta = load_sums(row_ptrs, count, APART), tl.load(row_ptrs + count)
+        most, rest = load_sums(row_ptrs, count, APART)
+        delta = tl.load(row_ptrs + count)
         p, _ = probabilities(q, k, bias, most[:, None], rest if rest is None else rest[:, None], scale, SOFTCAP)
         total += tl.where(seen, p, 0.0) * less_delta(dout, v, delta[:, None])
     rows, cols = own_m * BLOCK_M + tl.arange(0, BLOCK_M), own_n * BLOCK_N + tl.arange(0, BLOCK_N)
