@@ -403,8 +403,8 @@ ATTENTION = [
     ("_backward.py", "tl.where(none, 0.0, delta)", "delta", "0 times the upstream gradient of rows without keys"),
     (
         "_backward.py",
-        "tl.minimum(first + rows, length_q - 1)",
-        "first + rows",
+        "at = tl.minimum(at, length_q - 1)",
+        "pass",
         "0 times the delta of the next sequence",
     ),
     ("_checks.py", "if offsets[0]:", "if offsets[0] > 0:", "offsets may start before the first row"),

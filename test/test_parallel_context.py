@@ -262,6 +262,25 @@ def test_key_heads_that_processes_do_not_divide():
         cp.attend(q, k[:, :3], k[:, :3])
 
 
+@pytest.mark.parametrize(
+    ("error", "message", "arguments"),
+    [
+        (TypeError, "left must be an integer, got str", {"left": "a"}),
+        (ValueError, "left must be at least -1, got -2", {"left": -2}),
+        (TypeError, "cu_seqlens must be a tensor, got list", {"cu_seqlens": [0, 4]}),
+        (TypeError, "scale must be a number, got str", {"scale": "a"}),
+        (ValueError, "softcap must be positive", {"softcap": 0.0}),
+        (ValueError, r"sinks must have shape \[1\]", {"sinks": torch.ones(2)}),
+        (TypeError, "deterministic must be True or False or None", {"deterministic": "no"}),
+    ],
+)
+def test_error_names_the_argument(error, message, arguments):
+    q = torch.randn(1, 4, 1, 8)
+    for method in METHODS:
+        with pytest.raises(error, match=message):
+            ContextParallel(Shards(None, 0, 1, True), method).attend(q, q, q, **arguments)
+
+
 def test_documents_that_do_not_arrive(mesh):
     cp = context_parallel(mesh)
     cp.shard({"input_ids": IDS, "position_ids": RESTARTED})

@@ -24,8 +24,8 @@ from liger_like.ops.attention._blocks import (
     less_delta,
     load_bias,
     load_parts,
+    load_rest,
     load_spans,
-    load_sums,
     probabilities,
     scale_parts,
     schedule,
@@ -90,14 +90,15 @@ def _add_queries(
     state, k, v, m, edge, q_ptr, dout_ptr, rows_ptr, count, bias_ptr, STRIDE_Q, STRIDE_D, stride_bs, stride_bk,
     keys, seen_keys, spans, shift, length_q, length_k, left, right, scale, SOFTCAP: tl.constexpr,
     HAS_LEFT: tl.constexpr, HAS_RIGHT: tl.constexpr, D: tl.constexpr, DV: tl.constexpr, APART: tl.constexpr,
-    BLOCK_M: tl.constexpr,
+    PACKED: tl.constexpr, BLOCK_M: tl.constexpr,
 ):  # fmt: skip
     """Add what the block of queries at ``m`` gives to dk and dv."""
     dk, dv = state
     rows, first = tl.arange(0, BLOCK_M), tl.cast(m, tl.int64)
     queries = m + rows
     mask = queries < length_q
-    most, rest = load_sums(rows_ptr + first + rows, count, APART)  # before the wait for what is loaded ahead
+    most = tl.load(rows_ptr + first + rows)  # before the wait for what is loaded ahead
+    rest = load_rest(rows_ptr + first + rows, count, APART)
     q = load_parts(q_ptr + first * STRIDE_Q, rows, STRIDE_Q, mask, D)
     dout = load_parts(dout_ptr + first * STRIDE_D, rows, STRIDE_D, mask, DV)
     bias = None
@@ -111,8 +112,10 @@ def _add_queries(
             seen = seen & seen_keys[:, None]
         p = tl.where(seen & mask[None, :], p, 0.0)
     dv, p = add_product(dv, p, dout), p * slopes
-    # during that product; 0 times the delta of the next sequence may be NaN
-    delta = tl.load(rows_ptr + count + tl.minimum(first + rows, length_q - 1))
+    at = first + rows
+    if PACKED:
+        at = tl.minimum(at, length_q - 1)  # 0 times the delta of the next sequence may be NaN
+    delta = tl.load(rows_ptr + count + at)  # during that product
     ds = p * less_delta(v, dout, delta[None, :])
     return add_product(dk, ds, q), dv
 
@@ -170,7 +173,7 @@ def _attention_dkv_kernel(
             state = _add_queries(
                 state, k, v, m, edge, q_head, dout_head, rows_head, count_rows, bias_head, STRIDE_Q, STRIDE_D,
                 stride_bs, stride_bk, keys, seen_keys, spans, shift, length_q, length_k, left, right, scale, SOFTCAP,
-                HAS_LEFT, HAS_RIGHT, D, DV, APART, BLOCK_M,
+                HAS_LEFT, HAS_RIGHT, D, DV, APART, cu_k_ptr is not None, BLOCK_M,
             )  # fmt: skip
     dk, dv = state
     b += tl.program_id(1).to(tl.int64) * B  # the parts of a split group stand one behind the other
@@ -232,8 +235,8 @@ def _attention_dq_kernel(
     dout = load_parts(dout_ptr + b * stride_db + h * stride_dh + first_q * STRIDE_D, rows, STRIDE_D, mask_q, DV)
     rows_ptr += (b * H + h) * PADDED + first_q
     count_rows = tl.cast(B, tl.int64) * H * PADDED
-    most, rest = load_sums(rows_ptr + rows, count_rows, APART)
-    delta = tl.load(rows_ptr + count_rows + rows)
+    most, delta = tl.load(rows_ptr + rows), tl.load(rows_ptr + count_rows + rows)
+    rest = load_rest(rows_ptr + rows, count_rows, APART)
     k_ptr += b * stride_kb + start_k * STRIDE_K + hk * stride_kh
     v_ptr += b * stride_vb + start_k * STRIDE_V + hk * stride_vh
     bias_ptr = bias_ptr if bias_ptr is None else bias_ptr + b * stride_bb + h * stride_bh

@@ -10,8 +10,8 @@ from liger_like.ops.attention._blocks import (
     less_delta,
     load_bias,
     load_parts,
+    load_rest,
     load_spans,
-    load_sums,
     probabilities,
     shift_of,
     visible,
@@ -66,8 +66,9 @@ def _attention_dbias_kernel(
         )
         row_ptrs = rows_ptr + (b * H + h) * PADDED + queries
         count = tl.cast(B, tl.int64) * H * PADDED
-        (most, rest), delta = load_sums(row_ptrs, count, APART), tl.load(row_ptrs + count)
-        p, _ = probabilities(q, k, bias, most[:, None], rest if rest is None else rest[:, None], scale, SOFTCAP)
+        most, delta = tl.load(row_ptrs), tl.load(row_ptrs + count)
+        sums = load_rest(row_ptrs, count, APART)
+        p, _ = probabilities(q, k, bias, most[:, None], sums if sums is None else sums[:, None], scale, SOFTCAP)
         total += tl.where(seen, p, 0.0) * less_delta(dout, v, delta[:, None])
     rows, cols = own_m * BLOCK_M + tl.arange(0, BLOCK_M), own_n * BLOCK_N + tl.arange(0, BLOCK_N)
     rows_b, cols_b = S if EACH_S else 1, SK if EACH_K else 1

@@ -274,12 +274,12 @@ def scores(products, bias, scale, SOFTCAP: tl.constexpr, EXACT: tl.constexpr):
 
 
 @triton.jit
-def load_sums(ptrs, count, APART: tl.constexpr):
-    """Load from the rows of ``attention_delta`` what ``probabilities`` subtracts: ``most`` and, if APART, ``rest``."""
+def load_rest(ptrs, count, APART: tl.constexpr):
+    """Load the log2 of the sums from the rows of ``attention_delta``; None unless they are kept APART."""
     rest = None
     if APART:
         rest = tl.load(ptrs + 2 * count)
-    return tl.load(ptrs), rest
+    return rest
 
 
 @triton.jit
