@@ -403,7 +403,7 @@ ATTENTION = [
     ("_backward.py", "tl.where(none, 0.0, delta)", "delta", "0 times the upstream gradient of rows without keys"),
     (
         "_backward.py",
-        "at = tl.minimum(at, length_q - 1)",
+        "rows = tl.minimum(rows, length_q - 1 - m)",
         "pass",
         "0 times the delta of the next sequence",
     ),

@@ -390,8 +390,7 @@ def first_failure(tree: Path, words: str, limit: float, cpu: bool) -> str:
     ``cpu``: without a GPU, so that kernels are interpreted; what is written goes beside the tree, where no other tests
     write. On a GPU one bug follows the other, and what the compilers keep serves the next.
     """
-    command = [sys.executable, "-m", "pytest", "-x", "--tb=no", "-p", "no:cacheprovider", *FILES]
-    command += ["-k", words]
+    command = [sys.executable, "-m", "pytest", "-x", "--tb=no", "-p", "no:cacheprovider", *FILES, "-k", words]
     path = os.pathsep.join([str(tree), os.environ.get("PYTHONPATH", "")])
     env = os.environ | {"PYTHONPATH": path, "PYTEST_ADDOPTS": "", "OMP_NUM_THREADS": "1", "COLUMNS": "200"}
     if cpu:

@@ -112,10 +112,9 @@ def _add_queries(
             seen = seen & seen_keys[:, None]
         p = tl.where(seen & mask[None, :], p, 0.0)
     dv, p = add_product(dv, p, dout), p * slopes
-    at = first + rows
     if PACKED:
-        at = tl.minimum(at, length_q - 1)  # 0 times the delta of the next sequence may be NaN
-    delta = tl.load(rows_ptr + count + at)  # during that product
+        rows = tl.minimum(rows, length_q - 1 - m)  # 0 times the delta of the next sequence may be NaN
+    delta = tl.load(rows_ptr + count + first + rows)  # during that product
     ds = p * less_delta(v, dout, delta[None, :])
     return add_product(dk, ds, q), dv
 
