@@ -16,8 +16,9 @@ from typing import Annotated
 import torch
 
 import liger_like
-from liger_like._versions import TESTED, installed, verdict
+from liger_like._versions import TESTED, installed, newer_than_tested, verdict
 from liger_like.ops._common import INTERPRET
+from liger_like.ops._fallback import BROKEN
 
 
 def kernels() -> str:
@@ -27,6 +28,14 @@ def kernels() -> str:
     if INTERPRET:
         return "interpreted on the CPU (TRITON_INTERPRET=1)"
     return "not used: no GPU, so every op runs its plain torch reference (TRITON_INTERPRET=1 interprets the kernels)"
+
+
+def try_gluon() -> None:
+    """Compile each kind of Gluon kernel once on a Hopper GPU, with a Triton newer than the tested ones."""
+    if newer_than_tested("triton") and torch.cuda.is_available() and torch.cuda.get_device_capability()[0] == 9:
+        for D in (128, 256):
+            liger_like.explain("flash_attention", {"B": 1, "S": 256, "Sk": 256, "H": 1, "Hk": 1, "D": D})
+        liger_like.explain("fused_linear_cross_entropy", {"lead": (256,), "H": 256, "V": 512}, chunk_rows=128)
 
 
 def env_rows() -> list[tuple[str, str]]:
@@ -41,6 +50,10 @@ def env_rows() -> list[tuple[str, str]]:
         rows.append((f"GPU {index}", f"{gpu.name}, capability {gpu.major}.{gpu.minor}, {memory}"))
     if not torch.cuda.is_available():
         rows.append(("GPU", "none"))
+    try_gluon()
+    broken = "; ".join(f"{module} {reason}" for module, reason in BROKEN.items())
+    if broken:
+        rows.append(("Gluon", f"portable kernels run instead, which are slower: {broken}"))
     return [*rows, ("kernels", kernels())]
 
 

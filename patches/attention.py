@@ -14,6 +14,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor, nn
 
+from liger_like.ops._common import autocast_dtype
 from liger_like.ops.attention import flash_attention
 from liger_like.patches import Recogniser, Trial, UnrecognisedError, bare, random_like, random_parameter, where
 from liger_like.patches.attention_source import (
@@ -268,8 +269,7 @@ def attend(
         mask = mask._replace(spans=_within_documents(mask.spans, query, key, cu_q, options.get("cu_seq_lens_k", cu_q)))
     if options.get("dropout") or options.get("output_attentions"):
         return _eager(module, query, key, value, mask, options)
-    if torch.amp.is_autocast_available(query.device.type) and torch.is_autocast_enabled(query.device.type):
-        dtype = torch.get_autocast_dtype(query.device.type)
+    if dtype := autocast_dtype(query.device):
         query, key, value = (t.to(dtype) for t in (query, key, value))
     q, k, v = (t.transpose(1, 2) for t in (query, key, value))
     scores: dict[str, Any] = {"scale": options.get("scaling"), "softcap": options.get("softcap")}

@@ -9,7 +9,8 @@ from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
 from torch.nn.functional import pad
 
-from liger_like.ops.attention._checks import check_heads, check_offsets, check_options, require_int
+from liger_like.ops._common import require_integer
+from liger_like.ops.attention._checks import check_heads, check_offsets, check_options
 from liger_like.parallel._spread_attention import METHODS, Shards
 from liger_like.patches import attention
 
@@ -119,9 +120,9 @@ class ContextParallel:
         Raises TypeError or ValueError for arguments that do not fit, and RuntimeError if the batch has documents but
         ``cu_seqlens`` is None.
         """
-        check_options(True, scale, (-1, -1), softcap, deterministic)
+        scale, softcap = check_options(True, scale, (-1, -1), softcap, deterministic)
         check_heads(q, k, v, sinks, 4)
-        require_int("left", left, -1)
+        left = require_integer("left", left, -1)
         if cu_seqlens is not None:
             check_offsets("cu_seqlens", cu_seqlens, q, q.shape[0] * q.shape[1] * self.shards.size)
         if k.shape[1] != q.shape[1] or q.shape[1] % len(self.shards.chunks()):

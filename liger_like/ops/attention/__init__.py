@@ -169,7 +169,7 @@ def flash_attention(
 
     Raises TypeError or ValueError for arguments that do not fit. See Dao, arXiv:2307.08691.
     """
-    check_options(causal, scale, window, softcap, deterministic, return_lse)
+    scale, softcap = check_options(causal, scale, window, softcap, deterministic, return_lse)
     check_heads(q, k, v, sinks, 4)
     check_masks(q, k, bias, key_padding_mask, spans)
     if not _use_kernel(q, v):
@@ -217,10 +217,10 @@ def flash_attention_varlen(
 
     Raises TypeError or ValueError for arguments that do not fit.
     """
-    check_options(causal, scale, window, softcap, deterministic, return_lse)
+    scale, softcap = check_options(causal, scale, window, softcap, deterministic, return_lse)
     check_heads(q, k, v, sinks, 3)
-    check_offsets("cu_seqlens_q", cu_seqlens_q, q, q.shape[0], max_seqlen_q)
-    check_offsets("cu_seqlens_k", cu_seqlens_k, q, k.shape[0], max_seqlen_k)
+    max_seqlen_q = check_offsets("cu_seqlens_q", cu_seqlens_q, q, q.shape[0], max_seqlen_q)
+    max_seqlen_k = check_offsets("cu_seqlens_k", cu_seqlens_k, q, k.shape[0], max_seqlen_k)
     if cu_seqlens_k.shape != cu_seqlens_q.shape:
         raise ValueError(
             f"cu_seqlens_k must have the shape of cu_seqlens_q, {list(cu_seqlens_q.shape)},"

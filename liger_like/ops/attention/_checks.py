@@ -9,17 +9,9 @@ import torch
 from torch import Tensor
 from torch._subclasses import FakeTensor
 
-from liger_like.ops._common import require, require_positive
+from liger_like.ops._common import require, require_integer, require_positive
 
 VALUES = os.environ.get("LIGER_LIKE_CHECK", "0") == "1"
-
-
-def require_int(name: str, value: object, least: int) -> None:
-    """Raise unless ``value`` is an integer of at least ``least``."""
-    if isinstance(value, bool) or not isinstance(value, int | torch.SymInt):
-        raise TypeError(f"{name} must be an integer, got {type(value).__name__}")
-    if value < least:
-        raise ValueError(f"{name} must be at least {least}, got {value}")
 
 
 def _require_flag(name: str, value: object, also: tuple[object, ...] = ()) -> None:
@@ -39,19 +31,19 @@ def _require_tensor(name: str, value: object, like: Tensor, *dtypes: torch.dtype
 def check_options(
     causal: bool, scale: float | None, window: tuple[int, int], softcap: float | None, deterministic: bool | None,
     return_lse: bool = False,
-) -> None:  # fmt: skip
-    """Raise TypeError or ValueError for an option that is no tensor and does not fit."""
+) -> tuple[float | None, float | None]:  # fmt: skip
+    """Return ``scale`` and ``softcap`` as Python floats. Raise TypeError or ValueError if an option does not fit."""
     for name, flag in (("causal", causal), ("return_lse", return_lse)):
         _require_flag(name, flag)
     _require_flag("deterministic", deterministic, (None,))
-    for name, number in (("scale", scale), ("softcap", softcap)):
-        if number is not None:
-            require_positive(name, number)
     expected = f"window must be two integers, at least -1 (which is no bound), got {window!r}"
     if not isinstance(window, tuple | list):
         raise TypeError(expected)
     if len(window) != 2 or any(not isinstance(side, int) or isinstance(side, bool) or side < -1 for side in window):
         raise ValueError(expected)
+    numbers = ("scale", scale), ("softcap", softcap)
+    scale, softcap = (number if number is None else require_positive(name, number) for name, number in numbers)
+    return scale, softcap
 
 
 def check_heads(q: Tensor, k: Tensor, v: Tensor, sinks: Tensor | None, dimensions: int) -> None:
@@ -104,19 +96,20 @@ def _readable(t: Tensor) -> bool:
     return not (t.is_cuda and torch.cuda.is_current_stream_capturing())
 
 
-def check_offsets(name: str, cu_seqlens: Tensor, like: Tensor, rows: int, longest: int | None = None) -> None:
-    """Raise unless ``cu_seqlens`` [n + 1] are offsets into so many ``rows``, and ``longest`` is an integer.
+def check_offsets(name: str, cu_seqlens: Tensor, like: Tensor, rows: int, longest: int | None = None) -> int | None:
+    """Return ``longest`` as a Python int. Raise unless it is an integer and ``cu_seqlens`` [n + 1] are offsets.
 
-    If values are checked: from 0 on, not falling, within the rows, and no sequence longer than ``longest``.
+    If values are checked, offsets start with 0, do not fall and end within the ``rows``, and no sequence is longer than
+    ``longest``.
     """
     _require_tensor(name, cu_seqlens, like, torch.int32, torch.int64)
     if cu_seqlens.dim() != 1 or not cu_seqlens.shape[0]:
         raise ValueError(f"{name} must have the shape [n + 1], got {list(cu_seqlens.shape)}")
     limit = name.replace("cu_seqlens", "max_seqlen")
     if longest is not None:
-        require_int(limit, longest, 0)
+        longest = require_integer(limit, longest, 0)
     if not _readable(cu_seqlens):
-        return
+        return longest
     offsets = cu_seqlens.tolist()
     lengths = [end - start for start, end in itertools.pairwise(offsets)]
     if offsets[0]:
@@ -128,3 +121,4 @@ def check_offsets(name: str, cu_seqlens: Tensor, like: Tensor, rows: int, longes
         raise ValueError(f"{name} must not pass the {rows} rows, got {offsets[-1]}")
     if longest is not None and max(lengths, default=0) > longest:
         raise ValueError(f"{limit} must be at least the longest sequence, {max(lengths)}, got {longest}")
+    return longest
