@@ -383,7 +383,6 @@ def require_integer(name: str, value: Any, low: int | None = None) -> int:
 
 
 def autocast_dtype(device: torch.device) -> torch.dtype | None:
-    """Return the dtype that autocast casts to on ``device``; None where it is off or, as on "meta", unknown."""
+    """Return the dtype that autocast casts to on ``device``; None where it is off, as it always is on "meta"."""
     kind = device.type
-    enabled = torch.amp.is_autocast_available(kind) and torch.is_autocast_enabled(kind)
-    return torch.get_autocast_dtype(kind) if enabled else None
+    return torch.get_autocast_dtype(kind) if kind != "meta" and torch.is_autocast_enabled(kind) else None
