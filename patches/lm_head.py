@@ -16,6 +16,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.distributed.fsdp import FSDPModule
 from torch.nn import functional as F  # noqa: N812  # as torch has it
 
 from liger_like.patches import NothingToDoError, Recogniser, Trial, UnrecognisedError, original, random_like, where
@@ -248,7 +249,7 @@ class LMHead(Recogniser):
 
     def forget(self, module: Any) -> None:
         """FSDP2 gathers the weight for the backward again, too."""
-        if "_read_later" in vars(module):
+        if isinstance(module, FSDPModule):
             module.set_unshard_in_backward(True)
         super().forget(module)
 

@@ -1,6 +1,16 @@
-"""Bugs, as in mutants.py, in what keeps losses exact and in what refuses bad arguments: (file, old, new, why)."""
+"""Bugs, as in mutants.py, in launches, in what keeps losses exact and in what refuses bad arguments.
+
+Each is (file, old, new, why), and -k for the GPU tests that it must fail if only a GPU shows it.
+"""
 
 EXACT = [
+    ("_common.py", "16 | size & 15", "16", "a kernel for strides divisible by 16 is run with others"),
+    ("_common.py", "bits & 15 or", "", "a kernel for aligned memory is run with memory that is not", "test_launch"),
+    ("_common.py", ", (*map(float, floats),)", ", floats", "a kernel for the int 1 is run with other floats"),
+    ("_common.py", "(*map(int, sizes),),", "sizes,", "a kernel for the size 1 is run with True"),
+    ("_common.py", ", *map(type, options.values())]", "]", "a kernel for the constant 1 is run for 1.0"),
+    ("_common.py", "[id(kernel), *options,", "[id(kernel),", "a kernel of two stages is run for two warps"),
+    ("_common.py", "arg.view_as(arg) if again else arg", "arg", "torch.compile sees a tensor in two places"),
     ("cross_entropy.py", "(z - lse) - lse_rest", "z - lse", "the gradient takes lse as one rounded number"),
     ("cross_entropy.py", "rest = (a - (total - b_part)) + (b - b_part)", "rest = a - total", "a wrong rest of lse"),
     ("cross_entropy.py", "seen * log_total - smooth", "V * log_total - smooth", "smoothing forgets class weights"),
@@ -14,11 +24,11 @@ EXACT = [
     ),
     (
         "_chunked_loss.py",
-        "None else dloss * size, *others",
-        "None else dloss, *others",
+        "None else dloss * size)",
+        "None else dloss)",
         "weights left out of fp16's unit",
     ),
-    ("_chunked_loss.py", "20 * abs(options.z_loss)) or 1", "0) or 1", "a large z-loss overflows in fp16"),
+    ("_chunked_loss.py", "math.frexp(20 * abs(options.z_loss) / label)[1]", "0", "a large z-loss overflows in fp16"),
     (
         "_chunked_loss.py",
         "dx[start:end].view(z.dtype)",

@@ -115,20 +115,6 @@ MUTANTS = [
         "total = load_tile(x_ptr, N, p +",
         "of many partial sums the last ones count",
     ),
-    Mutant("_common.py", "16 | size & 15", "16", "a kernel for strides divisible by 16 is run with others"),
-    Mutant(
-        "_common.py", "bits & 15 or", "", "a kernel for aligned memory is run with memory that is not", "test_launch"
-    ),
-    Mutant("_common.py", ", (*map(float, floats),)", ", floats", "a kernel for the int 1 is run with other floats"),
-    Mutant("_common.py", "(*map(int, sizes),),", "sizes,", "a kernel for the size 1 is run with True"),
-    Mutant("_common.py", ", *map(type, options.values())]", "]", "a kernel for the constant 1 is run for 1.0"),
-    Mutant("_common.py", "[id(kernel), *options,", "[id(kernel),", "a kernel of two stages is run for two warps"),
-    Mutant(
-        "_common.py",
-        "distinct.append(arg.view_as(arg) if again else arg)",
-        "distinct.append(arg)",
-        "torch.compile sees a tensor in two places",
-    ),
     Mutant("_tiles.py", '"EVEN": even', '"EVEN": True', "reads beyond rows that do not fill their block"),
     Mutant("_tiles.py", "if partial is not total:", "if False:", "partial sums are never summed"),
     Mutant("rms_norm.py", "return tl.rsqrt(square / N + eps)", "return tl.rsqrt(square / N)", "eps is missing"),

@@ -5,7 +5,7 @@ import torch
 from torch.utils import checkpoint
 
 from liger_like import ops
-from liger_like.ops import _accumulate, _chunked_loss, _common, linear_cross_entropy
+from liger_like.ops import _accumulate, _accumulate_hopper, _chunked_loss, _common, linear_cross_entropy
 from liger_like.ops._accumulate import add_products, exponent_block, exponents_like, scale_rows
 from liger_like.ops._shards import Shard
 from liger_like.testing import SPECS, assert_accurate, run
@@ -21,7 +21,7 @@ def kernel(request, monkeypatch, device):
         monkeypatch.setattr(_accumulate, "architecture", lambda device: 10)
     elif _common.architecture(torch.device(device)) != 9:
         pytest.skip("needs a Hopper GPU")
-    for module in (_accumulate, _accumulate.hopper):
+    for module in (_accumulate, _accumulate_hopper):
         monkeypatch.setattr(module, "num_programs", lambda *args: 3)
 
 
@@ -389,7 +389,7 @@ def test_of_no_tokens_no_chunk_is_left(monkeypatch, device, poisoned):
 
     def forward(*args):
         outs = true(*args)
-        kept.append(outs[6].tolist())
+        kept.append(outs[7].tolist())
         return outs
 
     monkeypatch.setattr(linear_cross_entropy, "linear_cross_entropy_fwd", forward)

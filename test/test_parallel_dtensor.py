@@ -24,7 +24,9 @@ import liger_like.parallel
 
 # the op, the shapes of its tensors, and along which dimensions the first ones may be sharded; 3 and 5 do so unevenly
 ROWS, HEADS, KEYS, ANGLES = (3, 5, 16), (2, 4, 5, 16), (2, 2, 5, 16), (2, 5, 8)
-transposed = functools.partial(liger_like.rope, unsqueeze_dim=2)
+half = functools.partial(liger_like.rope, rotary_dim=8)
+transposed = functools.partial(half, unsqueeze_dim=2)
+normalised = functools.partial(liger_like.qk_norm_rope, rotary_dim=8)
 CASES = {
     "rms_norm": (liger_like.rms_norm, [ROWS, (16,)], (0, 1)),
     "weightless": (liger_like.rms_norm, [ROWS], (0, 1)),
@@ -32,10 +34,14 @@ CASES = {
     "layer_norm": (liger_like.layer_norm, [ROWS, (16,), (16,)], (0, 1)),
     "swiglu": (liger_like.swiglu, [ROWS, ROWS], (0, 1, 2)),
     "packed": (liger_like.geglu, [ROWS], (0, 1)),
-    "rope": (liger_like.rope, [HEADS, KEYS, ANGLES, ANGLES], (0, 1, 2)),
-    "rope of one cos": (liger_like.rope, [HEADS, KEYS, (5, 8), (5, 8)], (0, 1, 2)),
+    "rope": (half, [HEADS, KEYS, ANGLES, ANGLES], (0, 1, 2)),
+    "rope of one cos": (half, [HEADS, KEYS, (5, 8), (5, 8)], (0, 1, 2)),
     "rope of [B, S, H, D]": (transposed, [(2, 5, 4, 16), (2, 5, 2, 16), ANGLES, ANGLES], (0, 1, 2)),
-    "qk_norm_rope": (liger_like.qk_norm_rope, [HEADS, KEYS, (16,), (16,), ANGLES, ANGLES], (0, 1, 2)),
+    "qk_norm_rope": (
+        functools.partial(liger_like.qk_norm_rope, rotary_dim=8),
+        [HEADS, KEYS, (16,), (16,), ANGLES, ANGLES],
+        (0, 1, 2),
+    ),
 }
 
 

@@ -2,6 +2,7 @@
 once, and its backward, over slices of the vocabulary, which makes the logits again.
 """
 
+import math
 from collections.abc import Callable, Iterator
 from typing import Any
 
@@ -332,7 +333,17 @@ def unit(options: Options) -> float:
 
 
 def _largest_factor(options: Options) -> float:
-    return max(1 - options.label_smoothing, 20 * abs(options.z_loss)) or 1
+    """Return about the largest factor of a token's gradient: that of the label, times a power of 2 for the z-loss.
+
+    A power of 2 changes no rounding.
+    """
+    label = 1 - options.label_smoothing or 1.0
+    return label * 2.0 ** max(0, math.frexp(20 * abs(options.z_loss) / label)[1])
+
+
+def _power_of_2(x: Tensor) -> Tensor:
+    """Return the power of 2 that is at most ``x``, and more than its half; 0 for 0."""
+    return torch.exp2(torch.floor(torch.log2(x)))
 
 
 def weight_of_tokens(target: Tensor, class_weight: Tensor, options: Options) -> Tensor:
@@ -351,7 +362,7 @@ def unit_of_weights(target: Tensor, class_weight: Tensor | None, options: Option
         return None
     weights = weight_of_tokens(target, class_weight, options)
     least = max(20 * abs(options.z_loss), torch.finfo(torch.float32).tiny)  # which no class weight multiplies
-    return _largest_factor(options) / weights.amax().clamp_min(least)
+    return _power_of_2(_largest_factor(options) / weights.amax().clamp_min(least))
 
 
 def _size_of_gradient(
@@ -364,10 +375,14 @@ def _size_of_gradient(
     size: Any = 1.0 if class_weight is None else weight_of_tokens(target, class_weight, options)
     if options.z_loss:
         size = size + 2 * abs(options.z_loss) * lse.abs()
+    tiny = torch.finfo(torch.float32).tiny
     dloss, *others = upstream
-    given = torch.cat([g for g in (dloss if dloss is None else dloss * size, *others) if g is not None])
-    largest = given.nan_to_num(0.0, 0.0, 0.0).abs().amax() * (abs(options.logit_scale) or 1)
-    return largest.clamp_min(torch.finfo(torch.float32).tiny).reshape(1)
+    given, made = (
+        torch.cat([g for g in (first, *others) if g is not None]).nan_to_num(0.0, 0.0, 0.0).abs().amax().clamp_min(tiny)
+        for first in (dloss, dloss if dloss is None else dloss * size)
+    )
+    # but for powers of 2 the upstream gradient: a row whose gradient is 1 must stay one, else all round the same way
+    return (given * _power_of_2(made * (abs(options.logit_scale) or 1) / given)).clamp_min(tiny).reshape(1)
 
 
 def _chunks(

@@ -3,6 +3,7 @@ refused.
 """
 
 import functools
+import math
 import numbers
 from collections.abc import Callable
 from typing import Any, TypeVar
@@ -359,10 +360,7 @@ def require_number(
 
 def require_positive(name: str, value: Any) -> float:
     """Return ``value`` as a Python float. Raise unless it is a positive, finite number."""
-    value = require_number(name, value)
-    if value <= 0:
-        raise ValueError(f"{name} must be positive and finite, got {value}")
-    return value
+    return require_number(name, value, "must be positive and finite", low=math.ulp(0.0))
 
 
 def require_eps(eps: Any) -> float:

@@ -424,8 +424,7 @@ def cross_entropy(
     num_items: float | Tensor | None = None,
     inplace_backward: bool = False,
 ) -> Tensor:
-    """Cross-entropy of ``logits`` [..., V] and ``target`` [...] (int64 or int32); an fp32 scalar, or [...] for
-    reduction "none".
+    """Compute the cross-entropy of ``logits`` [..., V] and integer ``target`` [...]: in fp32, [] or, for "none", [...].
 
     ``weight`` [V]: class weights. Rows with label ``ignore_index`` give zero loss and gradient. ``reduction``:
     "mean" divides the sum by ``num_items`` (a number, or a tensor of one) if given, else by the number of rows not

@@ -377,10 +377,9 @@ def fused_linear_cross_entropy(
     u, b = (None, None) if lora is None else _low_rank(x, lora, shard)
     per_token = reduction == "none" or "logprob" in outputs or "entropy" in outputs
     grads_now = torch.is_grad_enabled() and not (per_token or recompute)
-    wants_entropy, wants_argmax = "entropy" in outputs, "argmax" in outputs or "correct" in outputs
     rows = apply(
         _FusedLinearCrossEntropy,
-        x, weight, bias, u, b, target.reshape(-1), class_weight, grads_now, accumulate_grad, wants_entropy,
-        wants_argmax, chunk_rows, accum_dtype, shard, *options,
+        x, weight, bias, u, b, target.reshape(-1), class_weight, grads_now, accumulate_grad, "entropy" in outputs,
+        "argmax" in outputs or "correct" in outputs, chunk_rows, accum_dtype, shard, *options,
     )  # fmt: skip
     return _finish(RowLosses(*rows), reduction, target, class_weight, ignore_index, num_items, outputs)
