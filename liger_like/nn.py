@@ -37,7 +37,7 @@ def _check_options(function: Callable[..., Any], options: dict[str, Any], *given
     parameters = inspect.signature(function).parameters.values()
     names = [p.name for p in parameters if p.kind is p.KEYWORD_ONLY and p.name not in given]
     if unknown := [name for name in options if name not in names]:
-        raise TypeError(f"{function.__name__} has no option {', '.join(unknown)}; there are {', '.join(names)}")
+        raise TypeError(f"{', '.join(unknown)} must be one of the options of the loss: {', '.join(names)}")
     dtype = options.get("accum_dtype")
     logits = torch.empty(1, 1, device="meta", dtype=dtype if dtype in KERNEL_DTYPES else torch.float32)
     target = torch.zeros(1, device="meta", dtype=torch.int64)

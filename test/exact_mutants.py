@@ -17,18 +17,18 @@ EXACT = [
     ("cross_entropy.py", "smooth += moved * seen +", "smooth +=", "smoothing forgets that the top has moved"),
     ("_chunked_loss.py", "factor=weight_unit", "factor=None", "gradients are not of the unit that is divided out"),
     (
-        "_chunked_loss.py",
+        "_units.py",
         "of_label = size[target.clamp(0, size.shape[0] - 1)]",
         "of_label = size.amax()",
         "class weights without a label make the gradients of others vanish",
     ),
     (
-        "_chunked_loss.py",
+        "_units.py",
         "None else dloss * size)",
         "None else dloss)",
         "weights left out of fp16's unit",
     ),
-    ("_chunked_loss.py", "math.frexp(20 * abs(options.z_loss) / label)[1]", "0", "a large z-loss overflows in fp16"),
+    ("_units.py", "math.frexp(20 * abs(options.z_loss) / label)[1]", "0", "a large z-loss overflows in fp16"),
     (
         "_chunked_loss.py",
         "dx[start:end].view(z.dtype)",

@@ -78,6 +78,7 @@ TESTS = {
     "cross_entropy.py": "cross_entropy or test_losses",
     "linear_cross_entropy.py": "linear_cross_entropy or test_losses or test_chunked_loss",
     "_chunked_loss.py": "test_losses or test_chunked_loss",
+    "_units.py": "test_losses",
     "_accumulate.py": "test_chunked_loss",
     **{f"attention/{file}": "attention" for file, *_ in ATTENTION},
     "attention/_bias.py": "attention and (bias or parts or position)",

@@ -134,3 +134,19 @@ def test_wrong_spans_touch_nothing_outside(fenced, device):
     inputs["spans"] = torch.randint(-(2**31), 2**31 - 1, (2, 1, 40), device=device).int()
     assert all(t.isfinite().all() for t in run(ops.flash_attention, inputs, {}).values())
     assert all(t.eq(CANARY).all() for pair in fenced for t in pair)
+
+
+def test_numbers_that_torch_compile_does_not_know(device):
+    """A window that changes, and a length that depends on data, are traced without a break."""
+    inputs = attention_varlen_inputs(torch.float32, device, H=2, Hk=1, D=16, lengths=((5, 5), (3, 3)))
+    q, k, v, cu = (inputs[name] for name in ("q", "k", "v", "cu_seqlens_q"))
+
+    def attend(left):
+        longest = cu.diff().max().item()
+        return ops.flash_attention_varlen(q, k, v, cu, cu, longest, longest, window=(left, 0))
+
+    torch._dynamo.reset()
+    with torch._dynamo.config.patch(capture_scalar_outputs=True):
+        compiled = torch.compile(attend, fullgraph=True, backend="aot_eager")
+        for left in (3, 2, 4):
+            torch.testing.assert_close(compiled(left), attend(left))

@@ -18,7 +18,7 @@ DOCS = sorted((ROOT / "docs").glob("*.md"))
 PAGES = [ROOT / "README.md", ROOT / "PACKAGE.md", ROOT / "CONTRIBUTING.md", *DOCS]
 SOURCES = [path for folder in ("liger_like", "patches") for path in (ROOT / folder).rglob("*.py")]
 BLOCK = re.compile(r"```python( fragment)?\n(.*?)```", re.DOTALL)
-MAKERS = {"UserWarning": "warn"}  # what is called to raise it, where that is not its name
+MAKERS = {"UserWarning": "warn", "RuntimeWarning": "warn"}  # what is called to raise it, where that is not its name
 by_path = pytest.mark.parametrize("page", PAGES, ids=lambda page: str(page.relative_to(ROOT)))
 
 

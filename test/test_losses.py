@@ -230,6 +230,19 @@ def test_half_precision_gradients_of_class_weights_far_apart(options, device):
     assert_accurate(LINEAR.fn, LINEAR.ref, make, options, draws=4)
 
 
+@pytest.mark.parametrize("options", [{}, {"recompute": True}, {"outputs": ("logprob",)}], ids=str)
+def test_half_precision_gradients_of_labels_without_weight(options, device):
+    """They are 0, however large the upstream gradient is: a scaler of gradients begins with 65536."""
+    inputs = LINEAR.inputs(torch.float16, device, lead=(20,), H=16, V=40)
+    inputs["target"].zero_()
+    weights = torch.ones(40, device=device)
+    weights[0] = 0
+    result = ops.fused_linear_cross_entropy(**inputs, class_weight=weights, **options)
+    loss = result if isinstance(result, torch.Tensor) else result.loss
+    for gradient in torch.autograd.grad(loss * 65536, (inputs["x"], inputs["weight"])):
+        assert not gradient.any()
+
+
 @pytest.mark.parametrize("options", [{}, {"recompute": True}], ids=str)
 def test_half_precision_gradients_of_a_large_z_loss(options, device):
     make = lambda: LINEAR.inputs(torch.float16, device, lead=(20,), H=16, V=40)  # noqa: E731

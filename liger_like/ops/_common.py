@@ -343,7 +343,8 @@ def require(name: str, value: Tensor, *, like: Tensor | None = None, shape: tupl
 
 def require_choice(name: str, value: object, choices: tuple[object, ...]) -> None:
     """Raise unless ``value`` is one of ``choices``, and of its type: True is not 1."""
-    if not any(type(value) is type(choice) and value == choice for choice in choices):
+    alike = (c for c in choices if isinstance(value, type(c)) and isinstance(value, bool) == isinstance(c, bool))
+    if not any(value == choice for choice in alike):
         raise ValueError(f"{name} must be one of {', '.join(map(repr, choices))}, got {value!r}")
 
 
@@ -353,7 +354,7 @@ def require_number(
     """Return ``value`` as a Python float. Raise unless it is a number, of Python or NumPy, in [``low``, ``high``]."""
     if not isinstance(value, int | float) and not isinstance(value, torch.SymInt | torch.SymFloat | numbers.Real):
         raise TypeError(f"{name} must be a number, got {type(value).__name__}")
-    if not low <= value <= high:
+    if not torch.compiler.is_compiling() and not low <= value <= high:  # a traced number may have no value
         raise ValueError(f"{name} {must}, got {value}")
     return value if isinstance(value, float) else float(value)
 
@@ -375,7 +376,7 @@ def require_integer(name: str, value: Any, low: int | None = None) -> int:
     """Return ``value`` as a Python int. Raise unless it is an integer, of Python or NumPy, and at least ``low``."""
     if isinstance(value, bool) or not isinstance(value, int | torch.SymInt | numbers.Integral):
         raise TypeError(f"{name} must be an integer, got {type(value).__name__}")
-    if low is not None and value < low:
+    if low is not None and not torch.compiler.is_compiling() and value < low:  # a traced number may have no value
         raise ValueError(f"{name} must be at least {low}, got {value}")
     return value if isinstance(value, int | torch.SymInt) else int(value)
 

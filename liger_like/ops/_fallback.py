@@ -10,6 +10,7 @@ import importlib
 import warnings
 from typing import Any
 
+import torch
 import triton
 
 from liger_like._versions import TESTED, newer_than_tested
@@ -52,11 +53,18 @@ def gluon_module(name: str) -> Any:
         raise
 
 
+def _is_of_the_gpu(error: Exception) -> bool:
+    """Return True for errors of running a kernel, or of one before it: no memory, or an error that CUDA reports."""
+    types = torch.OutOfMemoryError, torch.AcceleratorError
+    return isinstance(error, types) or str(error).startswith("Triton Error [")
+
+
 def start(kernel: Any, grid: tuple[int, ...], args: tuple[Any, ...], options: dict[str, Any]) -> Any:
     """Return ``kernel[grid](*args, **options)``. Raises NotCompiledError if a newer Triton cannot compile Gluon."""
     try:
         return kernel[grid](*args, **options)
     except Exception as error:
-        if getattr(kernel, "is_gluon", bool)() and newer_than_tested("triton"):
+        gluon = getattr(kernel, "is_gluon", bool)()
+        if gluon and newer_than_tested("triton") and not _is_of_the_gpu(error):
             raise NotCompiledError(kernel.__module__, error) from error
         raise

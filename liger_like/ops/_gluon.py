@@ -1,7 +1,7 @@
 """The names of Gluon that the kernels for Hopper use, one for each function whatever the installed Triton calls it.
 
 Gluon is experimental: between versions of Triton its functions get other names. No other file of the package imports
-``triton.experimental``, so that a new version is dealt with here.
+``triton.experimental`` or ``triton._C``, so that a new version is dealt with here.
 """
 
 from triton._C.libtriton import ir

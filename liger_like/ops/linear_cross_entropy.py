@@ -25,8 +25,6 @@ from liger_like.ops._chunked_loss import (
     linear_cross_entropy_bwd,
     linear_cross_entropy_fwd,
     linear_cross_entropy_last,
-    unit,
-    unit_of_weights,
 )
 from liger_like.ops._common import (
     apply,
@@ -51,6 +49,7 @@ from liger_like.ops._loss import (
     row_losses_ref,
 )
 from liger_like.ops._shards import WHOLE, Shard, all_words, summed_gradient
+from liger_like.ops._units import unit, unit_of_weights
 
 OUTPUTS = ("logprob", "lse", "entropy", "argmax", "correct")
 

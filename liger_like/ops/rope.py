@@ -317,7 +317,7 @@ def check(
     """Raise unless the arguments of ``rope`` fit together."""
     require_choice("layout", layout, LAYOUTS)
     require_choice("cos_layout", cos_layout, COS_LAYOUTS)
-    require_choice("unsqueeze_dim", unsqueeze_dim, (1, 2))
+    require_choice("unsqueeze_dim", require_integer("unsqueeze_dim", unsqueeze_dim), (1, 2))
     for name, tensor in (("q", q), ("k", k), ("cos", cos), ("sin", sin)):
         require(name, tensor, like=q)
     if q.dim() != 4:

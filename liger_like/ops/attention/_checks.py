@@ -36,11 +36,10 @@ def check_options(
     for name, flag in (("causal", causal), ("return_lse", return_lse)):
         _require_flag(name, flag)
     _require_flag("deterministic", deterministic, (None,))
-    expected = f"window must be two integers, at least -1 (which is no bound), got {window!r}"
     if not isinstance(window, tuple | list):
-        raise TypeError(expected)
+        raise TypeError(f"window must be a pair of integers, got {window!r}")
     if len(window) != 2 or any(not isinstance(side, int) or isinstance(side, bool) or side < -1 for side in window):
-        raise ValueError(expected)
+        raise ValueError(f"window must be two integers, at least -1 (which is no bound), got {window!r}")
     numbers = ("scale", scale), ("softcap", softcap)
     scale, softcap = (number if number is None else require_positive(name, number) for name, number in numbers)
     return scale, softcap
@@ -72,7 +71,7 @@ def check_masks(
     (B, S, H, _), Sk = q.shape, k.shape[1]
     if bias is not None:
         if Sk or not isinstance(bias, Tensor):
-            require("bias", bias, like=q)
+            require("bias", bias[None] if isinstance(bias, Tensor) else bias, like=q)
         if bias.dim() > 4 or any(n not in (1, m) for n, m in zip(bias.shape[::-1], (Sk, S, H, B), strict=False)):
             raise ValueError(f"bias must be broadcastable to {[B, H, S, Sk]}, got {list(bias.shape)}")
     if key_padding_mask is not None:
