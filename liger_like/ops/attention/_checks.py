@@ -37,7 +37,7 @@ def check_options(
         _require_flag(name, flag)
     _require_flag("deterministic", deterministic, (None,))
     if not isinstance(window, tuple | list):
-        raise TypeError(f"window must be a pair of integers, got {window!r}")
+        raise TypeError(f"window must be two integers, got {window!r}")
     if len(window) != 2 or any(not isinstance(side, int) or isinstance(side, bool) or side < -1 for side in window):
         raise ValueError(f"window must be two integers, at least -1 (which is no bound), got {window!r}")
     numbers = ("scale", scale), ("softcap", softcap)
