@@ -309,7 +309,7 @@ def test_autocast_to_another_dtype_than_that_of_the_weight(recompute, bias, kern
 @pytest.mark.parametrize("weight_dtype", [torch.float32, torch.float16, torch.bfloat16])
 @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
 def test_every_autocast_dtype_with_every_weight_dtype(dtype, weight_dtype, recompute, device):
-    """Of products large enough for cuBLAS to store them in the dtype of the gradient."""
+    """The products are large enough for cuBLAS to store them in the dtype of the gradient."""
     x = torch.randn(4096, 512, device=device, requires_grad=True)
     w = (torch.randn(16384, 512, device=device) / 16).to(weight_dtype).requires_grad_()
     y = torch.randint(0, 16384, (4096,), device=device)

@@ -80,7 +80,7 @@ def test_only_the_first_warns(newer):
 
 
 def test_errors_that_are_defects(newer, monkeypatch):
-    """Those of other kernels, and those with a tested Triton."""
+    """Errors of other kernels are raised as they are, and so is every error with a tested Triton."""
     with pytest.raises(NotCompiledError):
         start(Kernel(), (1,), (), {})
     with pytest.raises(RuntimeError, match="at 6:11"):
