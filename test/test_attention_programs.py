@@ -117,6 +117,16 @@ def test_sections_of_keys_fill_the_gpu(monkeypatch):
     assert section(packed, 5) == 132
 
 
+@pytest.mark.parametrize("options", [{}, {"softcap": 3.0}], ids=str)
+@pytest.mark.parametrize(("gpu", "D"), [(gpu, D) for gpu, tables in _tiles.TILES.items() for D in tables["dkv"]])
+def test_tiles_of_every_gpu(gpu, D, options, monkeypatch, device, poisoned):
+    """The kernels do not rely on how many queries and keys are in a block; a bias keeps those for Hopper out."""
+    monkeypatch.setattr(_tiles, "gpu_class", lambda device: gpu)
+    more = {"bias": "hsk"} if options else {"padded": True}
+    shape = {"B": 1, "S": 131, "Sk": 140, "H": 2, "Hk": 1, "D": D, "Dv": min(D, 128), **more}
+    check(partial(attention_inputs, torch.float16, device, **shape), {"causal": True, "window": (90, -1), **options})
+
+
 def test_rows_of_the_backward_are_followed_by_a_whole_block():
     """Blocks of packed queries start anywhere and are read without a mask."""
     tables = _tiles.FP32, *_tiles.TILES.values()
