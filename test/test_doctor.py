@@ -295,6 +295,7 @@ def test_costs(monkeypatch, tmp_path):
     config = transformers.Qwen3Config(**sizes, head_dim=128, vocab_size=32000, num_hidden_layers=3)
     (tmp_path / "config.json").write_text(json.dumps(config.to_dict()))
     diagnosis = doctor.examine(tmp_path)
+    assert diagnosis.warnings == ()
     timed = {row["pattern"]: row for row in diagnosis.rows if "ms" in row}
     assert timed.keys() == {"rms_norm", "qk_norm_rope", "glu_mlp", "lm_head", "attention", "together"}
     for name in ("rms_norm", "qk_norm_rope"):  # many kernels each, unpatched

@@ -17,6 +17,7 @@ from benchmark.measure import Setting, upstream_of
 
 ROUNDS = {"rounds": 30, "warmup_rounds": 5}
 BUSY_CYCLES = 4_000_000  # about two milliseconds
+TORCH = "torch", "torch, flash", "flex_attention"  # the first of them that an op has
 
 
 class Moment:
@@ -52,10 +53,11 @@ def _gpu(benchmark):
 
 @pytest.fixture
 def setting(op, contestant):
-    """Inputs, upstream gradients and the forward of ``contestant``; torch's is the reference where it has no other."""
+    """Inputs, upstream gradients and the forward of ``contestant``: ours or torch's, or without a GPU the reference."""
     row, shape = OPS[op], EIGHT_B[op] if GPU else tiny(EIGHT_B[op])
     builds = row.contestants()
-    torchs = builds.get("torch") or builds.get("torch, flash") or named(row.spec.ref, **row.options)
+    found = (builds[name] for name in TORCH if name in builds)
+    torchs = next(found) if GPU else named(row.spec.ref, **row.options)
     inputs = make_inputs(row, shape)
     upstream = upstream_of(partial(row.spec.fn, **row.options), inputs)
     return Setting(builds["liger_like"] if contestant == "liger_like" else torchs, inputs, upstream)
