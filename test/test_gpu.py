@@ -2,6 +2,8 @@
 memory.
 """
 
+from concurrent.futures import ThreadPoolExecutor
+
 import pytest
 import torch
 import triton
@@ -106,6 +108,24 @@ def test_two_streams(spec, poisoned):
         torch.cuda.synchronize()
         for got, want in zip(results, expected, strict=True):
             assert all(torch.equal(a, b) for a, b in zip(got, want, strict=True))
+
+
+@each_op
+def test_a_thread_for_each_stream(spec):
+    streams = [torch.cuda.Stream() for _ in range(3)]
+    cases = [spec.inputs(torch.bfloat16, "cuda", **small(spec)) for _ in streams]
+    expected, upstream = zip(*(forward_backward(spec, inputs, {}) for inputs in cases), strict=True)
+    torch.cuda.synchronize()
+
+    def work(stream, inputs, grads):
+        with torch.cuda.stream(stream):
+            return [forward_backward(spec, inputs, {}, grads)[0] for _ in range(20)]
+
+    with ThreadPoolExecutor(len(streams)) as threads:
+        results = [*threads.map(work, streams, cases, upstream)]
+    torch.cuda.synchronize()
+    for repeated, want in zip(results, expected, strict=True):
+        assert all(torch.equal(a, b) for got in repeated for a, b in zip(got, want, strict=True))
 
 
 def compiled_kernels():
