@@ -122,15 +122,6 @@ def test_loss_of_lse_alone(device, poisoned):
         assert_accurate(only(ops.flash_attention), only(flash_attention_ref), make, options, draws=2, k=2)
 
 
-@pytest.mark.parametrize("side", [1 << 31, (1 << 31) - 30])
-def test_windows_as_wide_as_integers(side, device, poisoned):
-    """Positions plus a side would pass 32 bits."""
-    make = lambda: attention_inputs(torch.float32, device, B=1, S=20, Sk=40, H=1, Hk=1, D=16)  # noqa: E731
-    assert_accurate(
-        lambda **inputs: ops.flash_attention(**inputs, window=(side, side)), flash_attention_ref, make, {}, k=2
-    )
-
-
 @both_ways
 @pytest.mark.parametrize("sinks", [False, True])
 def test_rows_without_keys(sinks, deterministic, device, poisoned):

@@ -1,5 +1,6 @@
-"""Attention at the edge: scores far from zero, the least bias, NaN, infinity, softcaps far above the scores."""
+"""Attention at the edge: scores far from zero, the least bias, NaN, infinity, large softcaps, wide windows."""
 
+import numpy as np
 import pytest
 import torch
 from conftest import DEVICE
@@ -7,7 +8,8 @@ from test_attention import DTYPES, both_ways, check
 
 from liger_like import ops
 from liger_like._cases import attention_inputs, attention_varlen_inputs
-from liger_like.testing import run
+from liger_like.ops.attention import flash_attention_ref
+from liger_like.testing import assert_accurate, run
 
 # on a GPU also those of the kernels for Hopper
 HEADS = [(torch.float32, 72)]
@@ -114,3 +116,12 @@ def test_nan_stays_nan(name, dtype, D, device, poisoned):
         assert rows[:, spoiled].isnan().all()
         assert rows[:, ~spoiled].isfinite().all()
     assert out[0, :, 0].isfinite().all()
+
+
+@pytest.mark.parametrize("side", [1 << 31, np.int64(1 << 31), (1 << 31) - 30])
+def test_windows_as_wide_as_integers(side, device, poisoned):
+    """Positions plus a side would pass 32 bits."""
+    make = lambda: attention_inputs(torch.float32, device, B=1, S=20, Sk=40, H=1, Hk=1, D=16)  # noqa: E731
+    assert_accurate(
+        lambda **inputs: ops.flash_attention(**inputs, window=(side, side)), flash_attention_ref, make, {}, k=2
+    )

@@ -8,6 +8,8 @@ from torch import Tensor
 
 from liger_like.ops._loss import Options
 
+SLOPE = 2 * 10  # about that of the z-loss, lse^2, in a model
+
 
 def unit(options: Options) -> float:
     """Return the upstream gradient under which the logits' gradient is p - 1 at the label, near a number that every
@@ -24,7 +26,7 @@ def _largest_factor(options: Options) -> float:
     A power of 2 changes no rounding.
     """
     label = 1 - options.label_smoothing or 1.0
-    return label * 2.0 ** max(0, math.frexp(20 * abs(options.z_loss) / label)[1])
+    return label * 2.0 ** max(0, math.frexp(SLOPE * abs(options.z_loss) / label)[1])
 
 
 def _power_of_2(x: Tensor) -> Tensor:
@@ -47,7 +49,7 @@ def unit_of_weights(target: Tensor, class_weight: Tensor | None, options: Option
     if class_weight is None or dtype != torch.float16 or not target.numel():
         return None
     weights = weight_of_tokens(target, class_weight, options)
-    least = max(20 * abs(options.z_loss), torch.finfo(torch.float32).tiny)  # which no class weight multiplies
+    least = max(SLOPE * abs(options.z_loss), torch.finfo(torch.float32).tiny)  # which no class weight multiplies
     return _power_of_2(_largest_factor(options) / weights.amax().clamp_min(least))
 
 

@@ -22,7 +22,7 @@ Result = Tensor | tuple[Tensor, Tensor]
 
 def _window(causal: bool, window: tuple[int, int]) -> tuple[int, int]:
     """Keys that a query sees to its left and to its right; -1: all. Sums of them stay within 32 bits."""
-    left, right = (min(side, 1 << 30) for side in window)
+    left, right = (min(int(side), 1 << 30) for side in window)
     return left, 0 if causal else right
 
 

@@ -4,6 +4,7 @@ wait for, only with ``LIGER_LIKE_CHECK=1`` in the environment.
 
 import itertools
 import os
+from numbers import Integral
 
 import torch
 from torch import Tensor
@@ -38,7 +39,8 @@ def check_options(
     _require_flag("deterministic", deterministic, (None,))
     if not isinstance(window, tuple | list):
         raise TypeError(f"window must be two integers, got {window!r}")
-    if len(window) != 2 or any(not isinstance(side, int) or isinstance(side, bool) or side < -1 for side in window):
+    integers = all(isinstance(side, int | Integral) and not isinstance(side, bool) for side in window)
+    if len(window) != 2 or not integers or min(window) < -1:
         raise ValueError(f"window must be two integers, at least -1 (which is no bound), got {window!r}")
     numbers = ("scale", scale), ("softcap", softcap)
     scale, softcap = (number if number is None else require_positive(name, number) for name, number in numbers)
