@@ -6,9 +6,11 @@ chunks each, one from the front and one from the back, all processes have as muc
 
 Of the keys that are there, a chunk of queries sees nothing, all, those of a causal mask that ends with the last, or,
 with windows and documents, those from one to another. Each of these is a call of the kernels; results of several are
-merged by their lse, and the backward of each takes the lse and the delta of all.
+merged by their sums, and the backward of each takes the sums and the delta of all. The sums of a row are two numbers in
+fp32, as in ``attention_fwd``: a reference score, and the log2 of the sum of exp(score - reference).
 """
 
+import math
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from functools import partial
@@ -22,6 +24,7 @@ from liger_like.ops._common import once_differentiable
 from liger_like.ops._shards import all_gather, reduce_scatter
 from liger_like.ops.attention import _deterministic, _use_kernel, _window, flash_attention, flash_attention_ref
 from liger_like.ops.attention._backward import attention_bwd, attention_delta
+from liger_like.ops.attention._forward import attention_fwd
 
 Use = Callable[[list[int], Tensor], Tensor | None]
 
@@ -153,18 +156,48 @@ def _around_ring(shards: Shards, kv: Tensor, use: Use) -> Tensor | None:
     return None if wait is None else wait()
 
 
-def _merge(out: Tensor, lse: Tensor, more: Tensor, more_lse: Tensor) -> tuple[Tensor, Tensor]:
-    """Output [B, S, H, Dv] in fp32 and lse [B, H, S] over two sets of keys, from those over each."""
-    whole = torch.logaddexp(lse, more_lse)  # finite: a query's own key is among the first
-    shares = (torch.exp(part - whole).transpose(1, 2).unsqueeze(-1) for part in (lse, more_lse))
-    a, b = (part * share for part, share in zip((out, more), shares, strict=True))
-    return a.add_(b), whole
+def _masking(q: Tensor, k: Tensor, piece: _Piece, scale: float, softcap: float | None) -> tuple[Any, ...]:
+    """What the kernels take of a piece: no bias, padding, packing or offsets."""
+    sizes = q.shape[1], k.shape[1]
+    return None, None, None, None, None, piece.spans, *sizes, scale, softcap, piece.left, piece.right
 
 
-def _of_rows(on_kernels: bool, sinks: Tensor | None, dout: Tensor, out: Tensor, lse: Tensor) -> Any:
-    """What the backward needs to know of rows over all their keys: lse and delta; and the gradient of the sinks."""
-    if on_kernels:
-        return attention_delta(dout, out.contiguous(), lse.contiguous(), None, None, sinks)
+def _attend(
+    q: Tensor, k: Tensor, v: Tensor, sinks: Tensor | None, piece: _Piece, scale: float, softcap: float | None
+) -> tuple[Tensor, Tensor]:
+    """The output [B, S, H, Dv] and the sums [2, B, H, S] of a piece."""
+    sums = q.new_empty(0)
+    if _use_kernel(q, v):
+        out, lse, sums = attention_fwd(q, k, v, sinks, *_masking(q, k, piece, scale, softcap))
+    else:
+        out, lse = _reference(q, k, v, sinks, piece, scale, softcap)
+    return out, sums if sums.numel() else torch.stack((lse, torch.zeros_like(lse)))
+
+
+def _reference(
+    q: Tensor, k: Tensor, v: Tensor, sinks: Tensor | None, piece: _Piece, scale: float, softcap: float | None
+) -> Any:
+    options: dict[str, Any] = {"window": (piece.left, piece.right), "spans": piece.spans, "return_lse": True}
+    return flash_attention_ref(q, k, v, sinks=sinks, scale=scale, softcap=softcap, **options)
+
+
+def _merge(out: Tensor, sums: Tensor, more: Tensor, more_sums: Tensor) -> tuple[Tensor, Tensor]:
+    """Output [B, S, H, Dv] in fp32 and sums [2, B, H, S] over two sets of keys, from those over each."""
+    most = torch.maximum(sums[0], more_sums[0])  # finite: a query's own key is among the first
+    parts = [torch.exp2((part[0] - most) / math.log(2) + part[1]) for part in (sums, more_sums)]
+    total = parts[0] + parts[1]
+    a, b = (x * (part / total).transpose(1, 2).unsqueeze(-1) for x, part in zip((out, more), parts, strict=True))
+    return a.add_(b), torch.stack((most, torch.log2(total)))
+
+
+def _of_rows(q: Tensor, sinks: Tensor | None, dout: Tensor, out: Tensor, sums: Tensor) -> Any:
+    """What the backward needs to know of rows over all their keys, their sums and delta; and the gradient of the
+    sinks.
+    """
+    lse = sums[0] + sums[1] * math.log(2)
+    if _use_kernel(q, out):
+        apart = sums.contiguous() if q.dtype == torch.float32 else None
+        return attention_delta(dout, out.contiguous(), lse, apart, None, sinks)
     delta = (dout.to(lse.dtype) * out.to(lse.dtype)).sum(-1).transpose(1, 2)
     dsinks = None if sinks is None else -(torch.exp(sinks[:, None] - lse) * delta).sum((0, 2)).to(sinks.dtype)
     return torch.stack((lse, delta)), dsinks
@@ -176,15 +209,11 @@ def _piece_grads(
 ) -> Any:  # fmt: skip
     """What a piece gives to the gradients of q, k and v."""
     if _use_kernel(q, v):
-        masking = None, None, None, None, None, piece.spans, q.shape[1], k.shape[1], scale, softcap
         needs = [True, True, True, False]
-        return attention_bwd(dout, q, k, v, rows, *masking, piece.left, piece.right, deterministic, needs)[:3]
-    window = piece.left, piece.right
-    leaves = [t.detach().requires_grad_() for t in (q, k, v)]
+        return attention_bwd(dout, q, k, v, rows, *_masking(q, k, piece, scale, softcap), deterministic, needs)[:3]
+    q, k, v = leaves = [t.detach().requires_grad_() for t in (q, k, v)]
     with torch.enable_grad():
-        out, lse = flash_attention_ref(
-            *leaves, scale=scale, softcap=softcap, window=window, spans=piece.spans, return_lse=True
-        )
+        out, lse = _reference(q, k, v, None, piece, scale, softcap)
     share = torch.exp(lse.detach() - rows[0])  # of these keys in the softmax over all
     dout = dout * share.transpose(1, 2).unsqueeze(-1)
     dlse = (dout * out.detach()).sum(-1).transpose(1, 2) - share * rows[1]
@@ -203,46 +232,38 @@ class _Spread(torch.autograd.Function):
         def use(held: list[int], kv: Tensor) -> None:
             for piece in _pieces(mine, held, q, left, starts):
                 k, v = kv[:, piece.keys].split_with_sizes(widths, -1)
-                new: Any = flash_attention(
-                    q.chunk(len(mine), 1)[piece.at],
-                    k,
-                    v,
-                    window=(piece.left, piece.right),
-                    scale=scale,
-                    softcap=softcap,
-                    sinks=sinks if piece.own else None,
-                    spans=piece.spans,
-                    return_lse=True,
-                )
+                queries, own_sinks = q.chunk(len(mine), 1)[piece.at], sinks if piece.own else None
+                new = _attend(queries, k, v, own_sinks, piece, scale, softcap)
                 found[piece.at] = _merge(*found[piece.at], *new) if piece.at in found else new
 
         widths = [k.shape[-1], v.shape[-1]]
         travel(shards, torch.cat((k, v), -1), use)
         out = torch.cat([found[at][0].to(q.dtype) for at in range(len(mine))], 1)
-        lse = torch.cat([found[at][1] for at in range(len(mine))], 2)
-        ctx.save_for_backward(q, k, v, sinks, starts, out, lse)
+        sums = torch.cat([found[at][1] for at in range(len(mine))], 3)
+        ctx.save_for_backward(q, k, v, sinks, starts, out, sums)
         ctx.options = shards, travel, left, scale, softcap, deterministic
         return out
 
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, dout: Tensor) -> Any:
-        q, k, v, sinks, starts, out, lse = ctx.saved_tensors
+        q, k, v, sinks, starts, out, sums = ctx.saved_tensors
         shards, travel, left, *scores = ctx.options  # scale, softcap, deterministic
         mine = shards.chunks()
         queries, douts, outs = (t.chunk(len(mine), 1) for t in (q, dout, out))
-        rows = [_of_rows(_use_kernel(q, v), sinks, *t) for t in zip(douts, outs, lse.chunk(len(mine), 2), strict=True)]
-        dq = torch.zeros_like(q, dtype=lse.dtype)
+        parts = zip(queries, douts, outs, sums.chunk(len(mine), 3), strict=True)
+        rows = [_of_rows(queries, sinks, *others) for queries, *others in parts]
+        dq = torch.zeros_like(q, dtype=sums.dtype)
         widths = [k.shape[-1], v.shape[-1]]
 
         def use(held: list[int], kv: Tensor) -> Tensor:
-            dkv = torch.zeros_like(kv, dtype=lse.dtype)
+            dkv = torch.zeros_like(kv, dtype=sums.dtype)
             for piece in _pieces(mine, held, q, left, starts):
                 at = piece.at
                 k, v = kv[:, piece.keys].split_with_sizes(widths, -1)
                 grads = _piece_grads(douts[at], queries[at], k, v, rows[at][0], piece, *scores)
-                sums = dq.chunk(len(mine), 1)[at], *dkv[:, piece.keys].split_with_sizes(widths, -1)
-                for into, grad in zip(sums, grads, strict=True):
+                into_all = dq.chunk(len(mine), 1)[at], *dkv[:, piece.keys].split_with_sizes(widths, -1)
+                for into, grad in zip(into_all, grads, strict=True):
                     into.add_(grad)
             return dkv
 
