@@ -84,10 +84,10 @@ ONLY = {
 # 128; packed sequences without a causal mask spill the most. With 32 queries nothing spills, but heads of 96 take 8 %
 # longer and those of 128 17 %.
 MAY_SPILL = {("_attention_bwd_hopper_kernel", 90): 16, ("_attention_dkv_kernel", 90): 7}
-# Of every other kernel none, up to this version of Triton. The ptxas of newer ones spills a register or two so that one
-# more program fits on a multiprocessor, as the norms of width 256, which use 96 of their 255 registers.
-TUNED, NEWER_MAY_SPILL = (3, 7), 50
-VERSION = tuple(map(int, triton.__version__.split(".")[:2]))
+# Of kernels that multiply no matrices one in so many: ptxas spills a register or two so that one more program fits on a
+# multiprocessor. The norms of width 256 then use 96 of 255 registers, and they wait for memory anyway.
+BOUND_BY_MEMORY = 50
+PRODUCT = re.compile(r"(?<![.\w])\w+MMA\b")  # of matrices, as HMMA, HGMMA, UTCHMMA; HFMA2.MMA is none
 
 
 @functools.cache
@@ -149,28 +149,28 @@ def cost(kernel: Any) -> Cost:
     usage = dump(kernel, "--dump-resource-usage")
     registers, stack = (int(re.search(rf"{field}:(\d+)", usage)[1]) for field in ("REG", "STACK"))
     # a stack frame may be more than spills (or less: alignment): what counts is whether the code uses it
-    every_other = NEWER_MAY_SPILL if VERSION > TUNED else sys.maxsize
-    one_in = MAY_SPILL.get((kernel.metadata.name, kernel.metadata.target.arch), every_other)
+    one_in = MAY_SPILL.get((kernel.metadata.name, kernel.metadata.target.arch), sys.maxsize)
     return Cost(registers, stack if stack and spills(dump(kernel, "-sass"), one_in) else 0, shared)
 
 
-def spills(sass: str, one_in: int = sys.maxsize) -> bool:
-    """Whether more than one in ``one_in`` instructions moves a register to memory or back.
+def spills(sass: str, one_in: int) -> bool:
+    """Whether too many instructions move a register to memory or back.
 
-    That is of the whole machine code, or, if it multiplies matrices, of a loop that is not around another one.
+    They may be one in ``BOUND_BY_MEMORY``, but of code that multiplies matrices one in ``one_in``, in each loop that is
+    not around another one.
 
     Where warps have parts of their own, what the parts share is kept from the start, and the one with the fewest
     registers has no room for it: there, of a loop that multiplies.
     """
     code = [(int(at, 16), text) for at, text in re.findall(r"/\*([0-9a-f]{4,})\*/\s+(.*?);", sass)]
     moves = [at for at, text in code if re.search(r"\b(STL|LDL)\b", text)]
-    if "MMA" not in sass:
-        return len(moves) > len(code) // one_in
+    if not any(PRODUCT.search(text) for _, text in code):
+        return len(moves) > len(code) // BOUND_BY_MEMORY
     jumps = ((at, re.search(r"\bBRA\b.*?0x([0-9a-f]+)", text)) for at, text in code)
     loops = [range(int(to[1], 16), at) for at, to in jumps if to and int(to[1], 16) < at]
     if "USETMAXREG" in sass:
         ends = [at for at, text in code if re.search(r"\bEXIT\b", text)]  # behind it are the retries of waits
-        products = [at for at, text in code if "MMA" in text]
+        products = [at for at, text in code if PRODUCT.search(text)]
         loops = [loop for loop in loops if any(at in loop for at in products) and not any(at in loop for at in ends)]
     around = [a for a, b in itertools.permutations(loops, 2) if b[0] in a and b[-1] in a]
     inner = [loop for loop in loops if loop not in around]
@@ -364,7 +364,7 @@ def main() -> None:
     if unknown := {*arguments.gpus} - TARGETS.keys():
         parser.error(f"no GPUs to compile for: {', '.join(unknown)}; there are {', '.join(TARGETS)}")
     jobs = [(index, gpu) for index, gpu in plan() if gpu in (arguments.gpus or TARGETS)]
-    jobs = jobs[VERSION[1] // 2 % arguments.every :: arguments.every]
+    jobs = jobs[int(triton.__version__.split(".")[1]) // 2 % arguments.every :: arguments.every]
     fork = multiprocessing.get_context("fork")  # the launches hold what cannot be pickled
     with ProcessPoolExecutor(os.cpu_count(), fork) as pool:
         futures = [pool.submit(compile_for, *job) for job in jobs]
