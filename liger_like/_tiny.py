@@ -133,6 +133,9 @@ OVERRIDES: dict[str, dict[str, Any]] = {
 }
 
 
+DROPOUT = "dropout|drop$|drop_rate|drop_path|layerdrop|jitter|pdrop"
+
+
 def shrunk(fields: dict[str, Any], tokens: dict[str, int], outer: dict[str, Any]) -> dict[str, Any]:
     """A config's fields with small sizes, no dropout and special tokens within the vocabulary.
 
@@ -191,7 +194,7 @@ def shrunk_field(name: str, value: Any, known: dict[str, Any], tokens: dict[str,
         return [rotary - rotary // 3 * 2, rotary // 3, rotary // 3]
     if isinstance(value, bool) or not isinstance(value, int | float):
         return value
-    if re.search("dropout|drop$|drop_rate|drop_path|layerdrop|jitter|pdrop", name):
+    if re.search(DROPOUT, name):
         return type(value)(0)
     if name in ("pad_token_id", "bos_token_id"):
         return ("pad_token_id", "bos_token_id").index(name)
@@ -212,20 +215,29 @@ def merged(fields: dict[str, Any], others: dict[str, Any]) -> dict[str, Any]:
     return fields | others | parts
 
 
-def build(cls: Any, config: Any) -> nn.Module:
-    """A tiny model of class ``cls`` in training mode, without dropout, all of whose parameters are random.
+def dropouts(fields: dict[str, Any]) -> dict[str, Any]:
+    """Return the rates of dropout among a config's fields and those of its parts."""
+    parts = {name: dropouts(part) for name, part in fields.items() if isinstance(part, dict)}
+    rates = {name: rate for name, rate in fields.items() if isinstance(rate, float) and re.search(DROPOUT, name)}
+    return rates | {name: part for name, part in parts.items() if part}
+
+
+def build(cls: Any, config: Any, dropout: bool = False) -> nn.Module:
+    """A tiny model of class ``cls`` in training mode, all of whose parameters are random.
 
     Its attention is the eager one: that is what a patched model's is, and SDPA leaves out what it does not know.
+    ``dropout``: with the config's rates instead of none.
     """
     torch.manual_seed(0)
     fields = merged(shrunk(config.to_dict(), {}, {}), OVERRIDES.get(cls.__name__, {}))
+    fields = merged(fields, dropouts(config.to_dict())) if dropout else fields
     small = cls.config_class.from_dict(fields)
     small.use_cache = False
     model: nn.Module = cls._from_config(small, attn_implementation="eager").float().train()
     with torch.no_grad():
         for parameter in model.parameters():
             parameter.add_(torch.randn_like(parameter) * 0.1)
-    return without_dropout(model)
+    return model if dropout else without_dropout(model)
 
 
 def without_dropout(model: nn.Module) -> nn.Module:

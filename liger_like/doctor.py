@@ -7,6 +7,7 @@ On a GPU each patched module is also timed, in a model of the config's sizes wit
 import copy
 import dataclasses
 import json
+import warnings
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -63,8 +64,8 @@ class Diagnosis:
     @property
     def sound(self) -> bool:
         """Whether something is patched, and nothing that could be is left alone or differs."""
-        statuses = {row["status"] for row in self.rows}
-        return PATCHED in statuses and not statuses & {SKIPPED, DIFFERS}
+        patched = any(row["status"] == PATCHED for row in self.rows if row["pattern"] != TOGETHER)
+        return patched and not {row["status"] for row in self.rows} & {SKIPPED, DIFFERS}
 
 
 def examine(path: Path) -> Diagnosis:
@@ -83,8 +84,9 @@ def examine(path: Path) -> Diagnosis:
     _adapt(model, file.parent)
     report = patch(model.to(DEVICE), verify="numeric")
     report.unpatch()
+    dropping = _left_for_dropout(cls, config)
     together = Row(TOGETHER, cls.__name__, "", 1, PATCHED)
-    rows = [dataclasses.asdict(row) for row in (*report.rows, together)]
+    rows = [dataclasses.asdict(dropping.get((row.pattern, row.cls), row)) for row in (*report.rows, together)]
     warnings += _unfused(report.rows, config)
     try:
         inputs, same = _tiny.first_that_run(_tiny.without_dropout(model))
@@ -157,6 +159,13 @@ def _unseen(cls: Any, config: Any, model: nn.Module) -> list[str]:
         return [f"transformers makes no whole {cls.__name__}, whose layers the tiny one may lack: {_said(error)}"]
     missing = {type(m).__name__ for m in whole.modules()} - {type(m).__name__ for m in model.modules()}
     return [f"the tiny model lacks, so that nothing is said of: {', '.join(sorted(missing))}"] if missing else []
+
+
+def _left_for_dropout(cls: Any, config: Any) -> dict[tuple[str, str], Row]:
+    """Return the rows, by pattern and class, of attention that ``patch`` leaves alone for the dropout of ``config``."""
+    with warnings.catch_warnings(action="ignore"):
+        report = patch(_tiny.build(cls, config, dropout=True), norm=False, rope=False, mlp=False, loss=False)
+    return {(row.pattern, row.cls): row for row in report.rows if row.status == SKIPPED and "dropout" in row.reason}
 
 
 def _adapt(model: Any, folder: Path) -> None:

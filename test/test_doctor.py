@@ -129,6 +129,16 @@ def test_what_is_left_alone_fails(run):
     assert "forward" not in left
 
 
+@pytest.mark.parametrize(("family", "rates"), [("GPT2", {}), ("Llama", {"attention_dropout": 0.1})])
+def test_attention_that_is_left_alone_for_its_dropout(run, family, rates):
+    """The tiny model that is compared has none, but what is said is of the config."""
+    fields = fields_of(family, **rates) | {"architectures": None}
+    code, out, _ = run(fields, "--json")
+    attention = [row for row in parsed(out)["rows"] if row["pattern"] == "attention"]
+    assert code == 1
+    assert [(row["status"], row["reason"]) for row in attention] == [("skipped", "its attention has dropout, 0.1")]
+
+
 def test_a_model_that_does_not_run_in_float64(run):
     _, out, _ = run(fields_of("XGLM"), "--json")
     measured = [row for row in parsed(out)["rows"] if "forward" in row]
@@ -139,6 +149,7 @@ def test_a_model_that_does_not_run_in_float64(run):
 def test_nothing_at_all_fails():
     absent = {"pattern": "rope", "status": "absent"}
     assert not doctor.Diagnosis("", (absent,), ()).sound
+    assert not doctor.Diagnosis("", (absent, {"pattern": "together", "status": "patched"}), ()).sound
     assert doctor.Diagnosis("", (absent, {"pattern": "lm_head", "status": "patched"}), ()).sound
 
 
