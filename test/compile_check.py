@@ -86,7 +86,7 @@ ONLY = {
 MAY_SPILL = {("_attention_bwd_hopper_kernel", 90): 16, ("_attention_dkv_kernel", 90): 7}
 # Of kernels that multiply no matrices one in so many: ptxas spills a register or two so that one more program fits on a
 # multiprocessor. The norms of width 256 then use 96 of 255 registers, and they wait for memory anyway.
-BOUND_BY_MEMORY = 50
+BOUND_BY_MEMORY = 32
 PRODUCT = re.compile(r"(?<![.\w])\w+MMA\b")  # of matrices, as HMMA, HGMMA, UTCHMMA; HFMA2.MMA is none
 
 
