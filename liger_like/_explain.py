@@ -67,6 +67,7 @@ def explain(
     specs = {spec.name: spec for spec in SPECS}
     name = op if isinstance(op, str) else getattr(op, "__name__", op)
     _common.require_choice("op", name, tuple(specs))
+    _common.require_type("dtype", dtype, torch.dtype)
     spec, device = specs[str(name)], str(device or ("cuda" if torch.cuda.is_available() else "cpu"))
     if not isinstance(shape, Mapping):
         raise TypeError(f"shape must be a dict of sizes or tensors, got {type(shape).__name__}")
@@ -80,6 +81,8 @@ def explain(
         _require_names("shape", shape, sizes)
         if missing := [n for n, p in sizes.items() if p.default is p.empty and n not in shape]:
             raise TypeError(f"shape must have {', '.join(missing)} for {spec.name}, got {', '.join(shape)}")
+        if not isinstance(shape.get("lead", ()), tuple | list):
+            raise TypeError(f"shape['lead'] must be a tuple of integers, got {shape['lead']!r}")
         inputs = spec.inputs(dtype, device, **shape)
     _require_names("options", options, [n for n in arguments if n not in inputs])
     reasons: list[str] = []

@@ -103,7 +103,7 @@ def _read(file: Path) -> dict[str, Any]:
     try:
         fields = json.loads(file.read_text())
     except (OSError, ValueError) as error:
-        raise NotExaminedError(f"{file} is not to be read: {_said(error)}") from error
+        raise NotExaminedError(f"{file} cannot be read: {_said(error)}") from error
     if not isinstance(fields, dict):
         raise NotExaminedError(f"{file} has no fields")
     return fields

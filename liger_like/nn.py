@@ -32,17 +32,17 @@ def _check_weights(name: str, weight: Tensor | None) -> None:
         require(name, weight)
 
 
-def _check_options(function: Callable[..., Any], options: dict[str, Any], *given: str) -> None:
+def check_options(function: Callable[..., Any], options: dict[str, Any], *given: str) -> None:
     """Raise unless ``function`` takes all ``options``, by a run on the meta device; ``given`` are no options."""
     parameters = inspect.signature(function).parameters.values()
-    names = [p.name for p in parameters if p.kind is p.KEYWORD_ONLY and p.name not in given]
+    names = [p.name for p in parameters if p.kind is p.KEYWORD_ONLY and p.name not in (*given, "shard")]
     if unknown := [name for name in options if name not in names]:
         raise TypeError(f"{', '.join(unknown)} must be one of the options of the loss: {', '.join(names)}")
     dtype = options.get("accum_dtype")
     logits = torch.empty(1, 1, device="meta", dtype=dtype if dtype in KERNEL_DTYPES else torch.float32)
     target = torch.zeros(1, device="meta", dtype=torch.int64)
     operands = [logits] * (2 if function is ops.fused_linear_cross_entropy else 1)
-    function(*operands, target, **{name: value for name, value in options.items() if name not in ("lora", "shard")})
+    function(*operands, target, **{name: value for name, value in options.items() if name != "lora"})
 
 
 class RMSNorm(nn.Module):
@@ -129,7 +129,7 @@ class CrossEntropyLoss(nn.Module):
 
     def __init__(self, weight: Tensor | None = None, **options: Any) -> None:
         super().__init__()
-        _check_options(ops.cross_entropy, options, "weight", "num_items")
+        check_options(ops.cross_entropy, options, "weight", "num_items")
         _check_weights("weight", weight)
         self.register_buffer("weight", weight)
         self.options = options
@@ -154,7 +154,7 @@ class FusedLinearCrossEntropyLoss(nn.Module):
 
     def __init__(self, class_weight: Tensor | None = None, **options: Any) -> None:
         super().__init__()
-        _check_options(ops.fused_linear_cross_entropy, options, "class_weight", "num_items")
+        check_options(ops.fused_linear_cross_entropy, options, "class_weight", "num_items")
         _check_weights("class_weight", class_weight)
         self.register_buffer("class_weight", class_weight)
         self.options = options

@@ -28,7 +28,7 @@ EXACT = [
         "None else dloss)",
         "weights left out of fp16's unit",
     ),
-    ("_units.py", "math.frexp(20 * abs(options.z_loss) / label)[1]", "0", "a large z-loss overflows in fp16"),
+    ("_units.py", "math.frexp(SLOPE * abs(options.z_loss) / label)[1]", "0", "a large z-loss overflows in fp16"),
     (
         "_chunked_loss.py",
         "dx[start:end].view(z.dtype)",

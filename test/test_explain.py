@@ -119,6 +119,12 @@ def test_no_rows():
             lambda: explain("rms_norm", {"lead": (9,), "n": 64, "M": 3}),
         ),
         (TypeError, "shape must have lead, N for rms_norm, got weight", lambda: explain("rms_norm", {"weight": True})),
+        (
+            TypeError,
+            r"shape\['lead'\] must be a tuple of integers, got 2",
+            lambda: explain("rms_norm", NORM | {"lead": 2}),
+        ),
+        (TypeError, "dtype must be a dtype, got str", lambda: explain("rms_norm", NORM, dtype="bf16")),
         (TypeError, "shape must be out of x, weight, .*, got y", lambda: explain("rms_norm", {"y": torch.ones(2)})),
         (TypeError, "options must be out of .*eps.*, got epsilon", lambda: explain("rms_norm", NORM, epsilon=1e-6)),
         (TypeError, "options must be out of .*causal.*, got mask", lambda: explain("flash_attention", HEADS, mask=1)),

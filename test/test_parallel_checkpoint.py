@@ -100,6 +100,8 @@ def test_it_can_be_pickled():
 def test_a_group_that_there_is_not():
     with pytest.raises(ValueError, match=r"save must be out of matmul, attention,.* got .'attn'"):
         checkpoint_policy(("matmul", "attn"))
+    with pytest.raises(TypeError, match="save must be a tuple of groups or ops, got str"):
+        checkpoint_policy("attention")
 
 
 def checkpointed(model, save):

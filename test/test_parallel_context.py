@@ -223,6 +223,10 @@ def test_documents_and_padding(more, length, starts):
 def test_batches_that_do_not_fit(message, more):
     with pytest.raises(ValueError, match=message):
         shard({"input_ids": IDS, **more})
+    with pytest.raises(ValueError, match="batch must have input_ids or inputs_embeds, got labels"):
+        shard({"labels": IDS})
+    with pytest.raises(TypeError, match="batch must be a Mapping, got list"):
+        shard([IDS])
 
 
 @pytest.mark.parametrize("held", [range(8), [1, 6], [3, 4], [0, 7]])
@@ -260,6 +264,8 @@ def test_what_is_not_known_is_refused(mesh):
         context_parallel(mesh, method="sdpa")
     with pytest.raises(ValueError, match="layout must be one of 'contiguous', 'zigzag', got 'stripe'"):
         context_parallel(mesh, layout="stripe")
+    with pytest.raises(TypeError, match="mesh must be a DeviceMesh, got str"):
+        context_parallel("cp")
     with pytest.raises(ValueError, match="mesh must have one dimension, got 2"):
         context_parallel(init_device_mesh("cpu", (1, 1)))
 

@@ -151,3 +151,7 @@ def test_kernels_with_weights_where_the_backward_is_split():
 def test_head_must_be_patched():
     with pytest.raises(TypeError, match=r"output layer of a model that liger_like\.patch has patched, got Linear"):
         pipeline_loss(nn.Linear(4, 8))
+    head = type("Head", (nn.Linear,), {"_kind": ""})(4, 8)
+    with pytest.raises(TypeError, match=r"soft_cap must be one of the options of the loss: .*softcap"):
+        pipeline_loss(head, soft_cap=30.0)
+    assert pipeline_loss(head, softcap=30.0, class_weight=torch.ones(8))

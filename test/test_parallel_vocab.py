@@ -153,6 +153,15 @@ def errors(rank):
             )
     with pytest.raises(TypeError, match="group must be given"):
         vocab_parallel_cross_entropy(x, weight, target)
+    for changed, message in (
+        ({"group": "tp"}, "group must be a ProcessGroup, got str"),
+        ({"target": [1, 2, 3]}, "target must be a Tensor, got list"),
+        ({"vocab_start": "a"}, "vocab_start must be an integer, got str"),
+    ):
+        with pytest.raises(TypeError, match=message):
+            vocab_parallel_cross_entropy(
+                **{"x": x, "weight_shard": weight, "target": target, "group": dist.group.WORLD} | changed
+            )
     mesh = dist.init_device_mesh("cpu", (2,))
     with pytest.raises(ValueError, match="must be sharded by its words"):
         vocab_parallel_cross_entropy(x, distribute_tensor(weight, mesh, [Shard(1)]), target)

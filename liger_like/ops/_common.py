@@ -341,6 +341,12 @@ def require(name: str, value: Tensor, *, like: Tensor | None = None, shape: tupl
         raise ValueError(f"{name} must have shape {list(shape)}, got {list(value.shape)}")
 
 
+def require_type(name: str, value: object, kind: type) -> None:
+    """Raise unless ``value`` is a ``kind``."""
+    if not isinstance(value, kind):
+        raise TypeError(f"{name} must be a {kind.__name__}, got {type(value).__name__}")
+
+
 def require_choice(name: str, value: object, choices: tuple[object, ...]) -> None:
     """Raise unless ``value`` is one of ``choices``, and of its type: True is not 1."""
     alike = (c for c in choices if isinstance(value, type(c)) and isinstance(value, bool) == isinstance(c, bool))

@@ -257,6 +257,8 @@ def _check(
 ) -> None:
     """Raise unless the operands of the logits have the dtypes, shapes and device that fit together."""
     H, V = x.shape[-1], weight.shape[0]
+    if weight.dim() != 2:
+        raise ValueError(f"weight must have shape [V, {H}], got {list(weight.shape)}")
     if V == 0:
         raise ValueError(f"weight must have at least one row, got shape {list(weight.shape)}")
     if not isinstance(shard, Shard):

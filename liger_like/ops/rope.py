@@ -336,9 +336,8 @@ def check(
         or cos.shape[-2] != q.shape[tokens]
         or (cos.dim() == 3 and cos.shape[0] not in (1, batch))
     ):
-        raise ValueError(
-            f"cos must be [{q.shape[tokens]}, C] or [1 or {batch}, {q.shape[tokens]}, C], got {list(cos.shape)}"
-        )
+        rows, batches = q.shape[tokens], "1" if batch == 1 else f"1 or {batch}"
+        raise ValueError(f"cos must be [{rows}, C] or [{batches}, {rows}, C], got {list(cos.shape)}")
     rotary, D = 2 * width if cos_layout == "half" else width, q.shape[-1]
     if rotary % 2 or rotary > D:
         raise ValueError(f"cos gives a rotary width of {rotary}; it must be even and at most D = {D}")

@@ -57,10 +57,12 @@ def checkpoint_policy(
     For Hugging Face models: ``model.gradient_checkpointing_enable({"use_reentrant": False, "context_fn":
     checkpoint_policy()})``, rather than TrainingArguments, which some reports write as JSON.
 
-    Raises ValueError for a group that there is not. See Chen et al., arXiv:1604.06174, and Korthikanti et al.,
-    arXiv:2205.05198, for selective recomputation.
+    Raises TypeError if ``save`` is no tuple, and ValueError for an unknown group. See Chen et al., arXiv:1604.06174,
+    and Korthikanti et al., arXiv:2205.05198, for selective recomputation.
     """
+    if not isinstance(save, tuple | list):
+        raise TypeError(f"save must be a tuple of groups or ops, got {type(save).__name__}")
     unknown = [name for name in save if not isinstance(name, OpOverload) and name not in OPS]
     if unknown:
         raise ValueError(f"save must be out of {', '.join(OPS)}, or ops, got {unknown}")
-    return functools.partial(_contexts, save)  # of names it can be pickled, and be a constant of a graph
+    return functools.partial(_contexts, tuple(save))  # of names it can be pickled, and be a constant of a graph

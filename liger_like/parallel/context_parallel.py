@@ -2,6 +2,7 @@
 those of others.
 """
 
+from collections.abc import Mapping
 from typing import Any
 
 import torch
@@ -9,7 +10,7 @@ from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
 from torch.nn.functional import pad
 
-from liger_like.ops._common import require_integer
+from liger_like.ops._common import require_choice, require_integer, require_type
 from liger_like.ops.attention._checks import check_heads, check_offsets, check_options
 from liger_like.parallel._spread_attention import METHODS, Shards
 from liger_like.patches import attention
@@ -38,14 +39,14 @@ def context_parallel(mesh: DeviceMesh, *, method: str = "allgather", layout: str
     up to those of one process: sum the gradients over the mesh, or, where DDP or FSDP take their mean over it,
     multiply the loss by its size.
 
-    Raises ValueError for a mesh of several dimensions or a name that it does not know, and RuntimeError at the
-    end if the model that got a batch did not attend through it, since it was not patched.
+    Raises TypeError if ``mesh`` is none, ValueError for one of several dimensions or an unknown name, and RuntimeError
+    at the end if the model that got a batch did not attend through it, since it was not patched.
     """
+    require_type("mesh", mesh, DeviceMesh)
     if mesh.ndim != 1:
         raise ValueError(f"mesh must have one dimension, got {mesh.ndim}: take one by its name, as mesh['cp']")
-    for name, value, known in (("method", method, METHODS), ("layout", layout, LAYOUTS)):
-        if value not in known:
-            raise ValueError(f"{name} must be one of {', '.join(map(repr, known))}, got {value!r}")
+    require_choice("method", method, tuple(METHODS))
+    require_choice("layout", layout, tuple(LAYOUTS))
     return ContextParallel(Shards(mesh.get_group(), mesh.get_local_rank(), mesh.size(), LAYOUTS[layout]), method)
 
 
@@ -69,7 +70,7 @@ class ContextParallel:
                 "no attention ran across the processes of context_parallel: patch the model with liger_like.patch"
             )
 
-    def shard(self, batch: dict[str, Any]) -> dict[str, Any]:
+    def shard(self, batch: Mapping[str, Any]) -> dict[str, Any]:
         """This process's part of ``batch``, the arguments of a transformers model: all tensors [B, S, ...].
 
         S is padded to a multiple of the number of chunks. "labels" are shifted first, to "shift_labels"; labels that
@@ -78,9 +79,12 @@ class ContextParallel:
         the other) or else by positions that do not rise by one, become "cu_seq_lens_q" and "cu_seq_lens_k" of the whole
         batch. "attention_mask" [B, S] may hide tokens at either end of a row, which nobody else sees then.
 
-        Raises ValueError for tensors that do not fit.
+        Raises TypeError if ``batch`` is no mapping, and ValueError for tensors that are missing or do not fit.
         """
-        tokens = batch["input_ids"] if batch.get("input_ids") is not None else batch["inputs_embeds"]
+        require_type("batch", batch, Mapping)
+        tokens = batch["input_ids"] if batch.get("input_ids") is not None else batch.get("inputs_embeds")
+        if tokens is None:
+            raise ValueError(f"batch must have input_ids or inputs_embeds, got {', '.join(batch)}")
         B, S = tokens.shape[:2]
         starts = _starts(batch, tokens)
         masks = "attention_mask", "cu_seq_lens_q", "cu_seq_lens_k"
@@ -141,7 +145,7 @@ class ContextParallel:
         return METHODS[self.method](self.shards, q, k, v, sinks, starts, left, scale, softcap, deterministic)
 
 
-def _starts(batch: dict[str, Any], tokens: Tensor) -> Tensor | None:
+def _starts(batch: Mapping[str, Any], tokens: Tensor) -> Tensor | None:
     """Where documents start [B, S], except at the first token; None if all do. Raises ValueError."""
     starts = torch.zeros(tokens.shape[:2], dtype=torch.bool, device=tokens.device)
     mask, cu_seqlens, positions = (batch.get(name) for name in ("attention_mask", "cu_seq_lens_q", "position_ids"))

@@ -8,6 +8,8 @@ import torch.distributed as dist
 from torch import nn
 from torch.distributed.tensor import DTensor, Partial, Replicate
 
+from liger_like.ops._common import require_type
+
 
 def finalize_partial_grads(model: nn.Module) -> None:
     """Reduce the gradients of ``model`` that are Partial DTensors: ``grad`` is then the same on every rank, Replicate.
@@ -15,8 +17,9 @@ def finalize_partial_grads(model: nn.Module) -> None:
     Such are those of parameters that all ranks hold whole and use on their own shards, as norms under
     SequenceParallel. An optimizer and ``clip_grad_norm_`` would reduce them one by one, and each anew. Call it on all
     ranks after the last backward before these; the gradients of one dtype and mesh dimension take one all-reduce. FSDP
-    reduces the gradients of its parameters itself.
+    reduces the gradients of its parameters itself. Raises TypeError if ``model`` is no module.
     """
+    require_type("model", model, nn.Module)
     buckets: dict[Any, list[nn.Parameter]] = defaultdict(list)
     for parameter in model.parameters():
         if isinstance(parameter.grad, DTensor):

@@ -5,6 +5,8 @@ from typing import Any
 
 from torch import Tensor, nn
 
+from liger_like.nn import check_options
+from liger_like.ops import fused_linear_cross_entropy
 from liger_like.patches.heads import loss_of
 
 
@@ -25,12 +27,14 @@ def pipeline_loss(head: nn.Module, num_items: int | Tensor | None = None, **opti
 
     A schedule without a ``loss_fn`` runs no backward: the other stages need one, too, which is not called.
 
-    Raises TypeError if ``head`` is no such layer.
+    Raises TypeError if ``head`` is no such layer, and as ``fused_linear_cross_entropy`` does for wrong ``options``.
     """
     if not hasattr(type(head), "_kind"):
         raise TypeError(
             f"head must be the output layer of a model that liger_like.patch has patched, got {type(head).__name__}"
         )
+    elsewhere = "class_weight", "num_items"  # the first is checked by the loss, beside the head
+    check_options(fused_linear_cross_entropy, {n: v for n, v in options.items() if n != "class_weight"}, *elsewhere)
     number = num_items
 
     def loss_fn(hidden: Tensor, target: Tensor, num_items: int | Tensor | None = number) -> Tensor:

@@ -11,7 +11,7 @@ from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_modul
 from torch.distributed.tensor.parallel import ParallelStyle
 
 from liger_like.ops import _shards
-from liger_like.ops._common import once_differentiable, require
+from liger_like.ops._common import once_differentiable, require, require_integer, require_type
 from liger_like.ops.linear_cross_entropy import LossOutput, fused_linear_cross_entropy
 
 
@@ -69,6 +69,11 @@ def vocab_parallel_cross_entropy(
     require("weight_shard", weight_shard)
     if group is None:
         raise TypeError("group must be given for a weight_shard that is no DTensor")
+    require_type("group", group, dist.ProcessGroup)
+    require_type("target", target, Tensor)
+    for name, number in (("vocab_start", vocab_start), ("vocab_size", vocab_size)):
+        if number is not None:
+            require_integer(name, number, 0)
     processes, own = dist.get_world_size(group), weight_shard.shape[0]
     start = dist.get_rank(group) * own if vocab_start is None else vocab_start
     words = processes * own if vocab_size is None else vocab_size
