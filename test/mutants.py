@@ -419,7 +419,7 @@ def main() -> None:
     caught = {key for key, fate in known().items() if args.rest and fate.fate == CAUGHT}
     mutants = [m for m in MUTANTS if any(word in m.file or word in m.why for word in args.words)]
     mutants = [m for m in mutants if (m.file, m.why) not in caught]
-    tests = {mutant.tests(): None for mutant in mutants}
+    tests = {m.tests(): None for m in mutants if not (m.gpu_tests and args.cpu)}
     workers = args.workers or (os.cpu_count() if args.cpu else 1)
     fates = []
     with ThreadPoolExecutor(workers) as pool:
