@@ -12,6 +12,7 @@ X, W = torch.randn(3, 8), torch.randn(8)
 Q, COS = torch.randn(1, 2, 5, 8), torch.randn(5, 8)
 Y, HEAD = torch.tensor([0, 1, 2]), torch.randn(11, 8)
 META = torch.empty(8, device="meta")
+ONE = torch.ones((), requires_grad=True)
 
 
 @pytest.mark.parametrize(
@@ -59,6 +60,7 @@ META = torch.empty(8, device="meta")
         (ValueError, "softcap must be positive", lambda: ops.cross_entropy(X, Y, softcap=float("inf"))),
         (ValueError, "num_items must be a number or", lambda: ops.cross_entropy(X, Y, num_items=torch.tensor([2, 3]))),
         (ValueError, "num_items must be a number or", lambda: ops.cross_entropy(X, Y, num_items=torch.empty(0))),
+        (ValueError, "num_items must not require", lambda: ops.cross_entropy(X, Y, num_items=ONE)),
         (ValueError, "num_items must be finite", lambda: ops.cross_entropy(X, Y, num_items=-1)),
         (ValueError, "softcap must be positive", lambda: ops.cross_entropy(X, Y, softcap=0.0)),
         (ValueError, "num_items divides", lambda: ops.cross_entropy(X, Y, reduction="sum", num_items=3)),

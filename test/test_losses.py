@@ -385,3 +385,10 @@ def test_nothing_is_computed_for_the_backward_without_one(device, monkeypatch):
     assert not calls
     ops.fused_linear_cross_entropy(x, w, y)
     assert len(calls) == 1  # dx, but no dw for a frozen weight
+
+
+def test_compile_with_symbolic_numbers(device):
+    z, y = torch.randn(6, 11, device=device), torch.randint(11, (6,), device=device)
+    compiled = torch.compile(ops.cross_entropy, backend="aot_eager", fullgraph=True, dynamic=True)
+    for softcap in (5.0, 6.0):
+        assert torch.equal(compiled(z, y, softcap=softcap), ops.cross_entropy(z, y, softcap=softcap))

@@ -197,11 +197,34 @@ def test_double_backward_raises(spec, device):
     inputs = spec.inputs(torch.float32, device, **small(spec))
     leaves = [t for t in inputs.values() if t.requires_grad]
     outputs = differentiable(spec.fn(**inputs))
-    for constant in (False, True):
-        upstream = [torch.randn_like(t, requires_grad=not constant) for t in outputs]
+
+    def twice(upstream, alone):
         grads = torch.autograd.grad(outputs, leaves, upstream, create_graph=True, retain_graph=True)
-        with pytest.raises(RuntimeError, match=r"differentiate twice|once_differentiable"):
-            sum(g.sum() for g in grads).backward()
+        sum(g.sum() for g in grads).backward(inputs=leaves[:1] if alone else None)
+
+    for constant, alone in ((False, False), (True, False), (True, True)):
+        if alone and spec.name == "rope":  # linear: its second derivative by its inputs is zero
+            continue
+        upstream = [torch.randn_like(t, requires_grad=not constant) for t in outputs]
+        with pytest.raises(RuntimeError, match="differentiate twice"):
+            twice(upstream, alone)
+
+
+@each_op
+def test_first_derivatives_of_a_graph(spec, device):
+    """What ``create_graph`` gives is right, in a checkpoint, too; the fused loss has made its gradients before."""
+    inputs = spec.inputs(torch.float32, device, **small(spec))
+    options = {"recompute": True} if spec.name == "fused_linear_cross_entropy" else {}
+    leaves = [t for t in inputs.values() if t.requires_grad]
+
+    def grads(fn, graph):
+        outputs = differentiable(fn(**inputs, **options))
+        return torch.autograd.grad(outputs, leaves, [torch.ones_like(t) for t in outputs], create_graph=graph)
+
+    again = lambda **kwargs: checkpoint(spec.fn, use_reentrant=False, **kwargs)  # noqa: E731
+    for fn in (spec.fn, again):
+        for found, expected in zip(grads(fn, True), grads(spec.fn, False), strict=True):
+            assert torch.equal(found, expected)
 
 
 @each_case

@@ -20,6 +20,7 @@ LIBRARY = torch.library.Library("liger_like", "DEF")
 INTERPRET: bool = triton.knobs.runtime.interpret  # read once, as the decorators of the kernels read it
 # the versions whose launcher ``launch`` calls as Triton itself does
 DIRECT = torch.version.hip is None and triton.__version__.startswith(("3.6.", "3.7.", "3.8.", "3.9."))
+TWICE = "trying to differentiate twice: the ops of liger_like are differentiable once, so not with create_graph=True"
 # Options of every launch unless it passes its own. Whether a product and a sum are rounded once or twice would else be
 # decided by the version: fused up to Triton 3.9, not fused from 3.10 on.
 OPTIONS = {"enable_fp_fusion": True}
@@ -118,18 +119,51 @@ def on_shards(rule: Callable[..., Any] | str) -> Callable[[F], F]:
     return decorate
 
 
+class _Once(torch.autograd.Function):
+    """Gradients as they are, whose derivative by the other tensors is not known."""
+
+    @staticmethod
+    def forward(ctx: Any, count: int, *tensors: Tensor) -> tuple[Tensor, ...]:
+        return tuple(t.view_as(t) for t in tensors[:count])
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> Any:
+        raise RuntimeError(TWICE)
+
+
+class _ReadOnce:
+    """A context whose saved tensors are read once, as a checkpoint gives them out once."""
+
+    def __init__(self, ctx: Any) -> None:
+        self.ctx, self.saved_tensors = ctx, ctx.saved_tensors
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self.ctx, name)
+
+
 def once_differentiable(backward: Callable[..., Any]) -> Callable[..., Any]:
     """Let a second differentiation of ``backward`` raise; costs time only where a graph of the gradients is asked for.
 
-    torch's own decorator lets gradients of constants pass as constants, whose sum then "does not require grad".
+    torch's own decorator does not connect the error with the inputs of the function: a second derivative by these alone
+    is silently zero. What makes its gradients in the forward (``ctx.grads_now``) keeps no inputs, and raises at once.
     """
-    guarded = torch.autograd.function.once_differentiable(backward)
 
     @functools.wraps(backward)
     def run(ctx: Any, *grads: Tensor | None) -> Any:
-        if not torch.is_grad_enabled():
+        if torch.compiler.is_compiling() or not torch.is_grad_enabled():
             return backward(ctx, *grads)
-        return guarded(ctx, *(g if g is None or g.requires_grad else g.detach().requires_grad_() for g in grads))
+        if getattr(ctx, "grads_now", False):
+            raise RuntimeError(TWICE)
+        context = _ReadOnce(ctx)
+        with torch.no_grad():
+            results = backward(context, *grads)
+        results = results if isinstance(results, tuple) else (results,)
+        given = [t for t in (*grads, *context.saved_tensors) if t is not None and t.requires_grad]
+        made = [result for result in results if result is not None]
+        # a linear function has saved nothing: zero is its second derivative by its inputs, but sums of it raise
+        once: Any = _Once.apply
+        connected = iter(once(len(made), *made, *(given or [made[0].new_empty(0, requires_grad=True)])))
+        return tuple(result if result is None else next(connected) for result in results)
 
     return run
 

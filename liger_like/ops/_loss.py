@@ -19,6 +19,7 @@ from liger_like.ops._common import (
 )
 
 SOFTCAP_MAX = 1e30  # logits over a larger softcap would be zero in fp32
+SOFTCAP_MUST = f"must be positive and at most {SOFTCAP_MAX:g}, or None"
 REDUCTIONS = ("mean", "sum", "none")
 OPTIONS_SCHEMA = "int ignore_index, float label_smoothing, float z_loss, float? softcap, float logit_scale"
 
@@ -182,8 +183,7 @@ def check_target(target: Tensor, like: Tensor, shape: tuple[int, ...]) -> None:
 def checked_options(ignore_index: Any, label_smoothing: Any, z_loss: Any, softcap: Any, logit_scale: Any) -> Options:
     """Return the options as Python numbers. Raise if one is not a number or out of its range."""
     if softcap is not None:
-        must = f"must be positive and at most {SOFTCAP_MAX:g}, or None"
-        softcap = require_number("softcap", softcap, must, 1 / SOFTCAP_MAX, SOFTCAP_MAX)
+        softcap = require_number("softcap", softcap, SOFTCAP_MUST, 1 / SOFTCAP_MAX, SOFTCAP_MAX)
     return Options(
         require_integer("ignore_index", ignore_index),
         require_number("label_smoothing", label_smoothing, "must be in [0, 1]", 0.0, 1.0),
@@ -205,6 +205,8 @@ def checked_num_items(num_items: Any, reduction: str) -> float | Tensor | None:
     if num_items.numel() != 1 or num_items.dtype == torch.bool or num_items.is_complex():
         got = f"{num_items.dtype} of shape {list(num_items.shape)}"
         raise ValueError(f"num_items must be a number or a tensor of one number, got a tensor of {got}")
+    if num_items.requires_grad:
+        raise ValueError("num_items must not require a gradient: the loss is not differentiated by it")
     return num_items.reshape(())
 
 
