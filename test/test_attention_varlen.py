@@ -303,6 +303,8 @@ CU_Q, CU_K = torch.tensor([0, 5, 9]), torch.tensor([0, 12, 12])
         (ValueError, "cu_seqlens_q must have the shape", {"cu_seqlens_q": CU_Q[None], "cu_seqlens_k": CU_K[None]}),
         (TypeError, "cu_seqlens_q must be a tensor, got list", {"cu_seqlens_q": [0, 5, 9]}),
         (TypeError, "max_seqlen_q must be an integer, got float", {"max_seqlen_q": 5.0}),
+        (TypeError, "max_seqlen_q must be an integer, got NoneType", {"max_seqlen_q": None}),
+        (TypeError, "deterministic must be True or False or None", {"deterministic": CU_K}),
         (TypeError, "max_seqlen_k must be an integer, got Tensor", {"max_seqlen_k": CU_K[1]}),
         (ValueError, "max_seqlen_k must be at least 0, got -1", {"max_seqlen_k": -1}),
         (TypeError, "causal must be True or False", {"causal": "x"}),

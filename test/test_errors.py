@@ -60,6 +60,7 @@ ONE = torch.ones((), requires_grad=True)
         (ValueError, "softcap must be positive", lambda: ops.cross_entropy(X, Y, softcap=float("inf"))),
         (ValueError, "num_items must be a number or", lambda: ops.cross_entropy(X, Y, num_items=torch.tensor([2, 3]))),
         (ValueError, "num_items must be a number or", lambda: ops.cross_entropy(X, Y, num_items=torch.empty(0))),
+        (ValueError, "ignore_index must be an integer of 64", lambda: ops.cross_entropy(X, Y, ignore_index=10**30)),
         (ValueError, "num_items must not require", lambda: ops.cross_entropy(X, Y, num_items=ONE)),
         (ValueError, "num_items must be finite", lambda: ops.cross_entropy(X, Y, num_items=-1)),
         (ValueError, "softcap must be positive", lambda: ops.cross_entropy(X, Y, softcap=0.0)),

@@ -416,8 +416,11 @@ def require_integer(name: str, value: Any, low: int | None = None) -> int:
     """Return ``value`` as a Python int. Raise unless it is an integer, of Python or NumPy, and at least ``low``."""
     if isinstance(value, bool) or not isinstance(value, int | torch.SymInt | numbers.Integral):
         raise TypeError(f"{name} must be an integer, got {type(value).__name__}")
-    if low is not None and not torch.compiler.is_compiling() and value < low:  # a traced number may have no value
-        raise ValueError(f"{name} must be at least {low}, got {value}")
+    if not torch.compiler.is_compiling():  # a traced number may have no value
+        if low is not None and value < low:
+            raise ValueError(f"{name} must be at least {low}, got {value}")
+        if not -(1 << 63) <= value < 1 << 63:
+            raise ValueError(f"{name} must be an integer of 64 bits, got {value}")
     return value if isinstance(value, int | torch.SymInt) else int(value)
 
 

@@ -128,7 +128,8 @@ class ContextParallel:
         check_heads(q, k, v, sinks, 4)
         left = require_integer("left", left, -1)
         if cu_seqlens is not None:
-            check_offsets("cu_seqlens", cu_seqlens, q, q.shape[0] * q.shape[1] * self.shards.size)
+            tokens = q.shape[0] * q.shape[1] * self.shards.size
+            check_offsets("cu_seqlens", cu_seqlens, q, tokens, tokens)
         if k.shape[1] != q.shape[1] or q.shape[1] % len(self.shards.chunks()):
             raise ValueError(
                 f"context_parallel needs as many queries as keys, got {q.shape[1]} and {k.shape[1]} tokens: use .shard"

@@ -16,7 +16,7 @@ VALUES = os.environ.get("LIGER_LIKE_CHECK", "0") == "1"
 
 
 def _require_flag(name: str, value: object, also: tuple[object, ...] = ()) -> None:
-    if not isinstance(value, bool) and value not in also:
+    if not isinstance(value, bool) and all(value is not other for other in also):
         choices = " or ".join(map(str, (True, False, *also)))
         raise TypeError(f"{name} must be {choices}, got {value!r}")
 
@@ -97,7 +97,7 @@ def _readable(t: Tensor) -> bool:
     return not (t.is_cuda and torch.cuda.is_current_stream_capturing())
 
 
-def check_offsets(name: str, cu_seqlens: Tensor, like: Tensor, rows: int, longest: int | None = None) -> int | None:
+def check_offsets(name: str, cu_seqlens: Tensor, like: Tensor, rows: int, longest: int) -> int:
     """Return ``longest`` as a Python int. Raise unless it is an integer and ``cu_seqlens`` [n + 1] are offsets.
 
     If values are checked, offsets start with 0, do not fall and end within the ``rows``, and no sequence is longer than
@@ -107,8 +107,7 @@ def check_offsets(name: str, cu_seqlens: Tensor, like: Tensor, rows: int, longes
     if cu_seqlens.dim() != 1 or not cu_seqlens.shape[0]:
         raise ValueError(f"{name} must have the shape [n + 1], got {list(cu_seqlens.shape)}")
     limit = name.replace("cu_seqlens", "max_seqlen")
-    if longest is not None:
-        longest = require_integer(limit, longest, 0)
+    longest = require_integer(limit, longest, 0)
     if not _readable(cu_seqlens):
         return longest
     offsets = cu_seqlens.tolist()
@@ -120,6 +119,6 @@ def check_offsets(name: str, cu_seqlens: Tensor, like: Tensor, rows: int, longes
             raise ValueError(f"{name} must not fall, got {offsets[i]} before {offsets[i + 1]} at index {i}")
     if offsets[-1] > rows:
         raise ValueError(f"{name} must not pass the {rows} rows, got {offsets[-1]}")
-    if longest is not None and max(lengths, default=0) > longest:
+    if max(lengths, default=0) > longest:
         raise ValueError(f"{limit} must be at least the longest sequence, {max(lengths)}, got {longest}")
     return longest
