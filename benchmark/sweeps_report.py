@@ -10,8 +10,9 @@ from benchmark.markdown import NOTES, README, RESULTS, Row, between, digest, hea
 BEGIN = "<!-- sweeps: written by `python -m benchmark.sweeps --report` -->\n"
 END = "<!-- /sweeps -->\n"
 ABOUT = """\
-Steps of Llama-3.2-1B's shape (`make bench-sweeps`): checkpointed, by batch and by sequence, a cross where the next one
-failed; and, of one that is not checkpointed, what is allocated when, and what its kernels are for.
+Training steps of Llama-3.2-1B's shape (`make bench-sweeps`). First: checkpointed, by batch and by sequence; a cross
+marks the next size, which failed. Then, not checkpointed: which phase allocated the memory, and what the time was spent
+on.
 """
 ABOUT_GRAPH = """\
 A small step, here of 1024 tokens, waits for the host, but not as one [CUDA graph](docs/patching.md#cuda-graphs):

@@ -7,7 +7,7 @@ import sys
 TESTED = {"torch": ("2.11", "2.15"), "triton": ("3.6", "3.9"), "transformers": ("5.17", "5.23")}  # oldest, newest
 NEWER = {
     "torch": "the tests have not run with it",
-    "triton": "kernels that do not compile fall back to the portable ones, with a warning",
+    "triton": "Gluon kernels that do not compile fall back to the portable ones, with a warning",
     "transformers": "code that is not recognised is left alone, and the report of patch names it",
 }
 

@@ -28,9 +28,9 @@ def test_the_table_agrees_with_pyproject_and_constraints():
         ("3.5.1", False, True, "older than allowed: install triton 3.6 or newer"),
         ("3.6.0", False, False, "tested"),
         ("3.9.9+git1234", False, False, "tested"),
-        ("3.10.0", True, False, "newer than tested: kernels that do not compile fall back"),
-        ("3.10rc1", True, False, "newer than tested: kernels that do not compile fall back"),
-        ("4.0.0", True, False, "newer than tested: kernels that do not compile fall back"),
+        ("3.10.0", True, False, "newer than tested: Gluon kernels that do not compile fall back"),
+        ("3.10rc1", True, False, "newer than tested: Gluon kernels that do not compile fall back"),
+        ("4.0.0", True, False, "newer than tested: Gluon kernels that do not compile fall back"),
     ],
 )
 def test_verdict_of_an_installed_version(monkeypatch, version, newer, older, verdict):
