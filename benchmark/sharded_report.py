@@ -11,7 +11,7 @@ TITLES = {
     "fsdp": "Training steps, FSDP2",
     "loss": "The loss of a head whose words are spread",
     "context": "Attention of a sequence that is spread",
-    "longest": "The longest sequence of a training step",
+    "longest": "The longest sequence that was trained, and the next one tried",
 }
 COLUMNS = {
     "fsdp": ("a GPU's batch", "", "step ms", "tokens/s", "peak GiB"),
