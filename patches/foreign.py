@@ -8,11 +8,18 @@ from typing import Any
 
 from torch import nn
 from torch.nn import functional as F  # noqa: N812  # as torch has it
+from torch.nn.modules import module as hooked
 
+from liger_like.ops._common import HOOKS
 from liger_like.patches import original, where
 
 WRAPPERS = ("accelerate", "torch")  # their wrappers call the forward that they wrap
 LIBRARIES = (*WRAPPERS, "transformers", "functools")  # their decorators are part of many models' own code
+# their hooks act around a call, whatever it returns: they gather, move, make or count weights
+AROUND = (
+    *("torch.distributed.", "torch.nn.utils.", "torch.utils.module_tracker."),
+    *("accelerate.", "deepspeed.", "trl.", "liger_like."),
+)
 
 
 def bound_forwards(module: nn.Module) -> list[str]:
@@ -57,6 +64,17 @@ def foreign_forward(module: nn.Module) -> str:
     if forward is None or "forward" in bound or (hooks and bound) or _wrappers(module):
         return ""
     return _name(function)
+
+
+def hook_on(module: nn.Module) -> str:
+    """Name a hook on ``module``, or on all modules, that may want what is given to it and what it returns."""
+    for kind in HOOKS:
+        for hooks in (getattr(module, kind), getattr(hooked, f"_global{kind}")):
+            for hook in hooks.values():
+                function = hook.func if isinstance(hook, functools.partial) else hook
+                if not f"{function.__module__}.".startswith(AROUND):
+                    return where(function)
+    return ""
 
 
 def replaced_in_class(cls: type[Any]) -> list[str]:

@@ -25,6 +25,7 @@ from liger_like.patches import (
     random_like,
     random_parameter,
 )
+from liger_like.patches.foreign import foreign_forward, hook_on
 from liger_like.patches.forms import definition_of, form_of, match
 
 
@@ -113,12 +114,35 @@ SIZES = {"gate": (4, 6), "up": (4, 6), "gate_up": (4, 12), "down": (6, 4)}
 
 def kernel_of(activation: Any) -> str:
     """The kernel for ``activation``. Raises UnrecognisedError."""
+    if changed := _changed(activation):
+        raise UnrecognisedError(f"its activation has a hook or another forward, {changed}")
+    kernel = _kernel_of(activation)
+    if kernel is None:
+        raise UnrecognisedError(f"no kernel for the activation {_name_of(activation)}")
+    return kernel
+
+
+def _runs(variant: str, activation: Any) -> bool:
+    """Whether the kernel does what ``activation`` does now, which may be another one than when it was patched."""
+    return _kernel_of(activation) == variant and not _changed(activation)
+
+
+def _kernel_of(activation: Any) -> str | None:
     if isinstance(activation, nn.GELU):
         return "geglu tanh" if activation.approximate == "tanh" else "geglu erf"
-    name = getattr(activation, "__name__", type(activation).__name__)
-    if name not in ACTIVATIONS:
-        raise UnrecognisedError(f"no kernel for the activation {name}")
-    return ACTIVATIONS[name]
+    return ACTIVATIONS.get(_name_of(activation))
+
+
+def _name_of(activation: Any) -> str:
+    named = type(activation) if isinstance(activation, nn.Module) else activation
+    return getattr(named, "__name__", type(activation).__name__)
+
+
+def _changed(activation: Any) -> str:
+    """Name a function that is run around the forward of the activation's class or in its place."""
+    if not isinstance(activation, nn.Module):
+        return ""
+    return hook_on(activation) or ("forward" in activation.__dict__ and foreign_forward(activation)) or ""
 
 
 class GLUMLP(Recogniser):
@@ -153,6 +177,8 @@ class GLUMLP(Recogniser):
         compute, act = BY_NAME[pattern], KERNELS[variant]
 
         def forward(self: nn.Module, *args: Tensor, **kwargs: Tensor) -> Tensor:
+            if "act" in part and not _runs(variant, getattr(self, part["act"])):
+                return cls.forward(self, *args, **kwargs)  # type: ignore[no-any-return]
             (x,) = (*args, *kwargs.values())  # the parameter's name differs from family to family
             parts = {role: getattr(self, name) for role, name in part.items()}
             return compute(parts, x, act)  # type: ignore[no-any-return]
@@ -260,10 +286,11 @@ class Experts(Recogniser):
 
     def methods(self, cls: type[Any], variant: str) -> dict[str, Any]:
         """The method between the GEMMs."""
-        kernel = GLUS[KERNELS[variant]]
+        _, part = match(cls._apply_gate, cls, self.patterns)
+        kernel, act = GLUS[KERNELS[variant]], part["act"]
 
         def gate(self: nn.Module, gate_up_out: Tensor) -> Tensor:
-            return kernel(gate_up_out)
+            return kernel(gate_up_out) if _runs(variant, getattr(self, act)) else cls._apply_gate(self, gate_up_out)
 
         return {"_apply_gate": gate}
 

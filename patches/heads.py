@@ -17,7 +17,7 @@ from liger_like.ops._common import use_kernel
 from liger_like.ops._shards import Shard
 from liger_like.ops.linear_cross_entropy import fused_linear_cross_entropy
 from liger_like.patches import UnrecognisedError, bare, original, random_parameter, where
-from liger_like.patches.foreign import foreign_forward
+from liger_like.patches.foreign import foreign_forward, hook_on
 
 LINEAR, LORA, COPIES = "lazy logits", "lazy logits, LoRA", "lazy logits, trained copy"
 TENSOR_PARALLEL = "lazy logits, tensor parallel"
@@ -73,6 +73,11 @@ def obstacle(head: Any) -> str:
         if type(b) is not nn.Linear or b.bias is not None or "forward" in vars(b):
             return f"its adapter {name!r} is more than two matrices"
     return ""
+
+
+def hook_in(head: nn.Module) -> str:
+    """Name a hook on ``head``, or a part of it, that wants logits, or their gradient, and not the loss."""
+    return next(filter(None, map(hook_on, head.modules())), "")
 
 
 def _linear_forward(cls: Any) -> Any:

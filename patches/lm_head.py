@@ -2,8 +2,8 @@
 
 While a model trains with labels, its head returns lazy logits, which record what the model's forward does to them (a
 bias, a scale, a softcap, a choice of rows). The loss function, transformers' or torch's, turns the record into one call
-of the head module that computes the loss from the hidden states, so that whatever is hooked to the head (sharding,
-offloading) acts around it. Any other use of lazy logits makes them real.
+of the head module that computes the loss from the hidden states, so that what sharding and offloading hook to the head
+acts around it. Any other use of lazy logits makes them real; a head with other hooks makes no lazy ones.
 """
 
 import copy
@@ -20,7 +20,7 @@ from torch.distributed.fsdp import FSDPModule
 from torch.nn import functional as F  # noqa: N812  # as torch has it
 
 from liger_like.patches import NothingToDoError, Recogniser, Trial, UnrecognisedError, original, random_like, where
-from liger_like.patches.heads import FORWARDS, LINEAR, loss_of, obstacle, parts_of, small_head
+from liger_like.patches.heads import FORWARDS, LINEAR, hook_in, loss_of, obstacle, parts_of, small_head
 
 MODEL = "fused loss"
 ScaleAndSoftcap = tuple[float, float | None]
@@ -344,6 +344,9 @@ def _model_methods(cls: type[Any]) -> dict[str, Any]:
             warnings.warn(
                 "liger_like: the head changed after patching, patch again; this loss is not fused", stacklevel=2
             )
+            lazy = False
+        elif lazy and (hook := hook_in(head)):
+            warnings.warn(f"liger_like: the head has a hook, {hook}; this loss is not fused", stacklevel=2)
             lazy = False
         # torch.compile does not follow torch's own loss into what stands for a tensor
         if not lazy or (torch.compiler.is_compiling() and not traceable):

@@ -2,11 +2,14 @@
 
 import copy
 
+import peft
 import pytest
 import torch
 import transformers
 from tiny_models import CONFIG, batch, results, rows, tiny
 from torch.nn import functional as F  # noqa: N812
+from torch.nn.modules import module as hooked
+from torch.utils.flop_counter import FlopCounterMode
 
 from liger_like.patches import heads, lm_head
 from liger_like.patching import patch
@@ -145,3 +148,79 @@ def test_the_first_words_of_the_vocabulary(bias, device):
     ):
         torch.testing.assert_close(x, y)
     torch.testing.assert_close(lazy.real(), original(hidden)[..., :7] * 2.0)
+
+
+HOOKS = {
+    "register_forward_hook": lambda head, args, output: output * 0.5,
+    "register_forward_pre_hook": lambda head, args: (args[0] * torch.arange(args[0].shape[1])[:, None].to(args[0]),),
+    "register_full_backward_hook": lambda head, inputs, outputs: (inputs[0] * outputs[0].shape[-1],),
+    "register_full_backward_pre_hook": lambda head, outputs: (outputs[0] * outputs[0].shape[-1],),
+}
+
+
+@pytest.mark.parametrize("order", ["before", "after"])
+@pytest.mark.parametrize("kind", HOOKS)
+def test_hooks_on_the_head_see_logits(kind, order, device):
+    """A recorded shape and the values: hooks come and go between forwards, and the warning goes with them."""
+    model, inputs, seen = tiny("Llama", device, num_hidden_layers=1), batch(device), []
+    original = copy.deepcopy(model)
+
+    def hook(module, *args):
+        seen.append([tuple(t.shape) for arg in args for t in (arg if isinstance(arg, tuple) else (arg,))])
+        return HOOKS[kind](module, *args)
+
+    if order == "after":
+        patch(model, strict=True)
+    handles = [getattr(m.lm_head, kind)(hook) for m in (model, original)]
+    patch(model, strict=True)
+    with pytest.warns(UserWarning, match=r"the head has a hook, .*hook; this loss is not fused"):
+        got = results(model, inputs)
+    torch.testing.assert_close(got, results(original, inputs))
+    assert len(seen) == 2
+    assert seen[0] == seen[1]
+    for handle in handles:
+        handle.remove()
+    assert model(**inputs).logits is None
+    torch.testing.assert_close(results(model, inputs), results(original, inputs))
+
+
+def test_hooks_with_keywords_and_of_all_modules_see_logits(device):
+    model, inputs, seen = patch(tiny("Llama", device, num_hidden_layers=1)).model, batch(device), []
+    record = lambda module, args, kwargs, output: seen.append((kwargs, output.shape))  # noqa: E731
+    with model.lm_head.register_forward_hook(record, with_kwargs=True), pytest.warns(UserWarning, match="not fused"):
+        model(**inputs)
+    assert seen == [({}, (2, 12, 101))]
+    everywhere = lambda module, args, output: seen.append(output.shape) if module is model.lm_head else None  # noqa: E731
+    with hooked.register_module_forward_hook(everywhere), pytest.warns(UserWarning, match="not fused"):
+        model(**inputs)
+    assert seen[1:] == [(2, 12, 101)]
+
+
+@pytest.mark.parametrize("part", ["base_layer", "lora_B.default"])
+def test_hooks_on_a_part_of_the_head(part, device):
+    model = tiny("Llama", device, num_hidden_layers=1)
+    model = peft.get_peft_model(model, peft.LoraConfig(target_modules=["lm_head"], init_lora_weights=False))
+    original, inputs = copy.deepcopy(model), batch(device)
+    patch(model, strict=True)
+    for m in (model, original):
+        m.get_output_embeddings().get_submodule(part).register_forward_hook(lambda module, args, output: output * 0.5)
+    with pytest.warns(UserWarning, match="not fused"):
+        torch.testing.assert_close(results(model, inputs), results(original, inputs))
+
+
+def test_hooks_that_count_leave_the_loss_fused(device):
+    """torch's counter has hooks on all modules; what sharding hooks to the head is in the tests of FSDP."""
+    model = patch(tiny("Llama", device, num_hidden_layers=1)).model
+    with FlopCounterMode(display=False):
+        assert model(**batch(device)).logits is None
+
+
+def test_compiled_models_hear_hooks(device):
+    model, inputs = tiny("Llama", device, num_hidden_layers=1), batch(device)
+    original = copy.deepcopy(model)
+    patch(model)
+    for m in (model, original):
+        m.lm_head.register_forward_hook(HOOKS["register_forward_hook"])
+    with pytest.warns(UserWarning, match="not fused"):
+        loss = torch.compile(model, backend="eager")(**inputs).loss
+    torch.testing.assert_close(loss, original(**inputs).loss)

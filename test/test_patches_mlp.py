@@ -1,6 +1,7 @@
 """Gated MLPs and experts of every kind: the classes of transformers against themselves."""
 
 import copy
+import functools
 from types import SimpleNamespace
 
 import pytest
@@ -145,6 +146,69 @@ def test_a_namesake_of_an_activation_is_refused(device):
     assert row.status == "skipped"
 
 
+def doubled(*args):
+    """A hook: of what is last, whatever it is given."""
+    return tuple(2 * t for t in args[1]) if isinstance(args[1], tuple) and len(args) == 2 else 2 * args[-1]
+
+
+def doubled_gradient(module, inputs, outputs):
+    return (2 * inputs[0],)
+
+
+def with_forward(act):
+    act.forward = lambda x: 2 * x
+
+
+CHANGES = {
+    "another": lambda m, name: setattr(m, name, nn.ReLU()),
+    "another kernel's": lambda m, name: setattr(m, name, nn.GELU()),
+    "hook": lambda m, name: getattr(m, name).register_forward_hook(doubled),
+    "pre-hook": lambda m, name: getattr(m, name).register_forward_pre_hook(doubled),
+    "backward hook": lambda m, name: getattr(m, name).register_full_backward_hook(doubled_gradient),
+    "forward": lambda m, name: with_forward(getattr(m, name)),
+}
+
+
+@pytest.mark.parametrize("change", CHANGES)
+@pytest.mark.parametrize("pattern", ["split", "packed"])
+def test_the_live_activation_runs(pattern, change, device, monkeypatch):
+    original = nn.Sequential(copy.deepcopy(MLPS[pattern])).to(device)
+    model = copy.deepcopy(original)
+    patch(model, strict=True)
+    name = glu_mlp.match(type(original[0]).forward, type(original[0]), glu_mlp.PATTERNS)[1]["act"]
+    before = getattr(model[0], name)
+    for m in (model, original):
+        CHANGES[change](m[0], name)
+    calls, x = counted(monkeypatch), torch.randn(3, 16, device=device)
+    torch.testing.assert_close(outcome(model[0], x), outcome(original[0], x))
+    assert not calls
+    setattr(model[0], name, type(before)())
+    model(x)
+    assert calls
+
+
+@pytest.mark.parametrize("change", ["hook", "pre-hook", "backward hook", "forward"])
+def test_a_changed_activation_is_refused_whatever_was_patched_before(change, device):
+    model = nn.Sequential(LlamaMLP(CONFIG)).to(device)
+    patch(copy.deepcopy(model), strict=True)
+    CHANGES[change](model[0], "act_fn")
+    (row,) = rows(patch(nn.Sequential(model, nn.LayerNorm(16))), "glu_mlp")
+    assert row.status == "skipped"
+    assert "its activation has a hook or another forward, test_patches_mlp." in row.reason
+
+
+def test_hooks_that_act_around_an_activation_leave_the_kernel(device, monkeypatch):
+    """As ZeRO-3's, which are on every module."""
+    hook = lambda *args: None  # noqa: E731
+    hook.__module__ = "deepspeed.runtime.zero.parameter_offload"
+    model = nn.Sequential(LlamaMLP(CONFIG)).to(device)
+    model[0].act_fn.register_forward_hook(functools.partial(hook))
+    patch(model, strict=True)
+    calls = counted(monkeypatch)
+    model(torch.randn(3, 16, device=device))
+    assert calls
+
+
 MOE = {"num_experts": 4, "num_local_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 24, "head_dim": 16}
 
 
@@ -160,6 +224,17 @@ def test_experts(family, implementation, device, monkeypatch):
     assert len(calls) == 2
     unpatch(model)
     assert [type(m) for m in model.modules()] == [type(m) for m in original.modules()]
+
+
+@pytest.mark.parametrize("change", CHANGES)
+def test_the_live_activation_of_experts_runs(change, device):
+    original = tiny("Qwen3Moe", device, **MOE, num_hidden_layers=1, experts_implementation="grouped_mm")
+    model = copy.deepcopy(original)
+    patch(model, strict=True)
+    for m in (model, original):
+        CHANGES[change](m.model.layers[0].mlp.experts, "act_fn")
+    inputs = batch(device)
+    torch.testing.assert_close(results(model, inputs), results(original, inputs))
 
 
 def test_experts_that_run_one_by_one_are_left_alone(device):
