@@ -105,6 +105,7 @@ GARBAGE = {
     "as small as integers": ([-(2**31), 2**31 - 1, 3, ROWS], 0),
     "lengths": ([13, 10, 12], 13),
     "one": ([71], 0),
+    "before the first row": ([0, -7, 20, ROWS], ROWS),
     "up and down": ([34, 1, ROWS, 2, 36, 0], ROWS),
 }
 WIDTHS = (16,) if DEVICE == "cpu" else (16, 64, 128, 256)
@@ -126,6 +127,11 @@ def test_wrong_offsets_touch_nothing_outside(name, D, fenced, device):
             assert t.isfinite().all()
     assert len(fenced) > 5
     assert all(t.eq(CANARY).all() for pair in fenced for t in pair)
+
+
+def test_sequences_of_less_than_no_rows_take_no_blocks(device, poisoned):
+    x, cu = torch.randn(200, 1, 16, device=device), torch.tensor([0, 200, 1, 200], device=device)
+    assert ops.flash_attention_varlen(x, x, x, cu, cu, 200, 200).isfinite().all()
 
 
 def test_wrong_spans_touch_nothing_outside(fenced, device):
