@@ -129,7 +129,7 @@ Attention of a sequence that is spread:
 | ring | 5.0 | 200 | 80.0% | 20.0 | 175 | 90.0% | 1.0e-03 |
 | ulysses | ValueError | - | - | - | - | - | - |
 
-The longest sequence of a training step:
+The longest sequence that was trained, and the next one tried:
 
 |  | tokens | peak GiB | the next length |
 |---|---|---|---|
@@ -153,7 +153,7 @@ OVERVIEW = r"""2 x GPU, 2026-01-01.
 
 | tokens; the next length | transformers | Liger |
 |---|---|---|
-| The longest sequence of a training step | 8,192; 12,288: out of memory | -; out of memory |
+| The longest sequence that was trained, and the next one tried | 8,192; 12,288: out of memory | -; out of memory |
 """
 
 

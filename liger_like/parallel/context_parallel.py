@@ -84,7 +84,7 @@ class ContextParallel:
         require_type("batch", batch, Mapping)
         tokens = batch["input_ids"] if batch.get("input_ids") is not None else batch.get("inputs_embeds")
         if tokens is None:
-            raise ValueError(f"batch must have input_ids or inputs_embeds, got {', '.join(batch)}")
+            raise ValueError(f"batch must have input_ids or inputs_embeds, got {', '.join(batch) or 'an empty one'}")
         B, S = tokens.shape[:2]
         starts = _starts(batch, tokens)
         masks = "attention_mask", "cu_seq_lens_q", "cu_seq_lens_k"
