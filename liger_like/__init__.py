@@ -7,6 +7,7 @@ from liger_like._explain import Explanation, explain
 from liger_like.ops import (
     LossOutput,
     add_rms_norm,
+    cross_entropy,
     flash_attention,
     flash_attention_varlen,
     fused_linear_cross_entropy,
@@ -17,7 +18,6 @@ from liger_like.ops import (
     rope,
     swiglu,
 )
-from liger_like.ops.losses import cross_entropy
 
 if TYPE_CHECKING:
     from liger_like.patching import AutoModelForCausalLM, PatchReport, patch, unpatch
