@@ -17,7 +17,7 @@ DTYPES = torch.bfloat16, torch.float16
 # of queries and keys, and of values, that the kernels compute with; TMA fills heads that are narrower up with zeros
 WIDTHS = (64, 64), (128, 128), (192, 128), (256, 256)
 FORWARD, BACKWARD, BACKWARD_256 = (
-    f"liger_like.ops.attention.{name}" for name in ("_forward_hopper", "_backward_hopper", "_backward_hopper_256")
+    f"liger_like.ops.attention.hopper.{name}" for name in ("forward", "backward", "backward_256")
 )
 MODULES = {FORWARD: WIDTHS, BACKWARD: WIDTHS[:2], BACKWARD_256: WIDTHS[2:]}
 NO_WIDTHS = "the attention kernels for Hopper have no tile for heads of these widths:"
