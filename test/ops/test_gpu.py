@@ -2,6 +2,7 @@
 memory.
 """
 
+import sys
 from concurrent.futures import ThreadPoolExecutor
 
 import pytest
@@ -10,14 +11,8 @@ import triton
 from test_ops import differentiable, each_case, each_op, small
 
 from liger_like import ops
-from liger_like.ops.attention.hopper import backward as hopper_backward
-from liger_like.ops.attention.hopper import backward_256 as hopper_backward_256
-from liger_like.ops.attention.portable import backward as portable_backward
-from liger_like.ops.attention.portable import bias as portable_bias
 from liger_like.ops.attention.portable import forward as portable_forward
 from liger_like.ops.losses import dw_sum
-from liger_like.ops.losses.dw_sum import hopper as dw_sum_hopper
-from liger_like.runtime import tiles
 from liger_like.testing import SPECS, assert_accurate, compare
 from liger_like.testing.inputs import attention_inputs
 
@@ -136,12 +131,8 @@ def test_a_thread_for_each_stream(spec):
 
 def compiled_kernels():
     """How many variants of each kernel are compiled."""
-    accumulate = dw_sum.add_products, dw_sum_hopper.add_products
-    norms = ops.rms_norm, ops.layer_norm, ops.qk_norm_rope, tiles.sum_partials
-    hopper = hopper_backward.add_gradients, hopper_backward_256.make_dq
-    attention = portable_forward._splits, portable_backward._group_splits, *hopper, portable_bias.attention_dbias
-    modules = *norms, ops.rope, ops.swiglu, ops.cross_entropy, *accumulate, *attention
-    kernels = {v for f in modules for v in f.__globals__.values() if isinstance(v, triton.runtime.jit.JITFunction)}
+    modules = [module for name, module in sys.modules.items() if name.startswith("liger_like.")]
+    kernels = {v for m in modules for v in vars(m).values() if isinstance(v, triton.runtime.jit.JITFunction)}
     return {kernel: sum(len(cache[0]) for cache in kernel.device_caches.values()) for kernel in kernels}
 
 
