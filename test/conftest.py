@@ -127,6 +127,7 @@ def launched(monkeypatch):
     from liger_like.ops.attention.hopper import forward as hopper_forward
     from liger_like.ops.attention.portable import backward as portable_backward
     from liger_like.ops.attention.portable import bias as portable_bias
+    from liger_like.ops.attention.portable import delta as portable_delta
     from liger_like.ops.attention.portable import forward as portable_forward
 
     kernels = []
@@ -137,6 +138,7 @@ def launched(monkeypatch):
         hopper_backward,
         hopper_backward_256,
         portable_bias,
+        portable_delta,
     ):
 
         def launch(kernel, grid, *args, true=module.launch, **options):

@@ -21,8 +21,9 @@ import torch.distributed as dist
 from torch import Tensor
 
 from liger_like.ops.attention import _deterministic, _use_kernel, _window, flash_attention, flash_attention_ref
-from liger_like.ops.attention.portable.backward import attention_bwd, attention_delta
-from liger_like.ops.attention.portable.forward import attention_fwd
+from liger_like.ops.attention.backward import attention_bwd
+from liger_like.ops.attention.forward import attention_fwd
+from liger_like.ops.attention.portable.delta import attention_delta
 from liger_like.ops.losses.vocab_shards import all_gather, reduce_scatter
 from liger_like.runtime.autograd import once_differentiable
 

@@ -34,6 +34,15 @@ class Tile(NamedTuple):
     num_stages: int = 1
     per_sm: int = 4
 
+    def constants(self) -> dict[str, int]:
+        """Return the block sizes as constexprs, and the launch options."""
+        return {
+            "BLOCK_M": self.block_m,
+            "BLOCK_N": self.block_n,
+            "num_warps": self.num_warps,
+            "num_stages": self.num_stages,
+        }
+
 
 class Rule(NamedTuple):
     """Elements of a program's tile, elements of a warp, and the widest block; that spills registers on no GPU.

@@ -10,10 +10,10 @@ from test_attention_spans import documents
 
 from liger_like import ops
 from liger_like.ops.attention import choice, flash_attention_ref, flash_attention_varlen_ref
+from liger_like.ops.attention import forward as attention_forward
 from liger_like.ops.attention.hopper import buffers
 from liger_like.ops.attention.hopper import forward as hopper_forward
 from liger_like.ops.attention.masking import Masking
-from liger_like.ops.attention.portable import forward as portable_forward
 from liger_like.runtime.support import architecture
 from liger_like.testing import assert_accurate
 from liger_like.testing.inputs import attention_inputs, attention_varlen_inputs, with_longest
@@ -132,7 +132,7 @@ def forward(fn, inputs, **options):
 
 def portable(monkeypatch, fn, inputs, **options):
     with monkeypatch.context() as patch:
-        patch.setattr(portable_forward, "hopper_kernels", lambda *_: False)
+        patch.setattr(attention_forward, "hopper_kernels", lambda *_: False)
         return forward(fn, inputs, **options)
 
 

@@ -8,10 +8,10 @@ from conftest import DEVICE
 
 from liger_like import ops
 from liger_like.ops.attention import attention_delta, choice, flash_attention_ref, flash_attention_varlen_ref
+from liger_like.ops.attention import backward as attention_backward
+from liger_like.ops.attention.backward import attention_bwd
 from liger_like.ops.attention.hopper import backward as hopper_backward
 from liger_like.ops.attention.hopper import backward_256 as hopper_backward_256
-from liger_like.ops.attention.portable import backward as portable_backward
-from liger_like.ops.attention.portable.backward import attention_bwd
 from liger_like.runtime.support import architecture
 from liger_like.testing import assert_accurate, run
 from liger_like.testing.inputs import attention_inputs, attention_varlen_inputs
@@ -133,7 +133,7 @@ def assert_same(got, expected, what=""):
 
 def portable_grads(monkeypatch, inputs, options):
     with monkeypatch.context() as patch:
-        patch.setattr(portable_backward, "hopper_kernels", lambda *_: False)
+        patch.setattr(attention_backward, "hopper_kernels", lambda *_: False)
         return grads_of(inputs, {**options, "deterministic": True})
 
 

@@ -93,25 +93,25 @@ def test_order_of_programs_does_not_matter(section, monkeypatch, device, poisone
     inputs = attention_inputs(torch.float32, device, B=1, S=65, Sk=65, H=4, Hk=4, D=16)
     expected = run(ops.flash_attention, inputs, {"causal": True})
     for module in (portable_forward, portable_backward):
-        monkeypatch.setattr(module, "section_of", lambda *_: section)
-    monkeypatch.setattr(portable_backward, "section_of_keys", lambda *_: section)
+        monkeypatch.setattr(module, "heads_in_l2", lambda *_: section)
+    monkeypatch.setattr(portable_backward, "key_heads_together", lambda *_: section)
     for name, t in run(ops.flash_attention, inputs, {"causal": True}).items():
         assert torch.equal(t, expected[name]), name
 
 
 def test_section_fits_the_cache():
     k = v = torch.empty(1, 4096, 8, 128, dtype=torch.float16)
-    assert portable_forward.section_of(k, v, 4096, 4) == 8 * 4  # 2 MiB for each key head
-    assert portable_forward.section_of(k, v, 2**30, 4) == 4
-    assert portable_forward.section_of(k, v, 1, 4) == 8 * 4  # no more than there are: sections times blocks are 32 bits
-    assert portable_forward.section_of(k, v, 0, 1) > 0
+    assert portable_forward.heads_in_l2(k, v, 4096, 4) == 8 * 4  # 2 MiB for each key head
+    assert portable_forward.heads_in_l2(k, v, 2**30, 4) == 4
+    assert portable_forward.heads_in_l2(k, v, 1, 4) == 8 * 4  # no more heads than there are
+    assert portable_forward.heads_in_l2(k, v, 0, 1) > 0
 
 
 def test_sections_of_keys_fill_the_gpu(monkeypatch):
     monkeypatch.setattr(masks, "num_programs", lambda device, each: 132 * each)
     masking = masks.Masking(*[None] * 6, 4096, 4096, 1.0, None, -1, 0)
     packed = masking._replace(cu_seqlens_q=torch.zeros(9))
-    section = partial(masks.section_of_keys, block=128, device=torch.device("cpu"))
+    section = partial(masks.key_heads_together, block=128, device=torch.device("cpu"))
     assert section(masking, 4096) == 4  # with 32 blocks each
     assert section(masking, 4097) == 4
     assert section(masking, 2**20) == 1

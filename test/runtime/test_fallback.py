@@ -13,8 +13,7 @@ import triton
 
 from liger_like import cli, explain
 from liger_like.ops import flash_attention
-from liger_like.ops.attention import choice, flash_attention_ref
-from liger_like.ops.attention.portable import forward as portable_forward
+from liger_like.ops.attention import choice, flash_attention_ref, forward
 from liger_like.ops.losses import dw_sum
 from liger_like.runtime import fallback
 from liger_like.runtime.fallback import NotCompiledError, gluon_module, start
@@ -63,7 +62,7 @@ def test_an_op_runs_again_without_the_kernel(newer, device, monkeypatch):
             attention_fwd_hopper=lambda *_: start(Kernel(), (), (), {})
         )
 
-    monkeypatch.setattr(portable_forward, "hopper_kernels", hopper_kernels)
+    monkeypatch.setattr(forward, "hopper_kernels", hopper_kernels)
     inputs = attention_inputs(torch.float16, device, B=1, S=70, Sk=70, H=2, Hk=1, D=16)
     with pytest.warns(RuntimeWarning, match=rf"{Kernel.__module__}.*Triton 97.0.0.*{REASON}\. Portable kernels"):
         out = flash_attention(**inputs)

@@ -7,6 +7,9 @@ CHECKS = "ops/attention/checks.py"
 HOPPER_BUFFERS = "ops/attention/hopper/buffers.py"
 MASKING = "ops/attention/masking.py"
 BACKWARD = "ops/attention/portable/backward.py"
+DELTA = "ops/attention/portable/delta.py"
+OP_BACKWARD = "ops/attention/backward.py"
+OP_FORWARD = "ops/attention/forward.py"
 BIAS = "ops/attention/portable/bias.py"
 FORWARD = "ops/attention/portable/forward.py"
 PARTS = "ops/attention/portable/parts.py"
@@ -34,7 +37,12 @@ ATTENTION = [
         "the second part keeps the last block only",
     ),
     (VISIBILITY, "skipped + pid % size", "pid % size", "later sections do the heads of the first"),
-    (VISIBILITY, "tl.minimum(section, heads - skipped)", "section", "the last section has heads that there are not"),
+    (
+        VISIBILITY,
+        "tl.minimum(heads_together, heads - skipped)",
+        "heads_together",
+        "the last section has heads that there are not",
+    ),
     (
         VISIBILITY,
         "tl.cdiv(lengths * PACK, BLOCK)",
@@ -56,23 +64,23 @@ ATTENTION = [
     (VISIBILITY, "return length_k - length_q", "return 0 * length_k", "the first query stands at the first key"),
     (
         VISIBILITY,
-        "tl.maximum(last + ahead + 1, 0)",
-        "tl.maximum(last + ahead, 0)",
+        "tl.maximum(last + after + 1, 0)",
+        "tl.maximum(last + after, 0)",
         "the last key of a causal row is left out",
     ),
     (
         VISIBILITY,
-        "inner_end = tl.minimum(inner_end, first + ahead + 1)",
-        "inner_end = tl.minimum(inner_end, last + ahead + 1)",
+        "inner_end = tl.minimum(inner_end, first + after + 1)",
+        "inner_end = tl.minimum(inner_end, last + after + 1)",
         "no causal mask on the diagonal",
     ),
     (
         VISIBILITY,
-        "tl.maximum(first - behind, 0) // BLOCK",
-        "tl.maximum(first - behind + BLOCK, 0) // BLOCK",
+        "tl.maximum(first - before, 0) // BLOCK",
+        "tl.maximum(first - before + BLOCK, 0) // BLOCK",
         "the first block of a window is skipped",
     ),
-    (VISIBILITY, "inner_start = last - behind", "inner_start = first - behind", "no mask on the left edge of a window"),
+    (VISIBILITY, "inner_start = last - before", "inner_start = first - before", "no mask on the left edge of a window"),
     (
         VISIBILITY,
         "tl.minimum(start + part * share, end)",
@@ -100,7 +108,7 @@ ATTENTION = [
         "elif EXACT:\n        products *= scale",
         "scores with a bias are not scaled",
     ),
-    (PARTS, "most * (-1.0 / scale)", "most * -1.0", "lse is subtracted in the wrong unit"),
+    (PARTS, "row_max * (-1.0 / scale)", "row_max * -1.0", "lse is subtracted in the wrong unit"),
     (PARTS, "return tl.exp2(exponents), slopes", "return tl.exp2(exponents), 1.0", "softcap's derivative is dropped"),
     (PARTS, "tl.broadcast_to(-delta,", "tl.broadcast_to(delta,", "delta is added"),
     (FORWARD, 's = tl.where(mask[None, :], s, float("-inf"))', "pass", "hidden keys count as scores of 0"),
@@ -114,22 +122,22 @@ ATTENTION = [
     (FORWARD, "STRIDE_V, mask, DV)  # zero", "STRIDE_V, keys < length_k, DV)  # zero", "NaN leaks from hidden values"),
     (
         FORWARD,
-        'finite = tl.where(new_most == float("-inf"), 0.0, new_most)',
-        "finite = new_most",
+        'finite = tl.where(new_max == float("-inf"), 0.0, new_max)',
+        "finite = new_max",
         "rows without keys are NaN",
     ),
     (
         SOFTMAX,
-        'return factor, tl.where(none, float("-inf"), most)',
-        "return factor, tl.where(none, 0.0, most)",
+        'return factor, tl.where(unseen, float("-inf"), row_max)',
+        "return factor, tl.where(unseen, 0.0, row_max)",
         "lse of rows without keys is 0",
     ),
-    (SOFTMAX, "total * decay + tl.exp2((sink - new_most) * LOG2E)", "total * decay", "sinks are left out of the sum"),
-    (SOFTMAX, "tl.exp2((sink - new_most) * LOG2E)", "tl.exp2(sink - new_most)", "sinks in powers of 2"),
+    (SOFTMAX, "total * decay + tl.exp2((sink - new_max) * LOG2E)", "total * decay", "sinks are left out of the sum"),
+    (SOFTMAX, "tl.exp2((sink - new_max) * LOG2E)", "tl.exp2(sink - new_max)", "sinks in powers of 2"),
     (
         SOFTMAX,
-        "decay / total), new_most",
-        "1.0 / total), new_most",
+        "decay / total), new_max",
+        "1.0 / total), new_max",
         "a sink above all scores leaves the output as it was",
     ),
     (FORWARD, "b += tl.program_id(1).to(tl.int64) * B", "pass", "the parts of the keys overwrite one another"),
@@ -143,13 +151,13 @@ ATTENTION = [
     (FORWARD, "None if splits > 1 else sinks,", "sinks,", "sinks count in every part and in the merge"),
     (
         FORWARD,
-        'finite = tl.where(most == float("-inf"), 0.0, most)',
-        "finite = most",
+        'finite = tl.where(row_max == float("-inf"), 0.0, row_max)',
+        "finite = row_max",
         "merged rows without keys are NaN",
     ),
-    (BACKWARD, "delta -= tl.load(dlse_ptr", "delta += tl.load(dlse_ptr", "the gradient of lse has the wrong sign"),
-    (BACKWARD, 'tl.where(none, float("inf"), most)', "most", "rows without keys have infinite gradients"),
-    (BACKWARD, "-tl.sum(p * delta, 0)", "tl.sum(p * delta, 0)", "the gradient of the sinks has the wrong sign"),
+    (DELTA, "delta -= tl.load(dlse_ptr", "delta += tl.load(dlse_ptr", "the gradient of lse has the wrong sign"),
+    (DELTA, 'tl.where(unseen, float("inf"), row_max)', "row_max", "rows without keys have infinite gradients"),
+    (DELTA, "-tl.sum(p * delta, 0)", "tl.sum(p * delta, 0)", "the gradient of the sinks has the wrong sign"),
     (BACKWARD, "seen = seen & seen_keys[:, None]", "pass", "hidden keys have a gradient"),
     (
         BACKWARD,
@@ -169,7 +177,7 @@ ATTENTION = [
     ),
     (BACKWARD, "unseen = tl.min(mask.to(tl.int32)) == 0", "pass", "blocks with hidden keys are not masked"),
     (BACKWARD, "b += tl.program_id(1).to(tl.int64) * B", "pass", "the parts of a group overwrite one another"),
-    (BACKWARD, "else x.sum(0).to(q.dtype)", "else x[0].to(q.dtype)", "dk and dv of the group's first heads only"),
+    (OP_BACKWARD, "else x.sum(0).to(q.dtype)", "else x[0].to(q.dtype)", "dk and dv of the group's first heads only"),
     (BIAS, "tl.sum(total, 0)[None, :], 0.0)", "total, 0.0)", "a bias for all queries has the gradient of one"),
     (
         BIAS,
@@ -198,7 +206,7 @@ ATTENTION = [
         "rows // block + self.sequences",
         "the last block of packed rows is left out",
     ),
-    (PUBLIC, "return left, 0 if causal else right", "return left, right", "causal is ignored"),
+    (PUBLIC, '"right": 0 if causal else right', '"right": right', "causal is ignored"),
     (PUBLIC, "queries + Sk - S, keys", "queries, keys", "the reference aligns to the top left"),
     (
         PUBLIC,
@@ -242,13 +250,12 @@ ATTENTION = [
     ),
     (FORWARD, "tl.load(sinks_ptr + h)", "tl.load(sinks_ptr)", "the merge takes the first head's sink for all"),
     (
-        BACKWARD,
-        "- most) * LOG2E - rest)",
-        "- most) * LOG2E - rest)\n"
-        "        delta = tl.sum(dout * tl.load(out_ptrs, mask=both, other=0.0).to(tl.float32), 1)",
+        DELTA,
+        "- row_max) * LOG2E - log_sum)",
+        "- row_max) * LOG2E - log_sum)\n        delta = tl.sum(dout * tl.load(out_ptrs, mask=both, other=0.0), 1)",
         "the gradient of the sinks forgets that of lse",
     ),
-    (BACKWARD, "* ROWS + ROWS)", "* ROWS)", "a block at the end of packed rows is read beyond them"),
+    (DELTA, "* MAX_BLOCK + MAX_BLOCK)", "* MAX_BLOCK)", "a block at the end of packed rows is read beyond them"),
     (BACKWARD, "seen & mask[None, :], p", "seen, p", "a next sequence's rows are 0 times infinity"),
     (BACKWARD, "p = tl.where(mask[None, :], p, 0.0)", "pass", "hidden keys are 0 times infinity in dq"),
     (
@@ -276,8 +283,8 @@ ATTENTION = [
         "left, right, bounds, length_q, 0, 1, HAS_LEFT, HAS_RIGHT",
         "keys are seen by what a query sees",
     ),
-    (BACKWARD, "partial.sum((0, 2))", "partial[0].sum(1)", "the sinks have the gradient of the first batch"),
-    (BACKWARD, "zip(whole, needs[1:3]", "zip(whole, needs[:2]", "dk for a trained q, dv for a trained k"),
+    (DELTA, "partial.sum((0, 2))", "partial[0].sum(1)", "the sinks have the gradient of the first batch"),
+    (OP_BACKWARD, "zip(whole, needs[1:3]", "zip(whole, needs[:2]", "dk for a trained q, dv for a trained k"),
     (
         BIAS,
         "shift_of(offsets_ptr, b,",
@@ -285,11 +292,16 @@ ATTENTION = [
         "dbias takes the position of the first batch for all",
     ),
     (BIAS, "b * stride_vb", "b * stride_kb", "dbias reads values with the strides of keys"),
-    (PUBLIC, "[*needs[:3], needs[4]]", "needs[:4]", "the bias has a gradient if the sinks have one"),
     (
         PUBLIC,
-        "_scale(q, scale),\n        softcap,\n        *_window(causal, window),\n    )\n    return _packed",
-        "_scale(v, scale),\n        softcap,\n        *_window(causal, window),\n    )\n    return _packed",
+        "needs_q, needs_k, needs_v, needs_bias]",
+        "needs_q, needs_k, needs_v, needs_sinks]",
+        "the bias has a gradient if the sinks have one",
+    ),
+    (
+        PUBLIC,
+        "scale=_scale(q, scale),\n        softcap=softcap,\n        **_window(causal, window),\n    )\n    batch",
+        "scale=_scale(v, scale),\n        softcap=softcap,\n        **_window(causal, window),\n    )\n    batch",
         "the scale of packed heads is that of their values",
     ),
     (
@@ -319,7 +331,7 @@ ATTENTION = [
     (VISIBILITY, "tl.minimum(end, greatest_end)", "end", "what is behind all spans is read"),
     (VISIBILITY, "tl.minimum(inner_end, least_end)", "inner_end", "no mask where spans end"),
     (
-        BACKWARD,
+        OP_BACKWARD,
         "keys, right=True, out_int32",
         "keys, right=False, out_int32",
         "a key has no gradient of the spans that start there",
@@ -346,22 +358,22 @@ ATTENTION = [
         "the other side of a sequence ends with the rows before it",
     ),
     (SOFTMAX, "EXACT or SOFTCAP > 256.0", "EXACT", "a large softcap magnifies the error of tanh"),
-    (PARTS, "exponents -= rest", "pass", "p is not divided by the sum"),
+    (PARTS, "exponents -= log_sum", "pass", "p is not divided by the sum"),
     (FORWARD, "if EXACT or SOFTCAP is not None or bias_ptr is not None:", "if EXACT:", "the least bias overflows"),
-    (FORWARD, "q.dtype == torch.float32 or bias is not None", "bias is not None", "fp32 has one float of lse"),
+    (OP_FORWARD, "q.dtype == torch.float32 or bias is not None", "bias is not None", "fp32 has one float of lse"),
     (
-        FORWARD,
+        OP_FORWARD,
         "q.dtype == torch.float32 or bias is not None",
         "q.dtype == torch.float32",
         "a bias has one float of lse",
     ),
     (
         FORWARD,
-        "weights = tl.exp2((mosts - finite) * LOG2E + rests)",
-        "weights = tl.exp2((mosts + rests * LN2 - finite) * LOG2E)",
+        "weights = tl.exp2((maxima - finite) * LOG2E + log_sums)",
+        "weights = tl.exp2((maxima + log_sums * LN2 - finite) * LOG2E)",
         "parts are weighted by one float of lse",
     ),
-    (BACKWARD, "tl.where(none, 0.0, delta)", "delta", "0 times the upstream gradient of rows without keys"),
+    (DELTA, "tl.where(unseen, 0.0, delta)", "delta", "0 times the upstream gradient of rows without keys"),
     (BACKWARD, "rows = tl.minimum(rows, length_q - 1 - m)", "pass", "0 times the delta of the next sequence"),
     (CHECKS, "if offsets[0]:", "if offsets[0] > 0:", "offsets may start before the first row"),
     (CHECKS, "if length < 0:", "if length < -4:", "offsets may fall a little"),
@@ -379,5 +391,10 @@ ATTENTION = [
         "starts of spans may fall",
     ),
     (HOPPER_BUFFERS, "[2**34 - stride_s, stride_s,", "[2**34, stride_s,", "packed rows are elsewhere"),
-    (HOPPER_BUFFERS, "FAR - end + row, col", "FAR - end + row + 1, col", "packed rows are a row further"),
+    (
+        HOPPER_BUFFERS,
+        "FAR - sequence.end + row, col",
+        "FAR - sequence.end + row + 1, col",
+        "packed rows are a row further",
+    ),
 ]

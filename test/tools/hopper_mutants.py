@@ -63,14 +63,14 @@ HOPPER = [
     ),
     (
         FORWARD,
-        "constexpr = HAS_LEFT or spans_ptr is not None",
+        "constexpr = HAS_LEFT or problem.spans_ptr is not None",
         "constexpr = HAS_LEFT",
         "the forward does not look where spans start",
     ),
     (
         FORWARD,
-        "if (n < inner_start) | (n + BLOCK_N > inner_end):",
-        "if n + BLOCK_N > inner_end:",
+        "if (n < own.inner_start) | (n + BLOCK_N > own.inner_end):",
+        "if n + BLOCK_N > own.inner_end:",
         "keys before the window are seen",
     ),
     (
@@ -91,11 +91,11 @@ HOPPER = [
         "g * out_s.shape[0] // GROUPS",
         "heads of 192 store a group's output over queries of the other",
     ),
-    (FORWARD, "hk = h // (H // HK)", "hk = h % HK", "queries have the keys of another group"),
+    (FORWARD, "hk = own.head // (H // HK)", "hk = own.head % HK", "queries have the keys of another group"),
     (
         FORWARD,
-        "keys = b, start_k + length_k",
-        "keys = b, start_k + end",
+        "keys = Sequence(own.batch, own.start_k + own.length_k)",
+        "keys = Sequence(own.batch, own.start_k + own.end)",
         "keys and values of the next sequence",
     ),
     (
@@ -122,11 +122,16 @@ HOPPER = [
         "limits = starts, ends",
         "keys behind the last have scores",
     ),
-    (BACKWARD, "keys = b, end_k", "keys = b, end_k + 1", "a key of the next sequence"),
-    (BACKWARD, "gl.minimum(m + offs, end_q - 1)", "m + offs", "delta of the next sequence"),
     (
         BACKWARD,
-        "(m < inner_start) | (m + BLOCK_M > inner_end)",
+        "keys = Sequence(block.batch, block.end_k)",
+        "keys = Sequence(block.batch, block.end_k + 1)",
+        "a key of the next sequence",
+    ),
+    (BACKWARD, "gl.minimum(m + offs, block.end_q - 1)", "m + offs", "delta of the next sequence"),
+    (
+        BACKWARD,
+        "(m < block.inner_start) | (m + BLOCK_M > inner_end)",
         "m + BLOCK_M > inner_end",
         "queries before the keys have gradients of them",
     ),
@@ -158,7 +163,7 @@ HOPPER = [
     ),
     (
         BACKWARD_256,
-        "gl.minimum(offs, rows[1] - 1)",
+        "gl.minimum(offs, sequence.end - 1)",
         "offs",
         "of wide heads delta of the next sequence",
     ),
@@ -170,8 +175,8 @@ HOPPER = [
     ),
     (
         BACKWARD_256,
-        "rows_of(parts_of(dout_s, zero, 1), g * ROWS)",
-        "rows_of(parts_of(dout_s, zero, 1), 0)",
+        "rows_of(parts_of(shared.dout, zero, 1), g * ROWS)",
+        "rows_of(parts_of(shared.dout, zero, 1), 0)",
         "the second half of the queries has the first half's gradients",
     ),
 ]

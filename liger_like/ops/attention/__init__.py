@@ -11,22 +11,25 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from liger_like.ops.attention.backward import attention_bwd
 from liger_like.ops.attention.checks import check_heads, check_masks, check_offsets, check_options
-from liger_like.ops.attention.portable.backward import attention_bwd, attention_delta
-from liger_like.ops.attention.portable.forward import attention_fwd
+from liger_like.ops.attention.forward import attention_fwd
+from liger_like.ops.attention.masking import Masking
+from liger_like.ops.attention.portable.delta import attention_delta
 from liger_like.runtime.autograd import apply, once_differentiable
 from liger_like.runtime.layout import packed
 from liger_like.runtime.registry import on_shards
 from liger_like.runtime.support import refused, use_kernel
 
 MAX_HEAD_WIDTH = 256
+TENSORS = Masking._fields.index("max_seqlen_q")  # the fields before it are tensors
 Result = Tensor | tuple[Tensor, Tensor]
 
 
-def _window(causal: bool, window: tuple[int, int]) -> tuple[int, int]:
-    """Keys that a query sees to its left and to its right; -1: all. Sums of them stay within 32 bits."""
+def _window(causal: bool, window: tuple[int, int]) -> dict[str, int]:
+    """Return how many keys a query sees to its ``left`` and ``right``; -1: all. Sums of them fit into 32 bits."""
     left, right = (min(int(side), 1 << 30) for side in window)
-    return left, 0 if causal else right
+    return {"left": left, "right": 0 if causal else right}
 
 
 def _attend_ref(
@@ -43,18 +46,17 @@ def _attend_ref(
     if bias is not None:
         s = s + bias.to(acc)
     s = s.masked_fill(~seen, -torch.inf)
-    none = (s == -torch.inf).all(-1, keepdim=True)
-    s = s.masked_fill(none, 0)  # not -inf, of which a softmax has no gradient
+    unseen = (s == -torch.inf).all(-1, keepdim=True)
+    s = s.masked_fill(unseen, 0)  # not -inf, of which a softmax has no gradient
     if sinks is not None:
         s = torch.cat((s, sinks.to(acc)[:, None, None].expand(*s.shape[:-1], 1)), -1)
-    p = s.softmax(-1).masked_fill(none, 0)[..., : k.shape[2]].to(v.dtype)
+    p = s.softmax(-1).masked_fill(unseen, 0)[..., : k.shape[2]].to(v.dtype)
     lse = s.logsumexp(-1) if s.shape[-1] else s.new_zeros(s.shape[:-1])
-    return (p @ v).transpose(1, 2), lse.masked_fill(none.squeeze(-1), -torch.inf)
+    return (p @ v).transpose(1, 2), lse.masked_fill(unseen.squeeze(-1), -torch.inf)
 
 
-def _in_window(queries: Tensor, keys: Tensor, window: tuple[int, int]) -> Tensor:
-    """Whether the query at a position sees the key at a position [S, Sk]."""
-    left, right = window
+def _in_window(queries: Tensor, keys: Tensor, left: int, right: int) -> Tensor:
+    """Return [S, Sk]: True where the query at a position sees the key at a position."""
     distance = keys[None, :] - queries[:, None]
     seen = torch.ones_like(distance, dtype=torch.bool)
     seen = seen if left < 0 else seen & (distance >= -left)
@@ -70,7 +72,7 @@ def flash_attention_ref(
     """The definition, in plain torch."""
     S, Sk = q.shape[1], k.shape[1]
     queries, keys = (torch.arange(n, device=q.device) for n in (S, Sk))
-    seen = _in_window(queries + Sk - S, keys, _window(causal, window))
+    seen = _in_window(queries + Sk - S, keys, **_window(causal, window))
     if key_padding_mask is not None:
         seen = seen & key_padding_mask[:, None, None, :]
         k, v = (t.masked_fill(~key_padding_mask[:, :, None, None], 0) for t in (k, v))  # padding may hold NaN
@@ -100,7 +102,7 @@ def flash_attention_varlen_ref(
         sequence = torch.bucketize(rows, cu, right=True) - 1
         sides.append((sequence, rows - cu[(sequence + 1).clamp(max=last + 1)]))  # positions count from a sequence's end
     (of_q, queries), (of_k, keys) = sides
-    seen = _in_window(queries, keys, _window(causal, window)) & (of_q[:, None] == of_k) & (of_q <= last)[:, None]
+    seen = _in_window(queries, keys, **_window(causal, window)) & (of_q[:, None] == of_k) & (of_q <= last)[:, None]
     k, v = (t.masked_fill((of_k > last)[:, None, None], 0) for t in (k, v))
     out, lse = _attend_ref(*(t.unsqueeze(0) for t in (q, k, v)), seen, scale, softcap, sinks, None)
     return _packed(out, lse, return_lse)
@@ -109,30 +111,27 @@ def flash_attention_varlen_ref(
 class _Attention(torch.autograd.Function):
     @staticmethod
     def forward(
-        ctx: Any, q: Tensor, k: Tensor, v: Tensor, sinks: Tensor | None, bias: Tensor | None, deterministic: bool,
-        *masking: Any,
-    ) -> tuple[Tensor, Tensor]:  # fmt: skip
-        out, lse, sums = attention_fwd(q, k, v, sinks, bias, *masking)
-        ctx.save_for_backward(q, k, v, sinks, bias, *masking[:5], out, lse, sums)
-        ctx.deterministic, ctx.scalars = deterministic, masking[5:]
+        ctx: Any, q: Tensor, k: Tensor, v: Tensor, sinks: Tensor | None, deterministic: bool, *options: Any
+    ) -> tuple[Tensor, Tensor]:
+        out, lse, sums = attention_fwd(q, k, v, sinks, *options)
+        ctx.save_for_backward(q, k, v, sinks, *options[:TENSORS], out, lse, sums)
+        ctx.deterministic, ctx.scalars = deterministic, options[TENSORS:]
         ctx.set_materialize_grads(False)
         return out, lse
 
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, dout: Tensor | None, dlse: Tensor | None) -> Any:
-        q, k, v, sinks, bias, *masks, out, lse, sums = ctx.saved_tensors
-        needs = list(ctx.needs_input_grad[:5])
+        q, k, v, sinks, *masks, out, lse, sums = ctx.saved_tensors
         if dout is None and dlse is None:
             return (None,) * len(ctx.needs_input_grad)
         dout = torch.zeros_like(out) if dout is None else dout
-        rows, dsinks = attention_delta(dout, out, lse, sums, dlse, sinks)
-        dq, dk, dv, dbias = attention_bwd(
-            dout, q, k, v, rows, bias, *masks, *ctx.scalars, ctx.deterministic, [*needs[:3], needs[4]]
-        )
-        grads = (dq, dk, dv, dsinks, dbias)
-        found = (grad if need else None for grad, need in zip(grads, needs, strict=True))
-        return *found, *(None,) * (len(ctx.needs_input_grad) - 5)
+        stats, dsinks = attention_delta(dout, out, lse, sums, dlse, sinks)
+        needs_q, needs_k, needs_v, needs_sinks, _, needs_bias, *others = ctx.needs_input_grad
+        needs = [needs_q, needs_k, needs_v, needs_bias]
+        grads = attention_bwd(dout, q, k, v, stats, *masks, *ctx.scalars, ctx.deterministic, needs)
+        dq, dk, dv, dbias = (grad if need else None for grad, need in zip(grads, needs, strict=True))
+        return dq, dk, dv, dsinks if needs_sinks else None, None, dbias, *(None for _ in others)
 
 
 def _use_kernel(q: Tensor, v: Tensor) -> bool:
@@ -179,25 +178,20 @@ def flash_attention(
         options = {"causal": causal, "scale": scale, "window": window, "softcap": softcap, "sinks": sinks}
         options |= {"bias": bias, "key_padding_mask": key_padding_mask, "spans": spans, "return_lse": return_lse}
         return flash_attention_ref(q, k, v, **options)
-    out, lse = apply(
-        _Attention,
-        q,
-        k,
-        v,
-        sinks,
-        bias if bias is None else bias[(None,) * (4 - bias.dim())],
-        _deterministic(deterministic),
-        packed(key_padding_mask),
-        None,
-        None,
-        None,
-        packed(spans),
-        q.shape[1],
-        k.shape[1],
-        _scale(q, scale),
-        softcap,
-        *_window(causal, window),
+    masking = Masking(
+        bias=bias if bias is None else bias[(None,) * (4 - bias.dim())],
+        key_padding_mask=packed(key_padding_mask),
+        cu_seqlens_q=None,
+        cu_seqlens_k=None,
+        offsets=None,
+        spans=packed(spans),
+        max_seqlen_q=q.shape[1],
+        max_seqlen_k=k.shape[1],
+        scale=_scale(q, scale),
+        softcap=softcap,
+        **_window(causal, window),
     )
+    out, lse = apply(_Attention, q, k, v, sinks, _deterministic(deterministic), *masking)
     return (out, lse) if return_lse else out
 
 
@@ -233,23 +227,19 @@ def flash_attention_varlen(
         options = {"causal": causal, "scale": scale, "window": window, "softcap": softcap, "sinks": sinks}
         lengths = cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k
         return flash_attention_varlen_ref(q, k, v, *lengths, **options, return_lse=return_lse)
-    out, lse = apply(
-        _Attention,
-        q.unsqueeze(0),
-        k.unsqueeze(0),
-        v.unsqueeze(0),
-        sinks,
-        None,
-        _deterministic(deterministic),
-        None,
-        cu_seqlens_q.contiguous(),
-        cu_seqlens_k.contiguous(),
-        None,
-        None,
-        max_seqlen_q,
-        max_seqlen_k,
-        _scale(q, scale),
-        softcap,
-        *_window(causal, window),
+    masking = Masking(
+        bias=None,
+        key_padding_mask=None,
+        cu_seqlens_q=cu_seqlens_q.contiguous(),
+        cu_seqlens_k=cu_seqlens_k.contiguous(),
+        offsets=None,
+        spans=None,
+        max_seqlen_q=max_seqlen_q,
+        max_seqlen_k=max_seqlen_k,
+        scale=_scale(q, scale),
+        softcap=softcap,
+        **_window(causal, window),
     )
+    batch = (x.unsqueeze(0) for x in (q, k, v))
+    out, lse = apply(_Attention, *batch, sinks, _deterministic(deterministic), *masking)
     return _packed(out, lse, return_lse)

@@ -1,7 +1,6 @@
-"""The choice of the kernels for Hopper: the calls that they take, and the modules that hold them.
+"""Choose the kernels for Hopper: the calls that they accept, and the modules that hold them.
 
-Those modules are imported at the first call that they take, since a version of Triton that is newer than the tested
-ones may not be able to.
+A module is imported at the first call that it accepts, since a Triton newer than the tested ones may fail to import it.
 """
 
 from typing import Any
@@ -35,7 +34,7 @@ def widths_of(D: int, Dv: int) -> tuple[int, int]:
 
 
 def hopper_kernels(name: str, masking: Masking, q: Tensor, k: Tensor, v: Tensor, *others: Tensor) -> Any:
-    """Return the module ``name`` of MODULES, or False if it does not take tensors [B, S, H, D] like these.
+    """Return the module ``name`` of MODULES, or False if its kernels do not accept tensors [B, S, H, D] like these.
 
     k has the width of q, the others that of v; all have the dtype and the device of q.
     """
@@ -57,7 +56,7 @@ def hopper_kernels(name: str, masking: Masking, q: Tensor, k: Tensor, v: Tensor,
 def _moved_by_tma(x: Tensor) -> bool:
     """Return True if TMA can move ``x``, and a new tensor of its shape.
 
-    The features must be dense, and all else must start at multiples of 16 bytes. TMA knows no expanded tensors.
+    The features must be dense, all other strides multiples of 16 bytes, and no dimension expanded.
     """
     *strides, dense = x.stride()
     each = 16 // x.element_size()

@@ -25,7 +25,7 @@ def forward_flops(q: Tensor, k: Tensor, v: Tensor, sinks: Tensor | None, *option
 
 
 def backward_flops(
-    dout: Tensor, q: Tensor, k: Tensor, v: Tensor, rows: Tensor, key_spans: Tensor | None, *args: Any
+    dout: Tensor, q: Tensor, k: Tensor, v: Tensor, stats: Tensor, key_spans: Tensor | None, *args: Any
 ) -> int:
     """Of the scores once more, of their gradient, and of the gradients that are asked for."""
     *options, _, (needs_q, needs_k, needs_v, needs_bias) = args

@@ -1,4 +1,4 @@
-"""What the launchers of the attention kernels share: the options, and the constants and strides of their arguments."""
+"""Options of attention as one object, and the constants, strides and schedules that its launchers derive from it."""
 
 from typing import Any, NamedTuple
 
@@ -14,12 +14,12 @@ MASKING_SCHEMA = (
 
 
 class Masking(NamedTuple):
-    """What decides the scores beside q and k, in the order of the library ops.
+    """Masks and scaling of the scores, in the order of the library ops' arguments; tensors first.
 
     ``offsets`` [number of sequences]: position of a sequence's first query minus that of its first key; None: the last
-    ones have the same position. ``spans`` [2, B, S]: the first key that a query of a batch may see, and the one behind
-    the last, in int32, neither falling along S. ``left`` and ``right``: keys that a query sees beside its position, -1
-    for all.
+    query and the last key have the same position. ``spans`` [2, B, S], int32: the first key that a query may see, and
+    the key after the last, neither decreasing along S. ``left`` and ``right``: keys that a query sees beside its
+    position; -1: all.
     """
 
     bias: Tensor | None
@@ -36,11 +36,11 @@ class Masking(NamedTuple):
     right: int
 
     def pointers(self) -> tuple[Tensor | None, ...]:
-        """The tensors, as kernels take them."""
+        """Return the tensors in the order of the kernels' arguments."""
         return self[:6]
 
     def bias_strides(self) -> tuple[int, int, int, int]:
-        """Strides of the bias as [B, H, S, Sk]; 0 where it is broadcast."""
+        """Return the strides of the bias as [B, H, S, Sk]; 0 where it is broadcast."""
         if self.bias is None:
             return 0, 0, 0, 0
         b, h, s, k = (0 if n == 1 else t for n, t in zip(self.bias.shape, self.bias.stride(), strict=True))
@@ -48,11 +48,11 @@ class Masking(NamedTuple):
 
     @property
     def sequences(self) -> int:
-        """Packed sequences; 0 for a batch."""
+        """Number of packed sequences; 0 for a batch."""
         return 0 if self.cu_seqlens_q is None else self.cu_seqlens_q.shape[0] - 1
 
     def constants(self) -> dict[str, Any]:
-        """The constants of every kernel that makes scores."""
+        """Return the constexprs of every kernel that computes scores."""
         slots = 32
         while slots <= self.sequences:
             slots *= 8
@@ -64,32 +64,34 @@ class Masking(NamedTuple):
         }
 
     def num_blocks(self, rows: int, block: int) -> int:
-        """Blocks of rows of a batch, or at most of all packed sequences and what follows them."""
+        """Return the number of blocks of ``rows`` of a batch, or an upper bound for packed sequences and the rows after
+        them.
+        """
         return rows // block + self.sequences + 1 if self.sequences else -(-rows // block)
 
 
-def section_of(k: Tensor, v: Tensor, keys: int, group: int) -> int:
-    """Heads whose keys and values stay in L2 together: 16 MiB of them."""
+def heads_in_l2(k: Tensor, v: Tensor, keys: int, group: int) -> int:
+    """Return the number of query heads whose keys and values fit into 16 MiB of L2 together."""
     each = keys * (k.shape[-1] + v.shape[-1]) * k.element_size()
     return min(max(1, (16 << 20) // max(1, each)), k.shape[0] * k.shape[2]) * group
 
 
-def section_of_keys(masking: Masking, keys: int, block: int, device: torch.device) -> int:
-    """Key heads whose blocks of keys are multiplied together: those that fill the GPU with the blocks of one sequence.
+def key_heads_together(masking: Masking, keys: int, block: int, device: torch.device) -> int:
+    """Return the number of key heads whose blocks fill the GPU, so that they run at the same time.
 
-    Under a causal mask the last blocks of a head have the least to do: the first ones of the next heads even that out.
+    Under a causal mask the last blocks of a head have the least to do; the first blocks of the next heads balance them.
     """
     blocks = -(-keys // max(1, masking.sequences) // block)
     return max(1, num_programs(device, 1) // max(1, blocks))
 
 
 def constants_of(q: Tensor, k: Tensor, v: Tensor) -> dict[str, int]:
-    """The sizes of heads and their strides from row to row: the same for all batches of a model."""
+    """Return the sizes of heads and their strides from row to row, which are the same for all batches of a model."""
     (H, D), (HK, DV) = q.shape[2:], v.shape[2:]
     strides = {"STRIDE_Q": q.stride(1), "STRIDE_K": k.stride(1), "STRIDE_V": v.stride(1)}
     return {"H": H, "HK": HK, "D": D, "DV": DV, **strides}
 
 
 def strides_of(*tensors: Tensor) -> list[int]:
-    """The other strides: from batch to batch and from head to head."""
+    """Return the strides of each tensor from batch to batch and from head to head."""
     return [stride for x in tensors for stride in (x.stride(0), x.stride(2))]

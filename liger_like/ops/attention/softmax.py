@@ -1,4 +1,4 @@
-"""Scores, and the numbers of an online softmax, in base 2; for the portable kernels and those for Hopper."""
+"""Compute scores and finish an online softmax, in base 2, for the portable kernels and those for Hopper."""
 
 import triton
 import triton.language as tl
@@ -23,7 +23,7 @@ def scores(products, bias, scale, SOFTCAP: tl.constexpr, EXACT: tl.constexpr):
     """
     slopes = 1.0
     if SOFTCAP is not None:
-        # an absolute error of tanh, times a large cap, would be as large as a score
+        # times a large cap, the absolute error of the fast tanh would be as large as a score
         capped, slopes = tanh_and_slope(products * (scale / SOFTCAP), EXACT or SOFTCAP > 256.0)
         products = capped * SOFTCAP
     elif EXACT or bias is not None:
@@ -34,19 +34,19 @@ def scores(products, bias, scale, SOFTCAP: tl.constexpr, EXACT: tl.constexpr):
 
 
 @triton.jit
-def finish(most, total, sink):
-    """Compute the factor of the products of rows, their greatest score, and the log2 of their sum relative to it, with
-    the sink that joins them.
+def finish(row_max, total, sink):
+    """Return the factor that normalises the output of each row, its greatest score, and the log2 of its sum relative to
+    that score; the ``sink`` joins the sum.
 
     A row that sees no key has the factor 0 and the greatest score -inf.
     """
-    none = total == 0.0
-    total = tl.where(none, 1.0, total)
-    most = tl.where(none, 0.0, most)
-    factor = tl.where(none, 0.0, 1.0 / total)
+    unseen = total == 0.0
+    total = tl.where(unseen, 1.0, total)
+    row_max = tl.where(unseen, 0.0, row_max)
+    factor = tl.where(unseen, 0.0, 1.0 / total)
     if sink is not None:
-        new_most = tl.maximum(most, sink)
-        decay = tl.exp2((most - new_most) * LOG2E)
-        total = total * decay + tl.exp2((sink - new_most) * LOG2E)
-        factor, most = tl.where(none, 0.0, decay / total), new_most
-    return factor, tl.where(none, float("-inf"), most), tl.log2(total)
+        new_max = tl.maximum(row_max, sink)
+        decay = tl.exp2((row_max - new_max) * LOG2E)
+        total = total * decay + tl.exp2((sink - new_max) * LOG2E)
+        factor, row_max = tl.where(unseen, 0.0, decay / total), new_max
+    return factor, tl.where(unseen, float("-inf"), row_max), tl.log2(total)

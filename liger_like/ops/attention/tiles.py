@@ -1,5 +1,6 @@
-"""Tiles of the attention kernels: for Hopper, chosen by what was measured there, and for other GPUs with much or little
-shared memory. Few spill a register in a loop: ``MAY_SPILL`` in test/tools/compile_check.py names them.
+"""Choose the tiles of the attention kernels: measured ones for Hopper, others by the shared memory of the GPU.
+
+Two kernels spill registers in a loop: ``MAY_SPILL`` in test/tools/compile_check.py names them.
 """
 
 import functools
@@ -10,25 +11,7 @@ from torch import Tensor
 
 from liger_like.ops.attention.masking import Masking
 from liger_like.runtime.support import architecture
-
-
-class Tile(NamedTuple):
-    """Rows of queries and of keys in a block, and how the kernel is launched."""
-
-    block_m: int
-    block_n: int
-    num_warps: int
-    num_stages: int
-
-    def constants(self) -> dict[str, int]:
-        """As the kernels take them."""
-        return {
-            "BLOCK_M": self.block_m,
-            "BLOCK_N": self.block_n,
-            "num_warps": self.num_warps,
-            "num_stages": self.num_stages,
-        }
-
+from liger_like.runtime.tiles import Tile
 
 # kernel -> widest head -> tile, and the one for scores with a softcap or a bias
 Tiles = dict[str, dict[int, tuple[Tile, Tile]]]
@@ -110,7 +93,7 @@ class HopperForward(NamedTuple):
     stages: int
 
     def constants(self) -> dict[str, int]:
-        """As the kernel takes them."""
+        """Return the constexprs and launch options of the kernel."""
         return {"BLOCK_N": self.block_n, "STAGES": self.stages, "GROUPS": self.groups, "num_warps": 4}
 
 
@@ -124,7 +107,7 @@ HOPPER_FORWARD = {
 
 
 def hopper_forward(widths: tuple[int, int], masking: Masking) -> HopperForward:
-    """The options for heads of these widths: softcaps, packed sequences and spans take registers."""
+    """Return the options for heads of these widths; softcaps, packed sequences and spans need registers."""
     plain, other = HOPPER_FORWARD[widths]
     rich = any(x is not None for x in (masking.softcap, masking.cu_seqlens_q, masking.spans))
     return other if rich or masking.right >= 0 else plain
@@ -143,7 +126,7 @@ def gpu_class(device: torch.device) -> str:
 
 
 def tile_for(kernel: str, q: Tensor, v: Tensor, masking: Masking) -> Tile:
-    """The tile for the heads of q and v on their GPU."""
+    """Return the tile of a kernel for the heads of q and v on their GPU."""
     rich = masking.softcap is not None or masking.bias is not None
     return _tile(kernel, gpu_class(q.device), max(q.shape[-1], v.shape[-1]), q.element_size(), rich)
 

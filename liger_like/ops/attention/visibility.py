@@ -1,19 +1,19 @@
-"""Which rows and keys a program has, and which keys a query sees; for the portable kernels and those for Hopper."""
+"""Find the rows of a program and the keys that its queries see, for the portable kernels and those for Hopper."""
 
 import triton
 import triton.language as tl
 
 
 @triton.jit
-def schedule(pid, blocks, heads, section):
-    """Block and head of a program.
+def schedule(pid, blocks, heads, heads_together):
+    """Return the block and the head of program ``pid``.
 
-    ``section`` heads at a time, so that their keys stay in L2, and of these the last blocks, which have the most to do
-    under a causal mask, first.
+    Blocks of ``heads_together`` heads run at the same time, so that their keys stay in L2. The last blocks come first:
+    they have the most to do under a causal mask.
     """
-    skipped = pid // (section * blocks) * section
+    skipped = pid // (heads_together * blocks) * heads_together
     pid -= skipped * blocks
-    size = tl.minimum(section, heads - skipped)
+    size = tl.minimum(heads_together, heads - skipped)
     return blocks - 1 - pid // size, skipped + pid % size
 
 
@@ -33,12 +33,12 @@ def find_rows(
     b, block, cu_ptr, cu_other_ptr, count, total, total_other, BLOCK: tl.constexpr, PACK: tl.constexpr,
     SEQUENCES: tl.constexpr,
 ):  # fmt: skip
-    """Where the given block of rows lies: index of the sequence, the first row in it, where the sequence starts, its
-    length, and where the other side of it starts and its length.
+    """Return the sequence index of a block of rows, the first row in that sequence, the start and length of the
+    sequence, and the start and length of its other side (keys for queries, queries for keys).
 
-    Without ``cu_ptr`` a sequence is a batch of ``total`` rows. With it there are ``count`` in one batch, each of which
-    starts a block; what follows the last one is one more, with nothing on the other side, and the length is 0 for a
-    block beyond that. A row counts ``PACK`` times.
+    Without ``cu_ptr`` a sequence is a batch of ``total`` rows. With it, one batch holds ``count`` packed sequences, and
+    each starts a block. The rows after the last sequence are one more sequence, with length 0 on the other side; a
+    block after those rows has length 0. A row counts PACK times.
     """
     zero = tl.full((), 0, tl.int64)
     if cu_ptr is None:
@@ -46,7 +46,7 @@ def find_rows(
     else:
         offs = tl.arange(0, SEQUENCES)
         starts, ends = start_of(cu_ptr, offs, count, total), start_of(cu_ptr, offs + 1, count, total)
-        lengths = tl.maximum(ends - starts, 0)  # offsets that fall are wrong, and so is the result, but nothing else
+        lengths = tl.maximum(ends - starts, 0)  # decreasing offsets spoil the result, but read nothing outside
         blocks = tl.cdiv(lengths * PACK, BLOCK)
         index = tl.sum((tl.cumsum(blocks) <= block).to(tl.int32))
         here = offs == index
@@ -60,25 +60,27 @@ def find_rows(
 
 @triton.jit
 def shift_of(offsets_ptr, index, length_q, length_k):
-    """Position of the first query minus that of the first key; last query and last key stand together by default."""
+    """Return the position of the first query minus that of the first key; by default the last ones share a position."""
     if offsets_ptr is None:
         return length_k - length_q
     else:
-        # what follows packed sequences has no keys, and no offset
+        # the rows after the packed sequences have no keys, and no offset
         return tl.load(offsets_ptr + index, mask=(length_q > 0) & (length_k > 0), other=0).to(tl.int32)
 
 
 @triton.jit
 def load_spans(ptr, b, B, total, rows):
-    """Where the spans of ``rows`` start and end, in a batch of ``total``; those behind have the span of the last."""
+    """Return the starts and ends of the spans of ``rows`` of a batch of ``total``; rows past the end get the last span."""
     ptrs = ptr + b * total + tl.minimum(rows, total - 1)
     return tl.load(ptrs), tl.load(ptrs + tl.cast(B, tl.int64) * total)
 
 
 @triton.jit
 def bounds_of_spans(ptr, b, B, total, first, last):
-    """Of rows ``first`` to ``last``, whose spans do not fall, the least and the greatest start, and the same of their
-    ends: scalars, by which the compiler knows that all threads take the same way. None without spans.
+    """Return the least and greatest start, then the least and greatest end of the spans of rows ``first`` to ``last``.
+
+    Spans do not decrease, so two rows decide. The bounds are scalars: the compiler then knows that all threads of a
+    program branch alike. Returns None without spans.
     """
     bounds = None
     if ptr is not None:
@@ -89,21 +91,23 @@ def bounds_of_spans(ptr, b, B, total, first, last):
 
 
 @triton.jit
-def zones(
-    first, last, behind, ahead, bounds, length, part, num_parts, HAS_BEHIND: tl.constexpr, HAS_AHEAD: tl.constexpr,
+def visible_range(
+    first, last, before, after, bounds, length, part, num_parts, HAS_BEFORE: tl.constexpr, HAS_AFTER: tl.constexpr,
     BLOCK: tl.constexpr,
 ):  # fmt: skip
-    """Rows ``first`` to ``last`` see from ``behind`` before themselves to ``ahead`` after, in spans of these
-    ``bounds``, if there are any, and out of ``length``: where the ``part`` of ``num_parts`` of what they see starts and
-    ends, and from where to where all see all.
+    """Return the start and end of this part's key range, and the inner range that needs no mask.
+
+    Rows ``first`` to ``last`` see the keys from ``before`` positions before to ``after`` positions after their own,
+    within ``length`` and the ``bounds`` of their spans, if any. The range is split into ``num_parts`` of whole blocks;
+    ``part`` says which one is returned.
     """
     start, end, inner_start, inner_end = 0, length, 0, length
-    if HAS_AHEAD:
-        end = tl.minimum(end, tl.maximum(last + ahead + 1, 0))
-        inner_end = tl.minimum(inner_end, first + ahead + 1)
-    if HAS_BEHIND:
-        start = tl.maximum(first - behind, 0) // BLOCK * BLOCK
-        inner_start = last - behind
+    if HAS_AFTER:
+        end = tl.minimum(end, tl.maximum(last + after + 1, 0))
+        inner_end = tl.minimum(inner_end, first + after + 1)
+    if HAS_BEFORE:
+        start = tl.maximum(first - before, 0) // BLOCK * BLOCK
+        inner_start = last - before
     if bounds is not None:
         least_start, greatest_start, least_end, greatest_end = bounds
         start, end = tl.maximum(start, least_start // BLOCK * BLOCK), tl.minimum(end, greatest_end)
@@ -116,7 +120,7 @@ def zones(
 
 @triton.jit
 def visible(queries, keys, shift, length_k, left, right, HAS_LEFT: tl.constexpr, HAS_RIGHT: tl.constexpr):
-    """Which of the keys a query sees; both in rows of their sequence."""
+    """Return True where a query sees a key; both are rows of their sequence, and broadcast."""
     seen = keys < length_k
     distance = keys - queries - shift
     if HAS_LEFT:
@@ -128,7 +132,9 @@ def visible(queries, keys, shift, length_k, left, right, HAS_LEFT: tl.constexpr,
 
 @triton.jit
 def within(seen, spans, others):
-    """``seen``, but for ``others`` outside the spans, if there are any, of the rows with which they broadcast."""
+    """Return ``seen`` restricted to ``others`` within the spans of the rows that they broadcast with, if there are
+    spans.
+    """
     if spans is not None:
         seen = seen & (others >= spans[0]) & (others < spans[1])
     return seen

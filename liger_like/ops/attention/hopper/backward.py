@@ -17,7 +17,7 @@ from liger_like.ops.attention.choice import widths_of
 from liger_like.ops.attention.hopper.buffers import FAR, ROWS, Sequence, at, barriers, buffers, descriptor, load_rows
 from liger_like.ops.attention.hopper.products import store_rows
 from liger_like.ops.attention.hopper.rows import Problem, bounds, hide, keys_of
-from liger_like.ops.attention.masking import Masking, section_of_keys
+from liger_like.ops.attention.masking import Masking, key_heads_together
 from liger_like.ops.attention.softmax import LOG2E, scores, unit_of_scores
 from liger_like.ops.attention.visibility import load_spans
 from liger_like.runtime.gluon import (
@@ -53,7 +53,7 @@ class Buffers(NamedTuple):
 
 @gluon.jit
 def _load(
-    block, descs, rows_ptr, bufs, kv_full, full, empty, B, PADDED, H: gl.constexpr, BLOCK_M: gl.constexpr,
+    block, descs, stats_ptr, bufs, kv_full, full, empty, B, PADDED, H: gl.constexpr, BLOCK_M: gl.constexpr,
     STAGES: gl.constexpr,
 ):  # fmt: skip
     q_desc, k_desc, v_desc, dout_desc = descs
@@ -64,7 +64,7 @@ def _load(
     use = 0
     offs = gl.arange(0, BLOCK_M, gl.BlockedLayout([1], [32], [1], [0]))
     for h in range(block.first_head, block.first_head + block.heads):
-        lse_ptr = rows_ptr + (block.batch * H + h).to(gl.int64) * PADDED
+        lse_ptr = stats_ptr + (block.batch * H + h).to(gl.int64) * PADDED
         delta_ptr = lse_ptr + B.to(gl.int64) * H * PADDED
         for m in range(block.start, block.end, BLOCK_M):
             s = use % STAGES
@@ -208,7 +208,7 @@ def _multiply(
 
 @gluon.jit(do_not_specialize=["B", "S", "SK", "PADDED", "count", "blocks", "heads_together", "splits", "left", "right"])
 def _attention_bwd_hopper_kernel(
-    q_desc, k_desc, v_desc, dout_desc, dq_desc, rows_ptr, dk_ptr, dv_ptr, cu_q_ptr, cu_k_ptr, spans_ptr, B, S, SK,
+    q_desc, k_desc, v_desc, dout_desc, dq_desc, stats_ptr, dk_ptr, dv_ptr, cu_q_ptr, cu_k_ptr, spans_ptr, B, S, SK,
     PADDED, count, blocks, heads_together, splits, left, right, scale, H: gl.constexpr, HK: gl.constexpr, D:
     gl.constexpr, DV: gl.constexpr, SOFTCAP: gl.constexpr, HAS_LEFT: gl.constexpr, HAS_RIGHT: gl.constexpr, SEQUENCES:
     gl.constexpr, BLOCK_M: gl.constexpr, STAGES: gl.constexpr,
@@ -241,7 +241,7 @@ def _attention_bwd_hopper_kernel(
                          HK, D, DV, SOFTCAP, HAS_LEFT, HAS_RIGHT, PACKED, BLOCK_M, STAGES)),
             (_multiply, (1, block, problem, outputs, bufs, ds_s, dq_s, kv_full, full, empty, ds_full, ds_empty, scale,
                          HK, D, DV, SOFTCAP, HAS_LEFT, HAS_RIGHT, PACKED, BLOCK_M, STAGES)),
-            (_load, (block, descs, rows_ptr, bufs, kv_full, full, empty, B, PADDED, H, BLOCK_M, STAGES)),
+            (_load, (block, descs, stats_ptr, bufs, kv_full, full, empty, B, PADDED, H, BLOCK_M, STAGES)),
         ],
         worker_num_warps=[4, 1],
         worker_num_regs=[240, 24],
@@ -256,7 +256,7 @@ def _scale_kernel(sum_ptr, out_ptr, N, scale, BLOCK: tl.constexpr):
 
 
 def add_gradients(
-    dout: Tensor, q: Tensor, k: Tensor, v: Tensor, rows: Tensor, masking: Masking, splits: int, dk: Tensor, dv: Tensor
+    dout: Tensor, q: Tensor, k: Tensor, v: Tensor, stats: Tensor, masking: Masking, splits: int, dk: Tensor, dv: Tensor
 ) -> Tensor:
     """Return dq, and fill dk and dv [splits, B, Sk, Hk, D] with the sums over each split of the query heads of a key
     head.
@@ -266,12 +266,11 @@ def add_gradients(
     block_m = BLOCK_M[widths][masking.softcap is not None]
     blocks = masking.num_blocks(SK, BLOCK_N)
     share = width if block_m == BLOCK_N else width // 2
-    dq, total = q.new_empty(q.shape), rows.new_zeros(q.shape)
+    dq, total = q.new_empty(q.shape), stats.new_zeros(q.shape)
     launch(
-        _attention_bwd_hopper_kernel,
-        (blocks * B * HK, splits),
-        (rows, dk, dv, masking.cu_seqlens_q, masking.cu_seqlens_k, masking.spans),
-        (B, S, SK, rows.shape[3], masking.sequences, blocks, section_of_keys(masking, SK, BLOCK_N, k.device), splits,
+        _attention_bwd_hopper_kernel, (blocks * B * HK, splits), (stats, dk, dv, masking.cu_seqlens_q,
+        masking.cu_seqlens_k, masking.spans), (B, S, SK, stats.shape[3], masking.sequences, blocks,
+        key_heads_together(masking, SK, BLOCK_N, k.device), splits,
          masking.left, masking.right),
         (masking.scale,),
         tuple(descriptor(x, block, n, masking) for x, block, n in (

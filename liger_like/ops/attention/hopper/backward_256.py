@@ -28,7 +28,7 @@ from liger_like.ops.attention.hopper.buffers import (
 )
 from liger_like.ops.attention.hopper.products import start_add_product, start_contract, store_sums, wait_for, zero_sums
 from liger_like.ops.attention.hopper.rows import Problem, bounds, hide, keys_of, tile_of
-from liger_like.ops.attention.masking import Masking, section_of, section_of_keys
+from liger_like.ops.attention.masking import Masking, heads_in_l2, key_heads_together
 from liger_like.ops.attention.softmax import LOG2E, scores, unit_of_scores
 from liger_like.ops.attention.visibility import load_spans
 from liger_like.runtime.gluon import (
@@ -91,7 +91,7 @@ def _fill(desc, sequence, h, m, ring, ptr, numbers, use):
 
 
 @gluon.jit
-def _load_queries(block, shared, descs, rows_ptr, B, PADDED, H: gl.constexpr):
+def _load_queries(block, shared, descs, stats_ptr, B, PADDED, H: gl.constexpr):
     q_desc, k_desc, v_desc, dout_desc = descs
     keys = Sequence(block.batch, block.end_k)
     queries = Sequence(block.batch, block.end_q)
@@ -99,7 +99,7 @@ def _load_queries(block, shared, descs, rows_ptr, B, PADDED, H: gl.constexpr):
     load_rows(v_desc, keys, block.head, block.row, shared.v, 0, shared.kv_full, 1)
     use = 0
     for h in range(block.first_head, block.first_head + block.heads):
-        lse_ptr = rows_ptr + (block.batch * H + h).to(gl.int64) * PADDED
+        lse_ptr = stats_ptr + (block.batch * H + h).to(gl.int64) * PADDED
         delta_ptr = lse_ptr + B.to(gl.int64) * H * PADDED
         for m in range(block.start, block.end, ROWS):
             _fill(q_desc, queries, h, m, shared.q, lse_ptr, shared.lse, use)
@@ -212,9 +212,9 @@ def _sum_dk(block, problem, shared, dk_ptr, scale, HK: gl.constexpr, D: gl.const
 
 @gluon.jit(do_not_specialize=["B", "S", "SK", "PADDED", "count", "blocks", "heads_together", "splits", "left", "right"])
 def _attention_dkv_hopper_kernel(
-    q_desc, k_desc, v_desc, dout_desc, rows_ptr, dk_ptr, dv_ptr, cu_q_ptr, cu_k_ptr, spans_ptr, B, S, SK, PADDED, count,
-    blocks, heads_together, splits, left, right, scale, H: gl.constexpr, HK: gl.constexpr, D: gl.constexpr,
-    DV: gl.constexpr, SOFTCAP: gl.constexpr, HAS_LEFT: gl.constexpr, HAS_RIGHT: gl.constexpr, SEQUENCES: gl.constexpr,
+    q_desc, k_desc, v_desc, dout_desc, stats_ptr, dk_ptr, dv_ptr, cu_q_ptr, cu_k_ptr, spans_ptr, B, S, SK, PADDED,
+    count, blocks, heads_together, splits, left, right, scale, H: gl.constexpr, HK: gl.constexpr, D: gl.constexpr, DV:
+    gl.constexpr, SOFTCAP: gl.constexpr, HAS_LEFT: gl.constexpr, HAS_RIGHT: gl.constexpr, SEQUENCES: gl.constexpr,
 ):  # fmt: skip
     PARTS: gl.constexpr = -(-D // q_desc.block_type.shape[-1])
     dtype: gl.constexpr = q_desc.dtype
@@ -241,7 +241,7 @@ def _attention_dkv_hopper_kernel(
         [
             (_sum_dv, (block, problem, shared, dv_ptr, scale, HK, DV, SOFTCAP, HAS_LEFT, HAS_RIGHT)),
             (_sum_dk, (block, problem, shared, dk_ptr, scale, HK, D)),
-            (_load_queries, (block, shared, descs, rows_ptr, B, PADDED, H)),
+            (_load_queries, (block, shared, descs, stats_ptr, B, PADDED, H)),
         ],
         worker_num_warps=[4, 1],
         worker_num_regs=[240, 24],
@@ -266,7 +266,7 @@ def _load_keys(tile, shared, descs, H: gl.constexpr, HK: gl.constexpr):
 
 @gluon.jit
 def _sum_dq(
-    g: gl.constexpr, tile, problem, shared, dq_ptr, rows_ptr, PADDED, scale, H: gl.constexpr, D: gl.constexpr,
+    g: gl.constexpr, tile, problem, shared, dq_ptr, stats_ptr, PADDED, scale, H: gl.constexpr, D: gl.constexpr,
     SOFTCAP: gl.constexpr, HAS_LEFT: gl.constexpr, HAS_RIGHT: gl.constexpr,
 ):  # fmt: skip
     k_ring = shared.k
@@ -290,7 +290,7 @@ def _sum_dq(
     limits = bounds(positions, problem.left, problem.right, spans, length_k, HAS_LEFT, HAS_RIGHT)
     dq_ptr += ((b.to(gl.int64) * problem.S + tile.start_q + row) * H + tile.head) * D
     length = length_q - row
-    lse_ptrs = rows_ptr + (b * H + tile.head).to(gl.int64) * PADDED + tile.start_q + queries
+    lse_ptrs = stats_ptr + (b * H + tile.head).to(gl.int64) * PADDED + tile.start_q + queries
     mask = queries < length_q  # the memory may end before the block does
     lse = gl.load(lse_ptrs, mask=mask, other=float("inf")) * LOG2E
     delta = gl.load(lse_ptrs + B.to(gl.int64) * H * PADDED, mask=mask, other=0.0)
@@ -330,9 +330,9 @@ def _sum_dq(
 
 @gluon.jit(do_not_specialize=["B", "S", "SK", "PADDED", "count", "blocks", "heads_together", "left", "right"])
 def _attention_dq_hopper_kernel(
-    q_desc, k_desc, v_desc, dout_desc, rows_ptr, dq_ptr, cu_q_ptr, cu_k_ptr, spans_ptr, B, S, SK, PADDED, count, blocks,
-    heads_together, left, right, scale, H: gl.constexpr, HK: gl.constexpr, D: gl.constexpr, SOFTCAP: gl.constexpr,
-    HAS_LEFT: gl.constexpr, HAS_RIGHT: gl.constexpr, SEQUENCES: gl.constexpr, STAGES_V: gl.constexpr,
+    q_desc, k_desc, v_desc, dout_desc, stats_ptr, dq_ptr, cu_q_ptr, cu_k_ptr, spans_ptr, B, S, SK, PADDED, count,
+    blocks, heads_together, left, right, scale, H: gl.constexpr, HK: gl.constexpr, D: gl.constexpr, SOFTCAP:
+    gl.constexpr, HAS_LEFT: gl.constexpr, HAS_RIGHT: gl.constexpr, SEQUENCES: gl.constexpr, STAGES_V: gl.constexpr,
 ):  # fmt: skip
     PARTS: gl.constexpr = -(-D // q_desc.block_type.shape[-1])
     q_s = buffers(q_desc, PARTS)
@@ -350,8 +350,8 @@ def _attention_dq_hopper_kernel(
     descs = q_desc, k_desc, v_desc, dout_desc
     gl.warp_specialize(
         [
-            (_sum_dq, (0, tile, problem, shared, dq_ptr, rows_ptr, PADDED, scale, H, D, SOFTCAP, HAS_LEFT, HAS_RIGHT)),
-            (_sum_dq, (1, tile, problem, shared, dq_ptr, rows_ptr, PADDED, scale, H, D, SOFTCAP, HAS_LEFT, HAS_RIGHT)),
+            (_sum_dq, (0, tile, problem, shared, dq_ptr, stats_ptr, PADDED, scale, H, D, SOFTCAP, HAS_LEFT, HAS_RIGHT)),
+            (_sum_dq, (1, tile, problem, shared, dq_ptr, stats_ptr, PADDED, scale, H, D, SOFTCAP, HAS_LEFT, HAS_RIGHT)),
             (_load_keys, (tile, shared, descs, H, HK)),
         ],
         worker_num_warps=[4, 1],
@@ -360,17 +360,16 @@ def _attention_dq_hopper_kernel(
 
 
 def fill_dkv(
-    dout: Tensor, q: Tensor, k: Tensor, v: Tensor, rows: Tensor, masking: Masking, splits: int, dk: Tensor, dv: Tensor
+    dout: Tensor, q: Tensor, k: Tensor, v: Tensor, stats: Tensor, masking: Masking, splits: int, dk: Tensor, dv: Tensor
 ) -> None:
     """Fill dk and dv [splits, B, Sk, Hk, D] with the sums over each split of the query heads of a key head."""
     (B, S, H, D), (SK, HK, DV) = q.shape, v.shape[1:]
     width, width_v = widths_of(D, DV)
     blocks = masking.num_blocks(SK, BLOCK_N)
     launch(
-        _attention_dkv_hopper_kernel,
-        (blocks * B * HK, splits),
-        (rows, dk, dv, masking.cu_seqlens_q, masking.cu_seqlens_k, masking.spans),
-        (B, S, SK, rows.shape[3], masking.sequences, blocks, section_of_keys(masking, SK, BLOCK_N, k.device), splits,
+        _attention_dkv_hopper_kernel, (blocks * B * HK, splits), (stats, dk, dv, masking.cu_seqlens_q,
+        masking.cu_seqlens_k, masking.spans), (B, S, SK, stats.shape[3], masking.sequences, blocks,
+        key_heads_together(masking, SK, BLOCK_N, k.device), splits,
          masking.left, masking.right),
         (masking.scale,),
         tuple(descriptor(x, 64, n, masking) for x, n in ((q, width), (k, width), (v, width_v), (dout, width_v))),
@@ -383,7 +382,7 @@ def fill_dkv(
     )  # fmt: skip
 
 
-def make_dq(dout: Tensor, q: Tensor, k: Tensor, v: Tensor, rows: Tensor, masking: Masking) -> Tensor:
+def make_dq(dout: Tensor, q: Tensor, k: Tensor, v: Tensor, stats: Tensor, masking: Masking) -> Tensor:
     """Return the gradient of q."""
     (B, S, H, D), (SK, HK, DV) = q.shape, v.shape[1:]
     widths = width, width_v = widths_of(D, DV)
@@ -392,8 +391,8 @@ def make_dq(dout: Tensor, q: Tensor, k: Tensor, v: Tensor, rows: Tensor, masking
     launch(
         _attention_dq_hopper_kernel,
         (blocks * B * H,),
-        (rows, dq, masking.cu_seqlens_q, masking.cu_seqlens_k, masking.spans),
-        (B, S, SK, rows.shape[3], masking.sequences, blocks, section_of(k, v, masking.max_seqlen_k, H // HK),
+        (stats, dq, masking.cu_seqlens_q, masking.cu_seqlens_k, masking.spans),
+        (B, S, SK, stats.shape[3], masking.sequences, blocks, heads_in_l2(k, v, masking.max_seqlen_k, H // HK),
          masking.left, masking.right),
         (masking.scale,),
         (descriptor(q, BLOCK_M, width, masking), descriptor(k, BLOCK_N, width, masking),

@@ -36,7 +36,7 @@ from liger_like.ops.attention.hopper.rows import (
     tile_of,
     tile_queue,
 )
-from liger_like.ops.attention.masking import Masking, section_of
+from liger_like.ops.attention.masking import Masking, heads_in_l2
 from liger_like.ops.attention.softmax import LN2, finish, scores, unit_of_scores
 from liger_like.ops.attention.tiles import hopper_forward
 from liger_like.ops.attention.visibility import load_spans
@@ -100,7 +100,7 @@ def _load(
 
 @gluon.jit
 def _softmax(
-    s, most, total, n, limits, own, scale, SOFTCAP: gl.constexpr, STARTS: gl.constexpr, dtype: gl.constexpr,
+    s, row_max, total, n, limits, own, scale, SOFTCAP: gl.constexpr, STARTS: gl.constexpr, dtype: gl.constexpr,
     layout_p: gl.constexpr,
 ):  # fmt: skip
     """Return p of a block of products, the running maxima and sums, and the factors of the former sums."""
@@ -109,11 +109,11 @@ def _softmax(
     unit = unit_of_scores(scale, SOFTCAP, False)
     if (n < own.inner_start) | (n + BLOCK_N > own.inner_end):
         s = hide(s, n, limits, STARTS, hidden=float("-inf"))
-    new_most = gl.maximum(most, gl.max(s, 1) * unit)
-    finite = gl.where(new_most == float("-inf"), 0.0, new_most)
+    new_max = gl.maximum(row_max, gl.max(s, 1) * unit)
+    finite = gl.where(new_max == float("-inf"), 0.0, new_max)
     p = gl.exp2(s * unit - finite[:, None])
-    decay = gl.exp2(most - finite)
-    return gl.convert_layout(p.to(dtype), layout_p), new_most, total * decay + gl.sum(p, 1), decay
+    decay = gl.exp2(row_max - finite)
+    return gl.convert_layout(p.to(dtype), layout_p), new_max, total * decay + gl.sum(p, 1), decay
 
 
 @gluon.jit
@@ -152,7 +152,7 @@ def _attend(
                 spans = load_spans(problem.spans_ptr, own.batch.to(gl.int64), problem.B, problem.S, queries[:, None])
             positions = (queries + own.length_k - length_q)[:, None]
             limits = bounds(positions, problem.left, problem.right, spans, own.length_k, HAS_LEFT, HAS_RIGHT)
-            most = gl.full([ROWS], float("-inf"), gl.float32, rows_s)
+            row_max = gl.full([ROWS], float("-inf"), gl.float32, rows_s)
             total = gl.zeros([ROWS], gl.float32, rows_s)
             acc = gl.zeros([ROWS, BLOCK_DV], gl.float32, layout_o)
             mbarrier.wait(shared.q.full.index(g), turn & 1)
@@ -160,8 +160,8 @@ def _attend(
             s = start_contract(q, parts_of(k.buffers, use % STAGES, STAGES), zeros)
             s = warpgroup_mma_wait(0, deps=(s,))
             mbarrier.arrive(k.empty.index(use % STAGES), count=1)
-            p, most, total, decay = _softmax(
-                s, most, total, own.end - BLOCK_N, limits, own, scale, SOFTCAP, STARTS, dtype, layout_p
+            p, row_max, total, decay = _softmax(
+                s, row_max, total, own.end - BLOCK_N, limits, own, scale, SOFTCAP, STARTS, dtype, layout_p
             )
             for n in range(own.end - 2 * BLOCK_N, own.start - BLOCK_N, -BLOCK_N):
                 last = use % STAGES
@@ -173,8 +173,8 @@ def _attend(
                 acc = warpgroup_mma(p, v.buffers.index(last).reshape([BLOCK_N, BLOCK_DV]), acc, is_async=True)
                 s = warpgroup_mma_wait(1, deps=(s,))
                 mbarrier.arrive(k.empty.index(use % STAGES), count=1)
-                p, most, total, decay = _softmax(
-                    s, most, total, n, limits, own, scale, SOFTCAP, STARTS, dtype, layout_p
+                p, row_max, total, decay = _softmax(
+                    s, row_max, total, n, limits, own, scale, SOFTCAP, STARTS, dtype, layout_p
                 )
                 acc = warpgroup_mma_wait(0, deps=(acc,))
                 mbarrier.arrive(v.empty.index(last), count=1)
@@ -191,11 +191,11 @@ def _attend(
             sink = None
             if sinks_ptr is not None:
                 sink = gl.load(sinks_ptr + own.head).to(gl.float32)
-            factor, most, rest = finish(most * LN2, total, sink)
+            factor, row_max, log_sum = finish(row_max * LN2, total, sink)
             factor = gl.convert_layout(factor, rows_o)[:, None]
             acc = gl.where(factor == 0.0, 0.0, acc * factor)  # a row that sees no key may have summed 0 times NaN
             lse_ptrs = lse_ptr + (own.batch.to(gl.int64) * H + own.head) * problem.S + own.start_q + queries
-            gl.store(lse_ptrs, most + rest * LN2, mask=queries < length_q)
+            gl.store(lse_ptrs, row_max + log_sum * LN2, mask=queries < length_q)
             tma_store_wait(0)
             out.reshape(acc.shape).store(acc.to(dtype))
             fence_async_shared()
@@ -272,7 +272,7 @@ def attention_fwd_hopper(
         _attention_fwd_hopper_kernel,
         (min(tiles, num_programs(q.device, 1)),),
         (lse, sinks, masking.cu_seqlens_q, masking.cu_seqlens_k, masking.spans, taken),
-        (B, S, SK, masking.sequences, blocks, section_of(k, v, masking.max_seqlen_k, H // HK), tiles, masking.left,
+        (B, S, SK, masking.sequences, blocks, heads_in_l2(k, v, masking.max_seqlen_k, H // HK), tiles, masking.left,
          masking.right),
         (masking.scale,),
         (descriptor(q, 64, width, masking), descriptor(k, tile.block_n, width, masking),

@@ -3,7 +3,7 @@
 from typing import NamedTuple
 
 from liger_like.ops.attention.hopper.buffers import barriers
-from liger_like.ops.attention.visibility import bounds_of_spans, schedule, start_of, zones
+from liger_like.ops.attention.visibility import bounds_of_spans, schedule, start_of, visible_range
 from liger_like.runtime.gluon import gl, gluon, mbarrier
 
 QUAD = gl.constexpr(6)  # the bits of a column by which the threads that share a row differ
@@ -125,7 +125,7 @@ def tile_of(
     shift = length_k - length_q
     last = gl.minimum(row + BLOCK_M, length_q) - 1
     bounds = bounds_of_spans(problem.spans_ptr, b.to(gl.int64), B, S, row, last)
-    start, end, inner_start, inner_end = zones(
+    start, end, inner_start, inner_end = visible_range(
         row + shift, last + shift, problem.left, problem.right, bounds, length_k, 0, 1, HAS_LEFT, HAS_RIGHT, BLOCK_N
     )
     end = start + gl.maximum(gl.cdiv(end - start, BLOCK_N), 1) * BLOCK_N
@@ -158,7 +158,7 @@ def keys_of(
     shift = length_k - length_q
     last = gl.minimum(row + BLOCK_N, length_k) - 1
     bounds = bounds_of_spans(problem.spans_ptr, b.to(gl.int64), B, SK, row, last)
-    start, end, inner_start, inner_end = zones(
+    start, end, inner_start, inner_end = visible_range(
         row - shift, last - shift, problem.right, problem.left, bounds, length_q, 0, 1, HAS_RIGHT, HAS_LEFT, BLOCK_M
     )
     group: gl.constexpr = H // HK
@@ -200,14 +200,14 @@ def read_tile(queue, count):
 
 
 @gluon.jit
-def bounds(rows, behind, ahead, spans, length, HAS_BEHIND: gl.constexpr, HAS_AHEAD: gl.constexpr):
+def bounds(rows, before, after, spans, length, HAS_BEFORE: gl.constexpr, HAS_AFTER: gl.constexpr):
     """Return the first position that each of ``rows`` sees, and the end: ``visible_range`` per row, out of ``length``."""
     starts = gl.zeros_like(rows)
     ends = starts + length
-    if HAS_AHEAD:
-        ends = gl.minimum(ends, rows + ahead + 1)
-    if HAS_BEHIND:
-        starts = rows - behind
+    if HAS_AFTER:
+        ends = gl.minimum(ends, rows + after + 1)
+    if HAS_BEFORE:
+        starts = rows - before
     if spans is not None:
         starts = gl.maximum(starts, spans[0])
         ends = gl.minimum(ends, spans[1])

@@ -1,4 +1,4 @@
-"""Gradient of an additive bias: ds summed over what the bias is broadcast along. ds itself is never in memory."""
+"""Gradient of an additive bias: ds summed over the axes along which the bias is broadcast. ds is never in memory."""
 
 import torch
 import triton
@@ -6,7 +6,7 @@ import triton.language as tl
 from torch import Tensor
 
 from liger_like.ops.attention.masking import Masking, constants_of, strides_of
-from liger_like.ops.attention.portable.parts import less_delta, load_bias, load_parts, load_rest, probabilities
+from liger_like.ops.attention.portable.parts import less_delta, load_bias, load_log_sum, load_parts, probabilities
 from liger_like.ops.attention.tiles import tile_for
 from liger_like.ops.attention.visibility import load_spans, shift_of, visible, within
 from liger_like.runtime.launcher import launch
@@ -14,16 +14,16 @@ from liger_like.runtime.launcher import launch
 
 @triton.jit(do_not_specialize=["B", "S", "SK", "PADDED", "left", "right"])
 def _attention_dbias_kernel(
-    q_ptr, k_ptr, v_ptr, dout_ptr, rows_ptr, bias_ptr, mask_ptr, offsets_ptr, spans_ptr, dbias_ptr,
+    q_ptr, k_ptr, v_ptr, dout_ptr, stats_ptr, bias_ptr, mask_ptr, offsets_ptr, spans_ptr, dbias_ptr,
     stride_qb, stride_qh, stride_kb, stride_kh, stride_vb, stride_vh,
     stride_db, stride_dh, stride_bb, stride_bh, stride_bs, stride_bk, B, S, SK, PADDED, left, right, scale,
     H: tl.constexpr, HK: tl.constexpr, D: tl.constexpr, DV: tl.constexpr,
     STRIDE_Q: tl.constexpr, STRIDE_K: tl.constexpr, STRIDE_V: tl.constexpr, STRIDE_D: tl.constexpr,
     SOFTCAP: tl.constexpr, HAS_LEFT: tl.constexpr, HAS_RIGHT: tl.constexpr,
     EACH_B: tl.constexpr, EACH_H: tl.constexpr, EACH_S: tl.constexpr, EACH_K: tl.constexpr,
-    APART: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
+    SPLIT_LSE: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
 ):  # fmt: skip
-    """A program owns a block of the bias, of all of an axis where it is broadcast along that: where not ``EACH``."""
+    """Sum ds for a block of the bias; EACH_* says along which axes the bias is not broadcast."""
     blocks_m, blocks_n = tl.cdiv(S, BLOCK_M), tl.cdiv(SK, BLOCK_N)
     rest = tl.program_id(0)
     own_n, rest = (rest % blocks_n, rest // blocks_n) if EACH_K else (0, rest)
@@ -55,11 +55,12 @@ def _attention_dbias_kernel(
         bias = load_bias(
             bias_ptr + b * stride_bb + h * stride_bh, queries[:, None], keys[None, :], stride_bs, stride_bk, S, SK
         )
-        row_ptrs = rows_ptr + (b * H + h) * PADDED + queries
+        row_ptrs = stats_ptr + (b * H + h) * PADDED + queries
         count = tl.cast(B, tl.int64) * H * PADDED
-        most, delta = tl.load(row_ptrs), tl.load(row_ptrs + count)
-        sums = load_rest(row_ptrs, count, APART)
-        p, _ = probabilities(q, k, bias, most[:, None], sums if sums is None else sums[:, None], scale, SOFTCAP)
+        row_max, delta = tl.load(row_ptrs), tl.load(row_ptrs + count)
+        log_sum = load_log_sum(row_ptrs, count, SPLIT_LSE)
+        log_sum = log_sum if log_sum is None else log_sum[:, None]
+        p, _ = probabilities(q, k, bias, row_max[:, None], log_sum, scale, SOFTCAP)
         total += tl.where(seen, p, 0.0) * less_delta(dout, v, delta[:, None])
     rows, cols = own_m * BLOCK_M + tl.arange(0, BLOCK_M), own_n * BLOCK_N + tl.arange(0, BLOCK_N)
     rows_b, cols_b = S if EACH_S else 1, SK if EACH_K else 1
@@ -72,8 +73,8 @@ def _attention_dbias_kernel(
     tl.store(ptrs, total, mask=(rows < rows_b)[:, None] & (cols < cols_b)[None, :])
 
 
-def attention_dbias(dout: Tensor, q: Tensor, k: Tensor, v: Tensor, rows: Tensor, masking: Masking) -> Tensor:
-    """The gradient of ``masking.bias`` in its shape and dtype, from tensors with dense features."""
+def attention_dbias(dout: Tensor, q: Tensor, k: Tensor, v: Tensor, stats: Tensor, masking: Masking) -> Tensor:
+    """Return the gradient of ``masking.bias`` in its shape and dtype, for tensors with dense features."""
     bias, (B, S, H, _), SK = masking.bias, q.shape, k.shape[1]
     assert bias is not None
     dbias = torch.empty(bias.shape, dtype=bias.dtype, device=q.device)
@@ -82,14 +83,14 @@ def attention_dbias(dout: Tensor, q: Tensor, k: Tensor, v: Tensor, rows: Tensor,
     programs = 1
     for own, n in zip(each, (B, H, -(-S // tile.block_m), -(-SK // tile.block_n)), strict=True):
         programs *= n if own else 1
-    sizes = *strides_of(q, k, v, dout), *masking.bias_strides(), B, S, SK, rows.shape[3], masking.left, masking.right
+    sizes = *strides_of(q, k, v, dout), *masking.bias_strides(), B, S, SK, stats.shape[3], masking.left, masking.right
     constants = masking.constants() | constants_of(q, k, v)
-    constants |= {"STRIDE_D": dout.stride(1), "APART": rows.shape[0] == 3}
+    constants |= {"STRIDE_D": dout.stride(1), "SPLIT_LSE": stats.shape[0] == 3}
     del constants["SEQUENCES"]
     launch(
         _attention_dbias_kernel,
         (programs,),
-        (q, k, v, dout, rows, bias, masking.key_padding_mask, masking.offsets, masking.spans, dbias),
+        (q, k, v, dout, stats, bias, masking.key_padding_mask, masking.offsets, masking.spans, dbias),
         sizes,
         (masking.scale,),
         **constants,

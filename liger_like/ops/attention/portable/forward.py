@@ -1,8 +1,4 @@
-"""Attention forward: one pass over the keys with an online softmax (arXiv:1805.02867), split where rows are few, and
-left to ``_forward_hopper`` where that can.
-"""
-
-from typing import Any
+"""Attention forward in Triton, for every GPU and every option; where queries are few, their keys are split."""
 
 import torch
 import triton
@@ -10,9 +6,7 @@ import triton.language as tl
 from torch import Tensor
 from triton import next_power_of_2
 
-from liger_like.ops.attention.choice import FORWARD, hopper_kernels
-from liger_like.ops.attention.flops import forward_flops
-from liger_like.ops.attention.masking import MASKING_SCHEMA, Masking, constants_of, section_of, strides_of
+from liger_like.ops.attention.masking import Masking, constants_of, heads_in_l2, strides_of
 from liger_like.ops.attention.portable.parts import (
     add_product,
     contract,
@@ -31,15 +25,11 @@ from liger_like.ops.attention.visibility import (
     schedule,
     shift_of,
     visible,
+    visible_range,
     within,
-    zones,
 )
 from liger_like.runtime.launcher import launch
-from liger_like.runtime.layout import dense, packed
-from liger_like.runtime.registry import op
-from liger_like.runtime.support import num_programs, refused
-
-FEW = "all queries that share a key head fit into one block: its keys are split among programs instead"
+from liger_like.runtime.support import num_programs
 
 
 @triton.jit
@@ -50,7 +40,7 @@ def _attend_block(
 ):  # fmt: skip
     """Take the block of keys at ``n`` into running products, sums and maxima."""
     EXACT: tl.constexpr = k_ptr.dtype.element_ty == tl.float32
-    acc, total, most = state
+    acc, total, row_max = state
     rows, first = tl.arange(0, BLOCK_N), tl.cast(n, tl.int64)
     keys = n + rows
     mask = keys < length_k
@@ -67,39 +57,39 @@ def _attend_block(
         seen = visible(queries[:, None], keys[None, :], shift, length_k, left, right, HAS_LEFT, HAS_RIGHT)
         seen = within(seen, spans, keys[None, :])
         s = tl.where(seen, s, float("-inf"))
-    new_most = tl.maximum(most, tl.max(s, 1))
-    finite = tl.where(new_most == float("-inf"), 0.0, new_most)
+    new_max = tl.maximum(row_max, tl.max(s, 1))
+    finite = tl.where(new_max == float("-inf"), 0.0, new_max)
     if EXACT or SOFTCAP is not None or bias_ptr is not None:
         p = tl.exp2((s - finite[:, None]) * unit)  # scores times the unit may overflow
     else:
         p = tl.exp2(s * unit - (finite * unit)[:, None])
-    decay = tl.exp2((most - finite) * unit)
+    decay = tl.exp2((row_max - finite) * unit)
     v = load_parts(v_ptr + first * STRIDE_V, rows, STRIDE_V, mask, DV)  # zero where masked: what is there may be NaN
     acc = add_product(scale_parts(acc, decay[:, None]), p, v)
-    return acc, total * decay + tl.sum(p, 1), new_most
+    return acc, total * decay + tl.sum(p, 1), new_max
 
 
 @triton.jit
-def _store_sums(lse_ptr, sums_ptr, place, count, mask, most, rest):
+def _store_sums(lse_ptr, sums_ptr, place, count, mask, row_max, log_sum):
     """Store the lse of rows, and its two parts, each where there is memory for it."""
     if lse_ptr is not None:
-        tl.store(lse_ptr + place, most + rest * LN2, mask=mask)
+        tl.store(lse_ptr + place, row_max + log_sum * LN2, mask=mask)
     if sums_ptr is not None:
-        tl.store(sums_ptr + place, most, mask=mask)
-        tl.store(sums_ptr + count + place, rest, mask=mask)
+        tl.store(sums_ptr + place, row_max, mask=mask)
+        tl.store(sums_ptr + count + place, log_sum, mask=mask)
 
 
-@triton.jit(do_not_specialize=["B", "S", "SK", "count", "blocks", "section", "splits", "left", "right"])
+@triton.jit(do_not_specialize=["B", "S", "SK", "count", "blocks", "heads_together", "splits", "left", "right"])
 def _attention_fwd_kernel(
     q_ptr, k_ptr, v_ptr, sinks_ptr, bias_ptr, mask_ptr, cu_q_ptr, cu_k_ptr, offsets_ptr, spans_ptr, out_ptr,
     lse_ptr, sums_ptr, stride_qb, stride_qh, stride_kb, stride_kh, stride_vb, stride_vh,
-    stride_bb, stride_bh, stride_bs, stride_bk, B, S, SK, count, blocks, section, splits, left, right, scale,
+    stride_bb, stride_bh, stride_bs, stride_bk, B, S, SK, count, blocks, heads_together, splits, left, right, scale,
     H: tl.constexpr, HK: tl.constexpr, D: tl.constexpr, DV: tl.constexpr,
     STRIDE_Q: tl.constexpr, STRIDE_K: tl.constexpr, STRIDE_V: tl.constexpr,
     SOFTCAP: tl.constexpr, HAS_LEFT: tl.constexpr, HAS_RIGHT: tl.constexpr,
     PACK: tl.constexpr, SEQUENCES: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
 ):  # fmt: skip
-    block, head = schedule(tl.program_id(0), blocks, B * H // PACK, section)
+    block, head = schedule(tl.program_id(0), blocks, B * H // PACK, heads_together)
     b, h = head // (H // PACK), head % (H // PACK) * PACK
     index, row, start_q, length_q, start_k, length_k = find_rows(
         b, block, cu_q_ptr, cu_k_ptr, count, S, SK, BLOCK_M, PACK, SEQUENCES
@@ -123,30 +113,30 @@ def _attention_fwd_kernel(
     spans = spans_ptr if spans_ptr is None else load_spans(spans_ptr, b, B, S, queries[:, None])
     last = tl.minimum((row + BLOCK_M - 1) // PACK, length_q - 1)
     bounds = bounds_of_spans(spans_ptr, b, B, S, first, last)
-    start, end, inner_start, inner_end = zones(
+    start, end, inner_start, inner_end = visible_range(
         first + shift, last + shift, left, right, bounds, length_k, tl.program_id(1), splits, HAS_LEFT, HAS_RIGHT,
         BLOCK_N,
     )  # fmt: skip
-    most = tl.full((BLOCK_M,), float("-inf"), tl.float32)
-    state = zero_parts(BLOCK_M, DV), tl.zeros((BLOCK_M,), tl.float32), most
+    row_max = tl.full((BLOCK_M,), float("-inf"), tl.float32)
+    state = zero_parts(BLOCK_M, DV), tl.zeros((BLOCK_M,), tl.float32), row_max
     for n in tl.range(start, end, BLOCK_N):
         edge = (n < inner_start) | (n + BLOCK_N > inner_end)
         state = _attend_block(
             state, q, n, edge, k_ptr, v_ptr, bias_rows, mask_ptr, STRIDE_K, STRIDE_V, stride_bs, stride_bk, queries,
             spans, shift, length_q, length_k, left, right, scale, SOFTCAP, HAS_LEFT, HAS_RIGHT, D, DV, BLOCK_N,
         )  # fmt: skip
-    acc, total, most = state
+    acc, total, row_max = state
     sink = None
     if sinks_ptr is not None:
         sink = tl.load(sinks_ptr + heads).to(tl.float32)
     unit = unit_of_scores(scale, SOFTCAP, bias_ptr is not None, k_ptr.dtype.element_ty == tl.float32)
-    factor, most, rest = finish(most * (unit * LN2), total, sink)
+    factor, row_max, log_sum = finish(row_max * (unit * LN2), total, sink)
     out = scale_parts(acc, factor[:, None])
     b += tl.program_id(1).to(tl.int64) * B  # the parts of a split softmax stand one behind the other
     mask_q = tokens < length_q - first
     store_parts(out_ptr + ((b * S + first_q) * H + of_head) * DV, tokens, H * DV, mask_q, out, DV)
     place = (b * H + heads) * S + first_q + tokens
-    _store_sums(lse_ptr, sums_ptr, place, tl.num_programs(1) * tl.cast(B, tl.int64) * H * S, mask_q, most, rest)
+    _store_sums(lse_ptr, sums_ptr, place, tl.num_programs(1) * tl.cast(B, tl.int64) * H * S, mask_q, row_max, log_sum)
 
 
 @triton.jit(do_not_specialize=["R", "S", "splits"])
@@ -158,21 +148,21 @@ def _merge_kernel(
     row = tl.program_id(0).to(tl.int64)  # of [B, H, S]
     b, h, s = row // S // H, row // S % H, row % S
     offs, cols = tl.arange(0, SPLITS).to(tl.int64), tl.arange(0, BLOCK_D)
-    mosts = tl.load(parts_sums_ptr + offs * R + row, mask=offs < splits, other=float("-inf"))
-    rests = tl.load(parts_sums_ptr + (splits + offs) * R + row, mask=offs < splits, other=0.0)
-    most = tl.max(mosts, 0)
-    finite = tl.where(most == float("-inf"), 0.0, most)
-    weights = tl.exp2((mosts - finite) * LOG2E + rests)
+    maxima = tl.load(parts_sums_ptr + offs * R + row, mask=offs < splits, other=float("-inf"))
+    log_sums = tl.load(parts_sums_ptr + (splits + offs) * R + row, mask=offs < splits, other=0.0)
+    row_max = tl.max(maxima, 0)
+    finite = tl.where(row_max == float("-inf"), 0.0, row_max)
+    weights = tl.exp2((maxima - finite) * LOG2E + log_sums)
     sink = None
     if sinks_ptr is not None:
         sink = tl.load(sinks_ptr + h).to(tl.float32)
-    factor, most, rest = finish(most, tl.sum(weights, 0), sink)
+    factor, row_max, log_sum = finish(row_max, tl.sum(weights, 0), sink)
     place = ((b * S + s) * H + h) * DV
     ptrs = parts_ptr + place + (offs * (R * DV))[:, None] + cols[None, :]
     parts = tl.load(ptrs, mask=(offs < splits)[:, None] & (cols < DV)[None, :], other=0.0)
     out = tl.sum(parts * (weights * factor)[:, None], 0)
     tl.store(out_ptr + place + cols, out, mask=cols < DV)
-    _store_sums(lse_ptr, sums_ptr, row, R, row < R, most, rest)
+    _store_sums(lse_ptr, sums_ptr, row, R, row < R, row_max, log_sum)
 
 
 def _splits(masking: Masking, tile: Tile, programs: int, device: torch.device) -> int:
@@ -181,44 +171,22 @@ def _splits(masking: Masking, tile: Tile, programs: int, device: torch.device) -
     return max(1, min(fill, masking.max_seqlen_k // (2 * tile.block_n), 64))
 
 
-def _outputs(
-    q: Tensor, k: Tensor, v: Tensor, sinks: Tensor | None, bias: Tensor | None, *options: Any
-) -> tuple[Tensor, Tensor, Tensor]:
-    B, S, H, _ = q.shape
-    lse = q.new_empty((B, H, S), dtype=torch.float32)
-    apart = q.dtype == torch.float32 or bias is not None
-    return q.new_empty(B, S, H, v.shape[-1]), lse, lse.new_empty((2, B, H, S) if apart else 0)
+def is_few(q: Tensor, k: Tensor, v: Tensor, masking: Masking) -> bool:
+    """Return True if all queries that share a key head fit into one block, whose keys are then split among programs."""
+    return masking.max_seqlen_q * (q.shape[2] // k.shape[2]) <= tile_for("fwd", q, v, masking).block_m
 
 
-@op(
-    f"attention_fwd(Tensor q, Tensor k, Tensor v, Tensor? sinks, {MASKING_SCHEMA}) -> (Tensor, Tensor, Tensor)",
-    _outputs,
-    flops=forward_flops,
-)
-def attention_fwd(
-    q: Tensor, k: Tensor, v: Tensor, sinks: Tensor | None, *options: Any
-) -> tuple[Tensor, Tensor, Tensor]:
-    """Compute output [B, S, H, Dv] and lse [B, H, S] of q [B, S, H, D], k [B, Sk, Hk, D] and v [B, Sk, Hk, Dv].
-
-    For the backward in fp32 and with a bias, whose scores may be so large that an lse in fp32 loses the log of the sum,
-    also return the sums [2, B, H, S]: each row's greatest score, and the log2 of the sum relative to it.
-    """
-    out, lse, sums = _outputs(q, k, v, sinks, *options)
-    if not q.numel():
-        return out, lse, sums
-    masking, sinks = Masking(*options), packed(sinks)
-    q, k, v = map(dense, (q, k, v))
+def fill_output(
+    q: Tensor, k: Tensor, v: Tensor, sinks: Tensor | None, masking: Masking, out: Tensor, lse: Tensor,
+    sums: Tensor | None,
+) -> None:  # fmt: skip
+    """Fill ``out`` [B, S, H, Dv], ``lse`` [B, H, S] and, if given, ``sums`` [2, B, H, S], for dense features."""
     (B, S, H, _), (SK, HK, DV) = q.shape, v.shape[1:]
-    tile = tile_for("fwd", q, v, masking)
-    few = masking.max_seqlen_q * (H // HK) <= tile.block_m
-    if hopper := (not few or refused(FEW)) and hopper_kernels(FORWARD, masking, q, k, v):
-        hopper.attention_fwd_hopper(q, k, v, sinks, masking, out, lse)
-        return out, lse, sums
+    tile, few = tile_for("fwd", q, v, masking), is_few(q, k, v, masking)
     pack = H // HK if few else 1
     blocks, heads = masking.num_blocks(S * pack, tile.block_m), B * H // pack
     splits = _splits(masking, tile, blocks * heads, q.device) if few else 1
-    kept = sums if sums.numel() else None
-    outs: tuple[Tensor | None, ...] = out, lse, kept
+    outs: tuple[Tensor | None, ...] = out, lse, sums
     if splits > 1:
         parts = lse.new_empty((splits, *out.shape)), lse.new_empty((2, splits, B, H, S))
         outs = parts[0], None, parts[1]
@@ -227,7 +195,7 @@ def attention_fwd(
         (blocks * heads, splits),
         (q, k, v, None if splits > 1 else sinks, *masking.pointers(), *outs),
         (*strides_of(q, k, v), *masking.bias_strides(), B, S, SK, masking.sequences, blocks,
-         section_of(k, v, masking.max_seqlen_k, H // HK // pack), splits, masking.left, masking.right),
+         heads_in_l2(k, v, masking.max_seqlen_k, H // HK // pack), splits, masking.left, masking.right),
         (masking.scale,),
         **masking.constants(),
         **constants_of(q, k, v),
@@ -237,5 +205,4 @@ def attention_fwd(
     if splits > 1:
         sizes = B * H * S, S, H, splits
         constants = {"DV": DV, "BLOCK_D": next_power_of_2(DV), "SPLITS": next_power_of_2(splits)}
-        launch(_merge_kernel, (B * H * S,), (*parts, sinks, out, lse, kept), sizes, **constants)
-    return out, lse, sums
+        launch(_merge_kernel, (B * H * S,), (*parts, sinks, out, lse, sums), sizes, **constants)

@@ -1,7 +1,7 @@
-"""What the attention kernels share: which rows and keys a program has, what sees what, and the scores.
+"""Load, multiply and store heads in parts, and compute p of the backward kernels.
 
-A head of D features is read in parts whose widths are powers of 2, as ``tl.dot`` wants them: 96 as 64 + 32 and 192 as
-128 + 64, where padding to 128 and 256 would waste a quarter of the products. A tensor in parts is a tuple.
+A head of D features is read in parts whose widths are powers of 2, as ``tl.dot`` requires: 96 as 64 + 32 and 192 as
+128 + 64. Padding to 128 and 256 would waste a quarter of the products. A tensor in parts is a tuple.
 """
 
 import triton
@@ -13,7 +13,7 @@ from liger_like.ops.attention.softmax import LOG2E, scores
 
 @triton.constexpr_function
 def part_width(D, part):
-    """Width of the first or second part of D features; 0 for a second part that there is not."""
+    """Return the width of the first or second part of D features; 0 if there is no second part."""
     whole = max(16, next_power_of_2(D))
     first = whole // 2
     rest = max(16, next_power_of_2(max(1, D - first)))
@@ -22,7 +22,7 @@ def part_width(D, part):
 
 @triton.constexpr_function
 def product_precision(dtype):
-    """How ``tl.dot`` multiplies: fp32 without a loss."""
+    """Return the precision of ``tl.dot``: full fp32 for fp32 operands."""
     return "ieee" if dtype == tl.float32 else None
 
 
@@ -43,9 +43,9 @@ def _load_part(ptr, offs, STRIDE: tl.constexpr, mask, D: tl.constexpr, PART: tl.
 
 @triton.jit
 def load_parts(ptr, offs, STRIDE: tl.constexpr, mask, D: tl.constexpr):
-    """Rows ``offs``, of 64 bits or less than 256, of D features in parts, zero where not ``mask``.
+    """Load rows ``offs`` of D features in parts, zero where not ``mask``; ``offs`` are int64, or int32 below 256.
 
-    The stride is a constant, so that one register points to the rows that a thread loads.
+    The stride is a constexpr, so that one register addresses all rows that a thread loads.
     """
     first = _load_part(ptr, offs, STRIDE, mask, D, 0)
     if part_width(D, 1) == 0:
@@ -62,7 +62,7 @@ def _store_part(ptr, offs, STRIDE: tl.constexpr, mask, x, D: tl.constexpr, PART:
 
 @triton.jit
 def store_parts(ptr, offs, STRIDE: tl.constexpr, mask, x, D: tl.constexpr):
-    """Store what ``load_parts`` would load."""
+    """Store ``x`` in parts where ``load_parts`` would load it."""
     _store_part(ptr, offs, STRIDE, mask, x[0], D, 0)
     if len(x) > 1:
         _store_part(ptr, offs, STRIDE, mask, x[1], D, 1)
@@ -70,7 +70,7 @@ def store_parts(ptr, offs, STRIDE: tl.constexpr, mask, x, D: tl.constexpr):
 
 @triton.jit
 def zero_parts(ROWS: tl.constexpr, D: tl.constexpr):
-    """Zeros [ROWS, D] in parts, in fp32."""
+    """Return zeros [ROWS, D] in parts, in fp32."""
     first = tl.zeros((ROWS, part_width(D, 0)), tl.float32)
     if part_width(D, 1) == 0:
         return (first,)
@@ -80,7 +80,7 @@ def zero_parts(ROWS: tl.constexpr, D: tl.constexpr):
 
 @triton.jit
 def scale_parts(x, factor):
-    """``x`` times a number, or times one for each row given as [ROWS, 1]."""
+    """Return ``x`` in parts times ``factor``, a number or [ROWS, 1]."""
     if len(x) == 1:
         return (x[0] * factor,)
     else:
@@ -89,7 +89,7 @@ def scale_parts(x, factor):
 
 @triton.jit
 def contract(a, b, acc=None):
-    """a b^T [M, N] for tensors in parts [M, D] and [N, D], added to ``acc``, in fp32."""
+    """Return ``acc`` + a b^T [M, N] in fp32, for a [M, D] and b [N, D] in parts."""
     precision: tl.constexpr = product_precision(a[0].dtype)
     out = tl.dot(a[0], tl.trans(b[0]), acc, input_precision=precision)
     if len(a) > 1:
@@ -99,7 +99,7 @@ def contract(a, b, acc=None):
 
 @triton.jit
 def add_product(acc, a, b):
-    """``acc`` [M, D] + ``a`` [M, N] ``b`` [N, D], for ``acc`` and ``b`` in parts, in fp32."""
+    """Return ``acc`` [M, D] + ``a`` [M, N] ``b`` [N, D] in fp32, for ``acc`` and ``b`` in parts."""
     precision: tl.constexpr = product_precision(b[0].dtype)
     a = a.to(b[0].dtype)
     first = tl.dot(a, b[0], acc[0], input_precision=precision)
@@ -111,25 +111,26 @@ def add_product(acc, a, b):
 
 @triton.jit
 def load_bias(ptr, queries, keys, stride_s, stride_k, length_q, length_k):
-    """A block of the bias in fp32, for rows that broadcast."""
+    """Load a block of the bias in fp32, for queries and keys that broadcast."""
     ptrs = ptr + queries.to(tl.int64) * stride_s + keys.to(tl.int64) * stride_k
     return tl.load(ptrs, mask=(queries < length_q) & (keys < length_k), other=0.0).to(tl.float32)
 
 
 @triton.jit
-def load_rest(ptrs, count, APART: tl.constexpr):
-    """Load the log2 of the sums from the rows of ``attention_delta``; None unless they are kept APART."""
-    rest = None
-    if APART:
-        rest = tl.load(ptrs + 2 * count)
-    return rest
+def load_log_sum(ptrs, count, SPLIT_LSE: tl.constexpr):
+    """Load the log2 of the softmax sums from the stats of ``attention_delta``; None unless SPLIT_LSE."""
+    log_sum = None
+    if SPLIT_LSE:
+        log_sum = tl.load(ptrs + 2 * count)
+    return log_sum
 
 
 @triton.jit
-def probabilities(a, b, bias, most, rest, scale, SOFTCAP: tl.constexpr):
+def probabilities(a, b, bias, row_max, log_sum, scale, SOFTCAP: tl.constexpr):
     """Compute p from the products of ``a`` and ``b``, and the slopes of the scores.
 
-    ``most`` broadcasts: the lse of the rows, or with ``rest`` the greatest score, and ``rest`` the log2 of the sum.
+    ``row_max`` broadcasts: the lse of each query, or with ``log_sum`` its greatest score. ``log_sum``: the log2 of its
+    sum.
     """
     ROWS: tl.constexpr = a[0].shape[0]
     COLS: tl.constexpr = b[0].shape[0]
@@ -137,19 +138,19 @@ def probabilities(a, b, bias, most, rest, scale, SOFTCAP: tl.constexpr):
     if SOFTCAP is None and bias is None and not EXACT:
         # the products start at what is to be subtracted: no register keeps that for later. In fp32 each of them would
         # be rounded to what that is
-        start = tl.broadcast_to(most * (-1.0 / scale), (ROWS, COLS))
+        start = tl.broadcast_to(row_max * (-1.0 / scale), (ROWS, COLS))
         return tl.exp2(contract(a, b, start) * (scale * LOG2E)), 1.0
     else:
         s, slopes = scores(contract(a, b), bias, scale, SOFTCAP, EXACT)
-        exponents = (s - most) * LOG2E
-        if rest is not None:
-            exponents -= rest
+        exponents = (s - row_max) * LOG2E
+        if log_sum is not None:
+            exponents -= log_sum
         return tl.exp2(exponents), slopes
 
 
 @triton.jit
 def less_delta(a, b, delta):
-    """The products of ``a`` and ``b``, less a delta that broadcasts."""
+    """Return a b^T - ``delta``, which broadcasts."""
     ROWS: tl.constexpr = a[0].shape[0]
     COLS: tl.constexpr = b[0].shape[0]
     return contract(a, b, tl.broadcast_to(-delta, (ROWS, COLS)))

@@ -1,0 +1,102 @@
+"""Attention backward: dv_j = sum_i p_ij do_i and, with ds_ij = p_ij (do_i . v_j - delta_i), delta_i = do_i . o_i,
+dq_i = scale sum_j ds_ij k_j and dk_j = scale sum_i ds_ij q_i; p is computed again from q, k and lse.
+
+This file registers the op and chooses its kernels. All of them sum in registers and repeat bit for bit, but for
+``hopper.backward``: it computes dq, dk and dv in one pass and adds dq up in global memory.
+"""
+
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from liger_like.ops.attention.choice import BACKWARD, BACKWARD_256, hopper_kernels
+from liger_like.ops.attention.flops import backward_flops
+from liger_like.ops.attention.masking import MASKING_SCHEMA, Masking
+from liger_like.ops.attention.portable import backward as portable
+from liger_like.ops.attention.portable.bias import attention_dbias
+from liger_like.ops.attention.tiles import tile_for
+from liger_like.runtime.layout import dense
+from liger_like.runtime.registry import op
+from liger_like.runtime.support import num_programs
+
+
+def _group_splits(programs: int, group: int, device: torch.device) -> int:
+    """Return the number of programs that share the query heads of a key head, so that few key heads fill the GPU."""
+    return max(1, min(group, num_programs(device, 1) // max(1, programs)))
+
+
+def _spans_of_keys(spans: Tensor | None, SK: int) -> Tensor | None:
+    """Return the span of queries that see each key [2, B, Sk], from the ``spans`` [2, B, S] of keys that each query
+    sees.
+
+    A key is seen by the queries from the first whose span ends after the key to the last whose span starts at or before
+    it.
+    """
+    if spans is None:
+        return None
+    keys = torch.arange(SK, dtype=torch.int32, device=spans.device).repeat(*spans.shape[:2], 1)
+    return torch.searchsorted(spans.flip(0), keys, right=True, out_int32=True)
+
+
+def _grads(
+    dout: Tensor, q: Tensor, k: Tensor, v: Tensor, stats: Tensor, key_spans: Tensor | None, bias: Tensor | None,
+    *args: Any,
+) -> tuple[Tensor, Tensor, Tensor, Tensor]:  # fmt: skip
+    *_, (needs_q, needs_k, needs_v, needs_bias) = args
+    dq, dk, dv = (x.new_empty(x.shape if need else 0) for x, need in ((q, needs_q), (k, needs_k), (v, needs_v)))
+    return dq, dk, dv, q.new_empty(0) if bias is None or not needs_bias else bias.new_empty(bias.shape)
+
+
+@op(
+    f"attention_bwd(Tensor dout, Tensor q, Tensor k, Tensor v, Tensor stats, Tensor? key_spans, {MASKING_SCHEMA},"
+    " bool deterministic, bool[4] needs) -> (Tensor dq, Tensor dk, Tensor dv, Tensor dbias)",
+    _grads,
+    flops=backward_flops,
+)
+def _attention_bwd(
+    dout: Tensor, q: Tensor, k: Tensor, v: Tensor, stats: Tensor, key_spans: Tensor | None, *args: Any
+) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    *options, deterministic, needs = args
+    if not (q.numel() and k.numel()):
+        empty = _grads(dout, q, k, v, stats, key_spans, options[0], needs)
+        return tuple(t.zero_() for t in empty)  # type: ignore[return-value]
+    dq, dk, dv, dbias = (q.new_empty(0) for _ in needs)
+    masking = Masking(*options)
+    dout, q, k, v = map(dense, (dout, q, k, v))
+    tensors = dout, q, k, v, stats
+    B, (SK, HK), group = q.shape[0], k.shape[1:3], q.shape[2] // k.shape[2]
+    wants_all = needs[0] and (needs[1] or needs[2]) and not deterministic
+    at_once = wants_all and hopper_kernels(BACKWARD, masking, q, k, v, dout)
+    wide = hopper_kernels(BACKWARD_256, masking, q, k, v, dout)
+    if needs[1] or needs[2]:
+        of_keys = masking._replace(spans=key_spans)
+        hopper = at_once or wide
+        block_n = hopper.BLOCK_N if hopper else tile_for("dkv", q, v, masking).block_n
+        splits = _group_splits(masking.num_blocks(SK, block_n) * B * HK, group, q.device)
+        dtype = q.dtype if splits == 1 else torch.float32
+        sums = [torch.empty((splits, *x.shape), dtype=dtype, device=x.device) for x in (k, v)]
+        if at_once:
+            dq = at_once.add_gradients(*tensors, of_keys, splits, *sums)
+        else:
+            (wide or portable).fill_dkv(*tensors, of_keys, splits, *sums)
+        whole = (x[0] if splits == 1 else x.sum(0).to(q.dtype) for x in sums)
+        dk, dv = (x if need else x.new_empty(0) for x, need in zip(whole, needs[1:3], strict=True))
+    if needs[0] and not at_once:
+        dq = (wide or portable).make_dq(*tensors, masking)
+    if needs[3] and masking.bias is not None:
+        dbias = attention_dbias(dout, q, k, v, stats, masking)
+    return dq, dk, dv, dbias
+
+
+def attention_bwd(
+    dout: Tensor, q: Tensor, k: Tensor, v: Tensor, stats: Tensor, *args: Any
+) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    """Return the gradients of q, k, v and the bias from the ``stats`` of ``attention_delta``.
+
+    k and v may be a part of the keys that the stats are about. The spans of keys are computed outside of the op, so
+    that torch.compile computes them once for all layers of a model.
+    """
+    *options, _, needs = args
+    key_spans = _spans_of_keys(Masking(*options).spans, k.shape[1]) if needs[1] or needs[2] else None
+    return _attention_bwd(dout, q, k, v, stats, key_spans, *args)
