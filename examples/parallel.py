@@ -1,10 +1,10 @@
-"""Trains a Llama under any product of FSDP, tensor (and sequence), context and pipeline parallelism.
+"""Train a Llama under any combination of FSDP, tensor (and sequence), context and pipeline parallelism.
 
     torchrun --nproc-per-node 4 -m examples.parallel --fsdp 2 --tp 2
     torchrun --nproc-per-node 4 -m examples.parallel --cp 2 --pp 2 --checkpointing selective
 
 The product of the sizes is the number of processes. Without GPUs a tiny model runs over gloo. The losses are the same
-for every product, up to rounding: all processes draw the model from one seed, and the batch is that of all of them.
+for every combination, up to rounding: all processes draw the model from one seed and share one global batch.
 """
 
 import os
@@ -52,7 +52,10 @@ EMBEDDINGS = RowwiseParallel(input_layouts=Replicate(), output_layouts=Shard(1),
 
 
 def tensor_parallel_plan() -> dict[str, ParallelStyle]:
-    """Of a layer, whose residual stream is sharded along the sequence (Korthikanti et al., arXiv:2205.05198)."""
+    """Return the plan of a layer with a residual stream sharded along the sequence.
+
+    Korthikanti et al., arXiv:2205.05198.
+    """
     sharded, whole = Shard(1), Replicate()
     attention = {
         "input_kwarg_layouts": {"hidden_states": sharded},
@@ -71,9 +74,10 @@ def tensor_parallel_plan() -> dict[str, ParallelStyle]:
 
 
 class Stage(nn.Module):
-    """A part of a model's layers; the first one has the embeddings, the last one the norm, and the head for the loss.
+    """Pipeline stage with a part of a model's layers.
 
-    What goes from stage to stage is a plain tensor: of a sequence-parallel residual stream the process's own part.
+    The first stage has the embeddings, the last stage the norm, and the head for the loss. Stages exchange plain
+    tensors: with sequence parallelism, the process's own part of the residual stream.
     """
 
     def __init__(self, model: Any, tp: DeviceMesh, index: int, stages: int) -> None:
@@ -87,7 +91,7 @@ class Stage(nn.Module):
         self.rotary_emb = model.model.rotary_emb
 
     def forward(self, x: Tensor, position_ids: Tensor) -> Tensor:
-        """Hidden states of tokens, or of hidden states."""
+        """Return the hidden states after this stage, from token ids or from the previous stage's hidden states."""
         if self.embed_tokens is not None:
             x = self.embed_tokens(x)
         elif self.tp.size() > 1:
@@ -101,7 +105,7 @@ class Stage(nn.Module):
 
 
 def spread(model: Any, mesh: DeviceMesh) -> Stage:
-    """This process's stage of ``model``, its tensors sharded over the mesh."""
+    """Return this process's stage of ``model``, with its parameters sharded over the mesh."""
     tp = mesh["tp"]
     stage = Stage(model, tp, mesh["pp"].get_local_rank(), mesh["pp"].size())
     if tp.size() > 1:
@@ -109,7 +113,7 @@ def spread(model: Any, mesh: DeviceMesh) -> Stage:
         parallelize_module(stage, tp, {name: style for name, style in plan.items() if getattr(stage, name) is not None})
         for layer in stage.layers:
             parallelize_module(layer, tp, tensor_parallel_plan())
-    # who has other tokens, of another row or of the same ones, adds to the gradients
+    # processes with other tokens, from other rows or from the same rows, contribute to the same gradients
     options: dict[str, Any] = {"mesh": mesh["fsdp", "cp"]._flatten("tokens")}
     if GPU:
         options["mp_policy"] = MixedPrecisionPolicy(torch.bfloat16, torch.float32)
@@ -121,13 +125,14 @@ def spread(model: Any, mesh: DeviceMesh) -> Stage:
 
 
 def step_of(stage: Stage, mesh: DeviceMesh, micro_batches: int, tokens: int) -> Callable[[Tensor], Tensor]:
-    """A function that makes the gradients of a batch [B, S] of all processes, and returns its loss; ``tokens``, those
-    that are predicted, are what the loss is the mean over.
+    """Return a function that computes the gradients of a global batch [B, S] and returns its loss.
+
+    The loss is the mean over ``tokens``, the number of predicted tokens.
     """
     pp, fsdp, cp = (mesh[name] for name in ("pp", "fsdp", "cp"))
     first, last = pp.get_local_rank() == 0, pp.get_local_rank() == pp.size() - 1
-    parts = fsdp.size() * cp.size()  # of the loss; FSDP takes the mean of their gradients
-    # one without would have its schedule run no backward
+    parts = fsdp.size() * cp.size()  # the loss is a sum of so many parts; FSDP takes the mean of their gradients
+    # a schedule without a loss_fn would run no backward
     loss_fn = pipeline_loss(stage.lm_head, tokens / parts) if last else lambda *_: torch.zeros(())
     if pp.size() > 1:
         part = PipelineStage(stage, pp.get_local_rank(), pp.size(), DEVICE, group=pp.get_group())
@@ -156,7 +161,7 @@ def step_of(stage: Stage, mesh: DeviceMesh, micro_batches: int, tokens: int) -> 
 def train(
     sizes: dict[str, int], config: LlamaConfig, batches: Tensor, checkpointing: str, lr: float, seed: int
 ) -> list[float]:
-    """The losses of training on ``batches`` [steps, B, S] with ``sizes`` of the dimensions of the mesh, by name."""
+    """Train on ``batches`` [steps, B, S] and return the losses; ``sizes`` are the mesh dimensions by name."""
     mesh = dist.init_device_mesh(DEVICE.type, tuple(sizes.values()), mesh_dim_names=tuple(sizes))
     torch.manual_seed(seed)
     with DEVICE:
@@ -177,7 +182,7 @@ def train(
         loss = step(batch)
         optimizer.step()
         optimizer.zero_grad()
-        losses.append(loss.item())  # waits for the GPU, so the time is the step's
+        losses.append(loss.item())  # synchronises, so the time is that of the whole step
         speed = batch.numel() / (time.perf_counter() - start)
         memory = f", {torch.cuda.max_memory_allocated() / 2**30:.1f} GiB" if GPU else ""
         if chief:
@@ -190,24 +195,27 @@ app = typer.Typer(add_completion=False)
 
 @app.command()
 def main(
-    fsdp: Annotated[int, typer.Option(min=1, help="processes that share the parameters, each with other rows")] = 1,
-    tp: Annotated[int, typer.Option(min=1, help="that share each layer's products")] = 1,
-    cp: Annotated[int, typer.Option(min=1, help="that share each sequence")] = 1,
-    pp: Annotated[int, typer.Option(min=1, help="that share the layers")] = 1,
+    fsdp: Annotated[int, typer.Option(min=1, help="processes that shard the parameters, each with its own rows")] = 1,
+    tp: Annotated[int, typer.Option(min=1, help="processes that split each layer's products")] = 1,
+    cp: Annotated[int, typer.Option(min=1, help="processes that split each sequence")] = 1,
+    pp: Annotated[int, typer.Option(min=1, help="processes that split the layers")] = 1,
     size: Annotated[Literal["tiny", "1b", "8b"], typer.Option(help="of the Llama")] = "1b" if GPU else "tiny",
     steps: Annotated[int, typer.Option(min=1)] = 20 if GPU else 5,
-    batch: Annotated[int, typer.Option(min=1, help="rows, of all processes")] = 8 if GPU else 4,
+    batch: Annotated[int, typer.Option(min=1, help="rows of the global batch")] = 8 if GPU else 4,
     seq: Annotated[int, typer.Option(min=2)] = 2048 if GPU else 32,
     checkpointing: Annotated[Literal["none", "full", "selective"], typer.Option()] = "none",
     lr: float = 3e-4 if GPU else 3e-3,
     seed: int = 0,
 ) -> None:
-    """Train a patched Llama; started by torchrun, with as many processes as the sizes have for a product."""
+    """Train a patched Llama under torchrun, with as many processes as the product of the sizes."""
     processes = int(os.environ.get("WORLD_SIZE", 1))
     if pp * fsdp * cp * tp != processes:
-        raise typer.BadParameter(f"--fsdp, --tp, --cp and --pp come to {pp * fsdp * cp * tp}, of {processes} processes")
+        raise typer.BadParameter(
+            f"--fsdp, --tp, --cp and --pp must have the product {processes}, the number of processes, got "
+            f"{pp * fsdp * cp * tp}"
+        )
     if batch % fsdp or batch // fsdp % (2 * pp if pp > 1 else 1):
-        raise typer.BadParameter("--batch must be a multiple of --fsdp, and with --pp of 2 x --pp for each of these")
+        raise typer.BadParameter("--batch must be a multiple of --fsdp, or with --pp above 1 of --fsdp x 2 x --pp")
     if GPU:
         torch.cuda.set_device(DEVICE)
     dist.init_process_group("nccl" if GPU else "gloo")

@@ -1,9 +1,9 @@
-"""Trains a Hugging Face model twice, unpatched and patched, and compares the losses, the speed and the memory.
+"""Train a Hugging Face model twice, unpatched and patched, and compare losses, speed and memory.
 
-    python examples/train.py                           # a tiny Llama on a CPU, one of Llama-3.2-1B's shape on a GPU
+    python examples/train.py                           # a tiny Llama on a CPU, the shape of Llama-3.2-1B on a GPU
     python examples/train.py --config DIR --tokenizer DIR --text FILE --steps 100
 
-Exit code 1: the losses part by more than rounding explains.
+Exit code 1: the losses differ by more than rounding explains.
 """
 
 import gc
@@ -17,7 +17,7 @@ from typing import Annotated, Literal
 
 import torch
 
-# without a GPU the same kernels are interpreted; this is read when triton is imported
+# without a GPU Triton interprets the same kernels; it reads this variable when it is imported
 os.environ["TRITON_INTERPRET"] = "0" if torch.cuda.is_available() else "1"
 
 import typer
@@ -54,16 +54,16 @@ CONFIGS = {
     ),
 }
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16}
-WARM_UP = 3  # steps that compile kernels and fill the allocator: left out of tokens/s
-# How far may the losses part? The patched model rounds in other places, and training amplifies any difference. So the
-# unpatched model is trained once more with every weight moved by one rounding of its dtype: what that does to the loss,
-# rounding can do. The loss itself, a sum over tokens in fp32, may end a few roundings of its own apart.
+WARM_UP = 3  # the first steps compile kernels and fill the allocator: tokens/s leaves them out
+# How much may the losses differ? The patched model rounds in other places, and training amplifies any difference. So
+# the unpatched model is trained once more with every weight moved by one rounding of its dtype. Rounding can explain a
+# difference as large as that run's. The loss, a sum over tokens in fp32, may also differ by a few roundings of its own.
 ROUNDINGS_OF_THE_LOSS = 10
 
 
 @dataclass(frozen=True)
 class Job:
-    """What all runs share: the model, its data [steps, batch, seq] and how it is trained."""
+    """Settings that all runs share: the model, its batches [steps, batch, seq] and how it is trained."""
 
     config: PreTrainedConfig
     batches: Tensor
@@ -76,7 +76,7 @@ class Job:
 
 @dataclass(frozen=True)
 class Run:
-    """What one training run gives: the loss of each step, tokens/s and the peak GiB allocated on the GPU."""
+    """Result of one training run: the loss of each step, tokens/s and the peak GiB allocated on the GPU."""
 
     losses: Tensor
     speed: float
@@ -85,7 +85,10 @@ class Run:
 
 
 def read_tokens(text: Path | None, tokenizer: Path | None, config: PreTrainedConfig) -> Tensor:
-    """Token ids [T] of the file ``text``, or of the sources of Python's standard library; bytes without a tokenizer."""
+    """Return token ids [T] of the file ``text``, or of the sources of Python's standard library.
+
+    Without a tokenizer each byte is a token. Raises typer.BadParameter if an id is outside the model's vocabulary.
+    """
     files = [text] if text else sorted(Path(sysconfig.get_path("stdlib")).glob("*.py"))
     data = b"".join(file.read_bytes() for file in files)
     if tokenizer:
@@ -98,7 +101,7 @@ def read_tokens(text: Path | None, tokenizer: Path | None, config: PreTrainedCon
 
 
 def make_batches(ids: Tensor, steps: int, batch: int, seq: int, seed: int) -> Tensor:
-    """Cut random windows [steps, batch, seq] out of ``ids`` [T]."""
+    """Return random windows [steps, batch, seq] of ``ids`` [T]. Raises typer.BadParameter if ``seq`` exceeds T."""
     if len(ids) < seq:
         raise typer.BadParameter(f"{seq} is longer than the text of {len(ids)} tokens", param_hint="--seq")
     starts = torch.randint(len(ids) - seq + 1, (steps, batch, 1), generator=torch.Generator().manual_seed(seed))
@@ -107,14 +110,14 @@ def make_batches(ids: Tensor, steps: int, batch: int, seq: int, seed: int) -> Te
 
 @torch.no_grad()
 def move_by_one_rounding(model: torch.nn.Module) -> None:
-    """Multiply each weight by 1 + eps or 1 - eps of its dtype, at random."""
+    """Multiply each weight by 1 + eps or 1 - eps of its dtype at random, in place."""
     for weight in model.parameters():
         weight.mul_(1 + torch.finfo(weight.dtype).eps * (2 * torch.randint_like(weight, 2) - 1))
 
 
 def train(name: str, job: Job, progress: Progress, *, patched: bool = False, moved: bool = False) -> Run:
-    """Train a new model on the job's batches; ``moved`` starts it one rounding away."""
-    gc.collect()  # models hold reference cycles: without this the last one would count into this one's memory
+    """Train a new model on the job's batches; ``moved`` starts with every weight moved by one rounding."""
+    gc.collect()  # models hold reference cycles: without this the last model would count into this run's memory
     torch.compiler.reset()
     if GPU:
         torch.cuda.empty_cache()
@@ -139,7 +142,7 @@ def train(name: str, job: Job, progress: Progress, *, patched: bool = False, mov
         loss.backward()
         optimizer.step()
         optimizer.zero_grad()
-        losses.append(loss.item())  # waits for the GPU, so the time is the step's
+        losses.append(loss.item())  # synchronises, so the time is that of the whole step
         seconds.append(time.perf_counter() - start)
         state = f"loss {losses[-1]:.4f}, {batch.numel() / seconds[-1]:,.0f} tokens/s"
         progress.update(task, advance=1, state=state)
@@ -149,11 +152,11 @@ def train(name: str, job: Job, progress: Progress, *, patched: bool = False, mov
 
 
 def compare(unpatched: Run, patched: Run, moved: Run, console: Console) -> bool:
-    """Print what patching changed; return whether the losses agree."""
+    """Print a comparison of the runs, and return True if the losses agree."""
     difference = (patched.losses - unpatched.losses).abs().max().item()
     limit = (moved.losses - unpatched.losses).abs().max().item()
     limit += ROUNDINGS_OF_THE_LOSS * torch.finfo(torch.float32).eps * unpatched.losses.abs().max().item()
-    agree = difference <= limit  # false for a NaN too
+    agree = difference <= limit  # False for a NaN, too
 
     table = Table("", "unpatched", "patched")
     table.add_row("final loss", *(f"{run.losses[-1]:.6f}" for run in (unpatched, patched)))
@@ -163,16 +166,18 @@ def compare(unpatched: Run, patched: Run, moved: Run, console: Console) -> bool:
         table.add_row("peak memory", *(f"{run.memory:.2f} GiB" for run in (unpatched, patched)))
     console.print(table)
     if not GPU:
-        console.print("No GPU: the kernels ran in Triton's interpreter, which shows that they are right, not fast.")
-    console.print("The losses agree." if agree else "[bold red]The losses part by more than rounding explains.")
+        console.print("No GPU: the kernels ran in Triton's interpreter, which tests their results, not their speed.")
+    console.print("The losses agree." if agree else "[bold red]The losses differ by more than rounding explains.")
     return agree
 
 
 def main(
     size: Annotated[Literal["tiny", "1b"], typer.Option(help="size of the Llama")] = "1b" if GPU else "tiny",
     config: Annotated[Path | None, typer.Option(help="folder with a config.json, instead of --size")] = None,
-    tokenizer: Annotated[Path | None, typer.Option(help="folder of a tokenizer; bytes without one")] = None,
-    text: Annotated[Path | None, typer.Option(exists=True, dir_okay=False, help="Python's sources without")] = None,
+    tokenizer: Annotated[Path | None, typer.Option(help="folder of a tokenizer; default: one token per byte")] = None,
+    text: Annotated[
+        Path | None, typer.Option(exists=True, dir_okay=False, help="text file; Python's sources by default")
+    ] = None,
     steps: Annotated[int, typer.Option(min=WARM_UP + 1)] = 40 if GPU else 20,
     batch: Annotated[int, typer.Option(min=1)] = 4 if GPU else 2,
     seq: Annotated[int, typer.Option(min=2)] = 1024 if GPU else 32,

@@ -1,4 +1,4 @@
-"""Check the options of ``patch``, wherever they are given."""
+"""Check the options of ``patch``, which other entry points take, too."""
 
 import functools
 from collections.abc import Callable
@@ -11,7 +11,7 @@ R = TypeVar("R")
 
 
 def check_options(options: dict[str, Any]) -> None:
-    """Raise TypeError or ValueError unless ``options`` are keyword arguments that ``patch`` takes."""
+    """Raise TypeError or ValueError unless ``options`` are valid keyword arguments of ``patch``."""
     for name, value in options.items():
         if name not in (*SWITCHES, "verify"):
             raise TypeError(f"patch takes no option {name!r}: its options are {', '.join(SWITCHES)} and verify")
@@ -22,7 +22,7 @@ def check_options(options: dict[str, Any]) -> None:
 
 
 def checks_options(patch: Callable[P, R]) -> Callable[P, R]:
-    """Check the options before ``patch`` runs: Python's own error would not name the valid ones."""
+    """Return ``patch`` with its options checked first: Python's own error does not name the valid options."""
 
     @functools.wraps(patch)
     def checked(*args: P.args, **options: P.kwargs) -> R:

@@ -1,6 +1,7 @@
-"""The command line ``liger-like``; it needs the ``cli`` extra (rich, typer), and ``doctor`` the ``hf`` extra, too.
+"""Command line ``liger-like``.
 
-``--version`` needs no extra. ``bench`` runs the benchmarks of a checkout of the repository, with the ``bench`` extra.
+It needs the ``cli`` extra (rich, typer); ``doctor`` also needs the ``hf`` extra. ``bench`` runs the benchmarks of a
+checkout of the repository and needs the ``bench`` extra. ``--version`` needs no extra.
 """
 
 import dataclasses
@@ -22,7 +23,7 @@ from liger_like.runtime.versions import TESTED, installed, newer_than_tested, ve
 
 
 def kernels() -> str:
-    """Say how an op runs on this machine's default device: compiled, interpreted, or as its plain torch reference."""
+    """Return a line that says how ops run here: compiled, interpreted, or as their plain torch references."""
     if torch.cuda.is_available():
         return "compiled for the GPU"
     if INTERPRET:
@@ -31,7 +32,10 @@ def kernels() -> str:
 
 
 def try_gluon() -> None:
-    """Compile each kind of Gluon kernel once on a Hopper GPU, with a Triton newer than the tested ones."""
+    """Compile each kind of Gluon kernel once, if the GPU is a Hopper and Triton is newer than tested.
+
+    Failures are recorded in BROKEN.
+    """
     if newer_than_tested("triton") and torch.cuda.is_available() and torch.cuda.get_device_capability()[0] == 9:
         for D in (128, 256):
             liger_like.explain("flash_attention", {"B": 1, "S": 256, "Sk": 256, "H": 1, "Hk": 1, "D": D})
@@ -39,7 +43,7 @@ def try_gluon() -> None:
 
 
 def env_rows() -> list[tuple[str, str]]:
-    """Return (name, version or state) for Python, the packages, each GPU and the kernels."""
+    """Return rows (name, version or state) for Python, the packages, each GPU and the kernels."""
     rows = [("python", platform.python_version()), ("liger_like", liger_like.__version__)]
     for package, (oldest, newest) in TESTED.items():
         version = f"{installed(package)}: " if installed(package) else ""
@@ -58,20 +62,20 @@ def env_rows() -> list[tuple[str, str]]:
 
 
 def missing(module: str | None, extra: str) -> str:
-    """Return the message that names the package of ``module`` as not installed, and the extra that has it."""
+    """Return the message that the package of ``module`` is not installed, with the ``extra`` that installs it."""
     package = str(module).partition(".")[0]
     return f"liger-like: {package} is not installed; run: pip install 'liger-like[{extra}]'"
 
 
 def show_version(asked: bool) -> None:
-    """Print the version and exit, if ``asked`` for."""
+    """Print the version and exit if ``asked``."""
     if asked:
         print(f"liger-like {liger_like.__version__}")
         sys.exit()
 
 
 def main() -> None:
-    """Run ``liger-like``; without the ``cli`` extra, say what to install and exit with 1."""
+    """Run ``liger-like``. Without the ``cli`` extra, print what to install and exit with code 1."""
     show_version(sys.argv[1:] == ["--version"])
     try:
         import typer
@@ -101,16 +105,16 @@ def main() -> None:
     def doctor(
         path: Path, as_json: Annotated[bool, typer.Option("--json", help="Print JSON, nothing else.")] = False
     ) -> None:
-        """Try patch on a tiny model of a config.json, or of the folder that it is in.
+        """Try patch on a tiny model built from a config.json, or from the folder that contains it.
 
-        Exit code 1: something that could be patched was left alone or differs; 2: the config cannot be examined.
+        Exit code 1: a module that could be patched was left alone or differs; 2: the config cannot be examined.
         """
         try:
             from transformers.utils import logging
 
             from liger_like.doctor import NotExaminedError, examine, notes, table
 
-            logging.set_verbosity_error()  # type: ignore[no-untyped-call]  # it would warn of the tiny sizes
+            logging.set_verbosity_error()  # type: ignore[no-untyped-call]  # else it warns of the tiny sizes
             diagnosis = examine(path)
         except ModuleNotFoundError as error:
             sys.exit(missing(error.name, "hf"))

@@ -1,5 +1,6 @@
-"""Drop-in modules over the ops; parameters are named, shaped and initialised as in the Hugging Face or torch module
-each one replaces.
+"""Drop-in modules over the ops.
+
+Each has the parameter names, shapes and initial values of the Hugging Face or torch module that it replaces.
 """
 
 import inspect
@@ -27,7 +28,10 @@ def _check_weights(name: str, weight: Tensor | None) -> None:
 
 
 def check_options(function: Callable[..., Any], options: dict[str, Any], *given: str) -> None:
-    """Raise unless ``function`` takes all ``options``, by a run on the meta device; ``given`` are no options."""
+    """Raise TypeError or ValueError unless ``function`` accepts ``options``: it runs once on the meta device.
+
+    ``given`` names the keyword arguments that are not options.
+    """
     parameters = inspect.signature(function).parameters.values()
     names = [p.name for p in parameters if p.kind is p.KEYWORD_ONLY and p.name not in (*given, "shard")]
     if unknown := [name for name in options if name not in names]:
@@ -40,10 +44,9 @@ def check_options(function: Callable[..., Any], options: dict[str, Any], *given:
 
 
 class RMSNorm(nn.Module):
-    """``liger_like.rms_norm`` with a ``weight`` [hidden_size]; x [..., hidden_size] to the same shape.
+    """RMSNorm module over ``liger_like.rms_norm`` with a ``weight`` [hidden_size].
 
-    The weight starts so that weight + ``offset`` is 1, as in the Hugging Face classes: at 1, or at 0 for Gemma's
-    offset of 1.
+    Maps x [..., hidden_size] to the same shape. The weight starts at 1 - ``offset``, as in the Hugging Face classes.
     """
 
     def __init__(self, hidden_size: int, eps: float = 1e-6, offset: float = 0.0, casting_mode: str = "llama") -> None:
@@ -54,16 +57,19 @@ class RMSNorm(nn.Module):
         self.weight = nn.Parameter(torch.full((hidden_size,), 1.0 - self.offset))
 
     def forward(self, x: Tensor) -> Tensor:
-        """Normalise ``x``."""
+        """Normalise ``x`` [..., hidden_size] over its last dimension."""
         return ops.rms_norm(x, self.weight, self.eps, offset=self.offset, casting_mode=self.casting_mode)
 
     def extra_repr(self) -> str:
-        """The arguments."""
+        """Return the arguments, for ``repr``."""
         return f"{tuple(self.weight.shape)}, eps={self.eps}, offset={self.offset}, casting_mode={self.casting_mode!r}"
 
 
 class LayerNorm(nn.Module):
-    """``liger_like.layer_norm`` with ``weight`` and, unless ``bias=False``, ``bias`` [hidden_size]."""
+    """LayerNorm module over ``liger_like.layer_norm`` with ``weight`` and, unless ``bias=False``, ``bias``.
+
+    Both parameters are [hidden_size]. Maps x [..., hidden_size] to the same shape.
+    """
 
     def __init__(self, hidden_size: int, eps: float = 1e-5, bias: bool = True) -> None:
         super().__init__()
@@ -74,18 +80,18 @@ class LayerNorm(nn.Module):
         self.bias = nn.Parameter(torch.zeros(hidden_size)) if bias else None
 
     def forward(self, x: Tensor) -> Tensor:
-        """Normalise ``x``."""
+        """Normalise ``x`` [..., hidden_size] over its last dimension."""
         return ops.layer_norm(x, self.weight, self.bias, self.eps)
 
     def extra_repr(self) -> str:
-        """The arguments."""
+        """Return the arguments, for ``repr``."""
         return f"{tuple(self.weight.shape)}, eps={self.eps}, bias={self.bias is not None}"
 
 
 class SwiGLUMLP(nn.Module):
-    """down_proj(silu(gate_proj(x)) * up_proj(x)), x [..., hidden_size] to the same shape.
+    """Gated MLP down_proj(silu(gate_proj(x)) * up_proj(x)).
 
-    The input of down_proj is not kept for the backward, but made again there.
+    Maps x [..., hidden_size] to the same shape. The backward recomputes the input of down_proj instead of keeping it.
     """
 
     act = "silu"
@@ -104,8 +110,9 @@ class SwiGLUMLP(nn.Module):
 
 
 class GeGLUMLP(SwiGLUMLP):
-    """down_proj(gelu(gate_proj(x)) * up_proj(x)), with the tanh approximation or, for ``approximate="none"``, the exact
-    erf.
+    """Gated MLP down_proj(gelu(gate_proj(x)) * up_proj(x)).
+
+    GELU uses the tanh approximation, or the exact erf for ``approximate="none"``.
     """
 
     def __init__(self, hidden_size: int, intermediate_size: int, bias: bool = False, approximate: str = "tanh") -> None:
@@ -114,9 +121,9 @@ class GeGLUMLP(SwiGLUMLP):
 
 
 class CrossEntropyLoss(nn.Module):
-    """``liger_like.cross_entropy`` with its options fixed; ``weight`` (class weights) is a buffer, as in torch.
+    """Loss module over ``liger_like.cross_entropy`` with fixed options; ``weight`` (class weights) is a buffer.
 
-    Raises TypeError or ValueError for an option that the op does not have or that is out of its range.
+    Raises TypeError or ValueError for an option that is unknown or out of range.
     """
 
     weight: Tensor | None
@@ -129,19 +136,20 @@ class CrossEntropyLoss(nn.Module):
         self.options = options
 
     def forward(self, logits: Tensor, target: Tensor, num_items: int | Tensor | None = None) -> Tensor:
-        """Loss of ``logits`` [..., V] and ``target`` [...]."""
+        """Return the loss of ``logits`` [..., V] and ``target`` [...], reduced as the options say."""
         return ops.cross_entropy(logits, target, weight=self.weight, num_items=num_items, **self.options)
 
     def extra_repr(self) -> str:
-        """The options."""
+        """Return the options, for ``repr``."""
         return ", ".join(f"{name}={value!r}" for name, value in self.options.items())
 
 
 class FusedLinearCrossEntropyLoss(nn.Module):
-    """``liger_like.fused_linear_cross_entropy`` with its options fixed; holds no parameters, the head's weight is an
-    argument.
+    """Loss module over ``liger_like.fused_linear_cross_entropy`` with fixed options.
 
-    Raises TypeError or ValueError for an option that the op does not have or that is out of its range.
+    It has no parameters: the head's weight is an argument of the forward.
+
+    Raises TypeError or ValueError for an option that is unknown or out of range.
     """
 
     class_weight: Tensor | None
@@ -161,7 +169,10 @@ class FusedLinearCrossEntropyLoss(nn.Module):
         bias: Tensor | None = None,
         num_items: int | Tensor | None = None,
     ) -> Tensor | ops.LossOutput:
-        """Loss of ``x weight^T + bias`` and ``target``, for ``weight`` [V, H], ``x`` [..., H] and ``target`` [...]."""
+        """Return the loss of the logits ``x weight^T + bias`` and ``target`` [...].
+
+        Shapes: ``weight`` [V, H], ``x`` [..., H], ``bias`` [V].
+        """
         return ops.fused_linear_cross_entropy(
             x, weight, target, bias, class_weight=self.class_weight, num_items=num_items, **self.options
         )

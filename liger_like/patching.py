@@ -1,9 +1,9 @@
-"""Patching of Hugging Face models: modules that are recognised run kernels, everything else is left alone and reported.
+"""Patch Hugging Face models: recognised modules run kernels, all others are left alone and reported.
 
-A module is patched by giving it a subclass of its own class, of the same name, that overrides its forward; attention is
-patched by giving the modules of a model a view of their config that names another implementation. ``unpatch`` gives
-class and config back. Nothing else of the model changes and nothing outside of it. What is recognised, and what runs in
-its place, is in ``liger_like.patches``.
+``patch`` gives a module a subclass of its own class, of the same name, that overrides the forward. For attention it
+gives the modules of a model a view of their config that names another attention implementation. ``unpatch`` restores
+class and config. Nothing else changes, inside or outside the model. ``liger_like.patches`` defines the recognised
+patterns and their replacements.
 """
 
 import dataclasses
@@ -36,19 +36,19 @@ from liger_like.patches.rope import Rope
 
 ATTENTION = attention.Attention()
 PATCHED, ALREADY, SKIPPED, ABSENT = "patched", "already patched", "skipped", "absent"
-# In this order: a module is patched by the first that recognises it. Not among them, as it has not been measured to be
-# faster in a whole model: patches.add_rms_norm.
+# The first recogniser that matches a module patches it. patches.add_rms_norm is left out: no measurement shows that it
+# makes a whole model faster.
 RECOGNISERS: dict[str, Recogniser] = {
     recogniser.pattern: recogniser
     for recogniser in (RMSNorm(), LayerNorm(), QKNormRope(), Rope(), GLUMLP(), Experts(), LMHead())
 }
 
-raise_errors = False  # True in the tests: an exception of any kind is a mistake there, not a module to leave alone
+raise_errors = False  # the tests set it: there an unexpected exception is a bug, not a reason to skip the module
 _confirmed: set[tuple[type[Any], str, str]] = set()
 
 
 class _Origin(NamedTuple):
-    """What a patched class was made from."""
+    """Origin of a patched class: the original class, the pattern and its variant."""
 
     cls: type[Any]
     pattern: str
@@ -57,11 +57,11 @@ class _Origin(NamedTuple):
 
 @dataclass(frozen=True)
 class Row:
-    """``count`` modules of one class that met one fate.
+    """Row of a report: ``count`` modules of class ``cls`` with the same outcome.
 
-    ``status`` is "patched", "already patched", "skipped" (looks like the pattern, left alone: ``reason`` says why) or
-    "absent" (the model has no such thing, or liger_like has nothing for it). ``error`` is the largest relative
-    difference between original and replacement that verify="numeric" found.
+    ``status`` is "patched", "already patched", "skipped" (the module looks like the pattern but was left alone for
+    ``reason``) or "absent" (the model has no such module, or liger_like has no kernel for it). ``error`` is the largest
+    relative difference between original and replacement that verify="numeric" found.
     """
 
     pattern: str
@@ -75,27 +75,30 @@ class Row:
 
 @dataclass(frozen=True)
 class PatchReport:
-    """What ``patch`` did to ``model``: print it, read its ``rows``, or use it as a context manager that unpatches."""
+    """Report of what ``patch`` did to ``model``.
+
+    Print it, read its ``rows``, or use it as a context manager that unpatches the model at the end.
+    """
 
     model: nn.Module = dataclasses.field(repr=False)
     rows: tuple[Row, ...]
 
     @property
     def patched(self) -> tuple[Row, ...]:
-        """The rows of modules that run kernels."""
+        """Return the rows of modules that run kernels."""
         return tuple(row for row in self.rows if row.status in (PATCHED, ALREADY))
 
     @property
     def skipped(self) -> tuple[Row, ...]:
-        """The other rows."""
+        """Return the rows of modules that run no kernel: status "skipped" or "absent"."""
         return tuple(row for row in self.rows if row.status not in (PATCHED, ALREADY))
 
     def to_dict(self) -> dict[str, Any]:
-        """The rows as plain data."""
+        """Return the model's class name and the rows as plain data, for JSON."""
         return {"model": type(self.model).__name__, "rows": [dataclasses.asdict(row) for row in self.rows]}
 
     def unpatch(self) -> None:
-        """``unpatch`` the model."""
+        """Restore the model, as ``liger_like.unpatch`` does."""
         unpatch(self.model)
 
     def __enter__(self) -> "PatchReport":
@@ -105,7 +108,7 @@ class PatchReport:
         self.unpatch()
 
     def __str__(self) -> str:
-        """A table, one line per row."""
+        """Return a table with one line per row."""
         lines = [tuple(field.name for field in dataclasses.fields(Row))]
         for row in self.rows:
             error = "" if row.error is None else f"{row.error:.1e}"
@@ -128,20 +131,20 @@ def patch(
     strict: bool = False,
     verify: str = "fingerprint",
 ) -> PatchReport:
-    """Let every recognised module of ``model`` run a kernel; what the model computes and how it is used stay the same.
+    """Patch every recognised module of ``model`` to run a kernel, and return the report.
 
-    A module is recognised by the form of its forward, confirmed by running original and replacement on a small module
-    of its class; ``verify="numeric"`` also runs both on the module itself, forward and backward, and leaves it alone if
-    they differ. In training with labels the loss is computed without logits, and the output's ``logits`` are None.
-    Attention obeys the masks that eager attention has, and where attention weights are wanted, eager attention computes
-    them. Calling it again patches what was not patched before.
+    The model computes the same results and is used in the same way. A module is recognised by the form of its forward.
+    The match is confirmed by running original and replacement, forward and backward, on a small module of the class.
+    ``verify="numeric"`` also runs both on the module itself and leaves it alone if they differ. In training with labels
+    the loss is computed without logits, and the output's ``logits`` are None. Attention obeys the masks of eager
+    attention; if attention weights are requested, eager attention runs. A second call patches modules that are new.
 
-    A module whose examination raises, say because another library has replaced a function of torch, is left alone, and
-    the report names the exception. Warns if no module runs a kernel, and of attention left alone for its dropout.
+    If examining a module raises, for example because another library replaced a function of torch, the module is left
+    alone and the report names the exception. Warns if no module runs a kernel, or if attention is skipped for dropout.
 
-    Raises TypeError if ``model`` is no torch.nn.Module, for an unknown option, and for a switch that is not a bool;
+    Raises TypeError if ``model`` is not a torch.nn.Module, an option is unknown or a switch is not a bool. Raises
     ValueError for an unknown ``verify``, or with ``strict=True`` if a module that looks like a pattern would be left
-    alone; then nothing is patched.
+    alone; the model is then unchanged.
     """
     if not isinstance(model, nn.Module):
         raise TypeError(f"model must be a torch.nn.Module, got {type(model).__name__}")
@@ -176,10 +179,10 @@ def patch(
 
 
 def unpatch(model: nn.Module) -> None:
-    """Give every patched module of ``model`` its own class back; harmless where nothing is patched.
+    """Restore the original class and config of every patched module of ``model``; do nothing if none is patched.
 
-    Raises TypeError if ``model`` is no torch.nn.Module; RuntimeError if another library has since put its own class on
-    top of a patched one (FSDP2's fully_shard does).
+    Raises TypeError if ``model`` is not a torch.nn.Module, and RuntimeError if another library has since subclassed a
+    patched class, as FSDP2's fully_shard does.
     """
     if not isinstance(model, nn.Module):
         raise TypeError(f"model must be a torch.nn.Module, got {type(model).__name__}")
@@ -195,14 +198,14 @@ def unpatch(model: nn.Module) -> None:
 
 
 class AutoModelForCausalLM:
-    """Load as ``transformers.AutoModelForCausalLM`` does, then patch; warn of the modules that are left alone.
+    """Factory like ``transformers.AutoModelForCausalLM`` that also patches; it warns if modules are left alone.
 
-    Keyword arguments that ``patch`` knows (``norm``, ``verify``, ...) go to it, all others to transformers.
+    Keyword arguments of ``patch`` (``norm``, ``verify``, ...) go to ``patch``, all others to transformers.
     """
 
     @classmethod
     def from_pretrained(cls, *args: Any, **kwargs: Any) -> Any:
-        """Load weights as transformers does and patch the model. Raises what ``patch`` raises for its options."""
+        """Return a patched model with the weights that transformers loads. Raises as ``patch`` does for its options."""
         from transformers import AutoModelForCausalLM as Auto
 
         options = _take_options(kwargs)
@@ -210,7 +213,7 @@ class AutoModelForCausalLM:
 
     @classmethod
     def from_config(cls, *args: Any, **kwargs: Any) -> Any:
-        """Make a model with random weights as transformers does and patch it. Raises what ``patch`` raises."""
+        """Return a patched model with random weights from a config. Raises as ``patch`` does for its options."""
         from transformers import AutoModelForCausalLM as Auto
 
         options = _take_options(kwargs)
@@ -232,7 +235,7 @@ def _patched(model: nn.Module, options: dict[str, Any]) -> nn.Module:
 
 
 def _warn(report: PatchReport) -> None:
-    """Warn the caller of ``patch`` if no module runs a kernel, or if attention does not because of its dropout."""
+    """Warn the caller of ``patch`` if no module runs a kernel, or if attention is skipped for its dropout."""
     if not report.patched:
         name = type(report.model).__name__
         warnings.warn(f"liger_like: no module of {name} runs a kernel; print the report for the reasons", stacklevel=4)
@@ -249,7 +252,7 @@ Fate = tuple[Row, tuple[nn.Module, type[Any]] | None]
 
 
 def _examine(recogniser: Recogniser, module: nn.Module, model: nn.Module, verify: str) -> list[Fate]:
-    """Return a row for ``module`` and each module that changes with it, each with the class it is to have."""
+    """Return a row and the new class for ``module`` and for each module that changes with it."""
     try:
         return _fates(recogniser, module, model, verify)
     except Exception as error:
@@ -261,7 +264,7 @@ def _examine(recogniser: Recogniser, module: nn.Module, model: nn.Module, verify
 
 
 def _fates(recogniser: Recogniser, module: nn.Module, model: nn.Module, verify: str) -> list[Fate]:
-    """Do the work of ``_examine``. Raises UnrecognisedError, and whatever the code of others raises."""
+    """Do the work of ``_examine``. Raises UnrecognisedError, and any exception of the model's own code."""
     origin = _origin(module)
     if origin is not None and origin.pattern != recogniser.pattern:
         return []
@@ -275,7 +278,8 @@ def _fates(recogniser: Recogniser, module: nn.Module, model: nn.Module, verify: 
         return [(fate(ALREADY, origin.variant), None)]
     variant = recogniser.variant(module, model)
     error = _verify(recogniser, module, variant, live=verify == "numeric")
-    already: list[Fate] = [] if origin is None else [(fate(ALREADY, origin.variant), None)]  # but a part is new
+    # a patched model may have a new head, which is still to be patched
+    already: list[Fate] = [] if origin is None else [(fate(ALREADY, origin.variant), None)]
     return already + [
         (fate(PATCHED, variant, part, error), _swap(part, recogniser.pattern, variant))
         for part, variant in recogniser.swaps(module, variant)
@@ -289,7 +293,7 @@ def _require_own_forward(module: nn.Module) -> None:
 
 
 def _looks_like(recogniser: Recogniser, module: nn.Module) -> bool:
-    """Return whether the report must mention ``module``; also if the module's own code, which may run, raises."""
+    """Return True if the report must mention ``module``, also if the module's own code raises here."""
     try:
         return recogniser.looks_like(module)
     except Exception:
@@ -299,7 +303,7 @@ def _looks_like(recogniser: Recogniser, module: nn.Module) -> bool:
 
 
 def _reason(error: Exception, module: nn.Module) -> str:
-    """Return why ``module`` is left alone, and which functions other libraries have replaced."""
+    """Return the reason why ``module`` is left alone, with the functions that other libraries have replaced."""
     reasons = [str(error)]
     if not isinstance(error, UnrecognisedError):
         if raise_errors:
@@ -310,9 +314,9 @@ def _reason(error: Exception, module: nn.Module) -> str:
 
 
 def _examine_attention(model: nn.Module, verify: str) -> tuple[list[Row], dict[int, bool]]:
-    """Return a row for each attention, and for the config of each, by id, whether it is to name the implementation.
+    """Return a row for each attention module, and by id of each config whether it is to name the implementation.
 
-    All modules of one config have one implementation, so those that are recognised are left alone beside others.
+    All modules of a config share its implementation: one unrecognised module keeps the others from being patched.
     """
     found: list[tuple[Any, Row]] = []
     for module in (module for module in model.modules() if _looks_like(ATTENTION, module)):
@@ -340,11 +344,14 @@ def _examine_attention(model: nn.Module, verify: str) -> tuple[list[Row], dict[i
 
 
 def _verify(recogniser: Recogniser, module: nn.Module, variant: str, *, live: bool) -> float | None:
-    """Try the replacement on a miniature, once per class, and if ``live`` on ``module``: the error of the latter."""
+    """Try the replacement on a miniature, once per class; if ``live``, return its error on ``module`` itself.
+
+    Raises UnrecognisedError if original and replacement differ.
+    """
     methods = recogniser.methods(type(module), variant)
     key = (type(module), recogniser.pattern, variant)
     training = [(part, part.training) for part in module.modules()]
-    # the trials draw from the CPU's generator alone and leave it as it was; without dropout, so that two runs can agree
+    # trials use only the CPU generator, whose state is restored; they run without dropout, so that two runs can agree
     with torch.random.fork_rng(devices=[]), torch.enable_grad():
         torch.default_generator.manual_seed(0)
         if key not in _confirmed:
@@ -355,7 +362,7 @@ def _verify(recogniser: Recogniser, module: nn.Module, variant: str, *, live: bo
         if not live:
             return None
         if any(p.is_meta or not p.is_floating_point() or hasattr(p, "device_mesh") for p in module.parameters()):
-            raise UnrecognisedError("verify='numeric' needs whole floating-point weights")
+            raise UnrecognisedError("verify='numeric' needs floating-point weights, neither sharded nor on meta")
         try:
             return _compare(recogniser.trial(module.eval(), variant, methods), "the module")
         finally:
@@ -364,7 +371,10 @@ def _verify(recogniser: Recogniser, module: nn.Module, variant: str, *, live: bo
 
 
 def _compare(trial: Trial, what: str) -> float:
-    """The largest relative difference of outputs and gradients. Raises UnrecognisedError if it is no rounding."""
+    """Return the largest relative difference of outputs and gradients.
+
+    Raises UnrecognisedError if the difference is more than rounding, or if a dtype or shape differs.
+    """
     errors = []
     for expected, got in zip(_results(trial.original, trial), _results(trial.replacement, trial), strict=True):
         if (expected.dtype, expected.shape) != (got.dtype, got.shape):
@@ -374,25 +384,25 @@ def _compare(trial: Trial, what: str) -> float:
         difference, norm = (got.double() - expected.double()).norm(), expected.double().norm()
         errors.append(difference / norm.clamp(min=torch.finfo(torch.float64).tiny))
     error, bound = float(torch.stack(errors).max()), 4 * torch.finfo(trial.inputs[0].dtype).eps
-    if not error <= bound:  # a NaN is none either
+    if not error <= bound:  # true for a NaN, too
         reason = f"on {what} the replacement differs by {error:.1e} (relative), more than {bound:.1e}"
         raise UnrecognisedError("; ".join((reason, *replaced_in_torch())))
     return error
 
 
 def _results(function: Any, trial: Trial) -> list[Tensor]:
-    """Outputs of ``function`` and the gradients of inputs and parameters, for the same random upstream gradient."""
+    """Return the outputs of ``function``, and the gradients of inputs and parameters for a fixed random upstream."""
     inputs = [x.detach().requires_grad_() for x in trial.inputs]
     outputs = function(*inputs)
     outputs = list(outputs) if isinstance(outputs, tuple) else [outputs]
-    generator = torch.Generator("cpu").manual_seed(1)  # not the seed of the inputs
+    generator = torch.Generator("cpu").manual_seed(1)  # differs from the seed of the inputs
     upstream = [torch.randn(y.shape, generator=generator, device="cpu").to(y) for y in outputs]
     leaves = [x for x in (*inputs, *trial.parameters) if x.requires_grad]
     return [y.detach() for y in (*outputs, *torch.autograd.grad(outputs, leaves, upstream, materialize_grads=True))]
 
 
 def _become(module: Any, cls: type[Any]) -> None:
-    """Make ``module`` a ``cls``, also where it holds the forward of its class."""
+    """Set the class of ``module``, and rebind the class's forward where the instance holds it."""
     rebind_forward(module, cls)
     module.__class__ = cls
 
@@ -404,7 +414,7 @@ def _swap(module: Any, pattern: str, variant: str) -> tuple[nn.Module, type[Any]
 
 @functools.cache
 def _subclass(cls: Any, pattern: str, variant: str) -> type[Any]:
-    """A subclass of ``cls`` that passes for it and has the methods of the pattern's variant."""
+    """Return a subclass of ``cls`` with the same name and the methods of the pattern's variant."""
     own: dict[str, Any] = {"__module__": cls.__module__, "__qualname__": cls.__qualname__, "__doc__": cls.__doc__}
     own |= {"_liger_like": _Origin(cls, pattern, variant), "__reduce_ex__": _reduce_ex}
     return types.new_class(
@@ -413,7 +423,7 @@ def _subclass(cls: Any, pattern: str, variant: str) -> type[Any]:
 
 
 def _reduce_ex(self: Any, protocol: Any) -> Any:
-    """Pickle and copy by way of the original class: the patched one cannot be found by its name."""
+    """Reduce through the original class: pickle finds a class by its name, which finds the original."""
     origin = type(self)._liger_like
     return _instance, tuple(origin), *origin.cls.__reduce_ex__(self, protocol)[2:]
 
@@ -424,7 +434,7 @@ def _instance(cls: Any, pattern: str, variant: str) -> Any:
 
 
 def _grouped(rows: list[Row]) -> list[Row]:
-    """Rows that differ in ``count`` and ``error`` alone, as one."""
+    """Return the rows with equal ones merged: counts are added, and the largest error is kept."""
     groups: dict[Row, list[Row]] = {}
     for row in rows:
         groups.setdefault(dataclasses.replace(row, error=None), []).append(row)

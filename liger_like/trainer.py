@@ -1,4 +1,4 @@
-"""Patching by transformers' Trainer, and by those of TRL that are made from it."""
+"""Callback that patches a model in transformers' Trainer and in the trainers of TRL."""
 
 from typing import Any
 
@@ -10,12 +10,12 @@ from liger_like.patching import PatchReport, patch
 
 
 class PatchCallback(TrainerCallback):
-    """Patch the model when training begins and print the report; ``options`` are those of ``patch``.
+    """Callback that patches the model when training begins and prints the report; takes the options of ``patch``.
 
-    By then adapters are on the model and it is sharded. It stays patched after training: ``report.unpatch()`` restores
-    it. An evaluation before training runs the unpatched model.
+    At that time the adapters are in place and the model is sharded. The model stays patched after training;
+    ``report.unpatch()`` restores it. An evaluation before training runs the unpatched model.
 
-    Raises TypeError or ValueError for options that ``patch`` does not take.
+    Raises TypeError or ValueError for invalid options of ``patch``.
     """
 
     def __init__(self, **options: Any) -> None:
@@ -26,7 +26,7 @@ class PatchCallback(TrainerCallback):
     def on_train_begin(
         self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any
     ) -> None:
-        """Patch ``kwargs["model"]``."""
+        """Patch ``kwargs["model"]`` and print the report on the main process."""
         model: nn.Module = kwargs["model"]
         self.report = patch(model, **self.options)
         if state.is_world_process_zero:

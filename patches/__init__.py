@@ -1,4 +1,4 @@
-"""Recognisers: one file per pattern says what it recognises and what runs in its place."""
+"""Recognisers, one file per pattern: each defines which modules match and which methods replace theirs."""
 
 import copy
 from collections.abc import Callable
@@ -11,16 +11,16 @@ from torch.distributed.fsdp import FSDPModule
 
 
 class UnrecognisedError(Exception):
-    """A module is left alone; the message is the reason that the report gives."""
+    """Signal that a module is left alone; the message is the reason in the report."""
 
 
 class NothingToDoError(UnrecognisedError):
-    """A module only looks like the pattern: there is nothing that a kernel could replace."""
+    """Signal that a module only looks like the pattern: it has nothing that a kernel could replace."""
 
 
 @dataclass(frozen=True)
 class Trial:
-    """Two functions that must agree on ``inputs``: in the outputs and in the gradients of inputs and parameters."""
+    """Pair of functions that must agree on ``inputs``: in outputs and in gradients of inputs and ``parameters``."""
 
     original: Callable[..., Any]
     replacement: Callable[..., Any]
@@ -29,50 +29,50 @@ class Trial:
 
 
 class Recogniser:
-    """A pattern of modules and the methods that replace theirs."""
+    """Base class of a pattern: recognises modules and makes the methods that replace theirs."""
 
     pattern: str
-    options: tuple[str, ...]  # the arguments of ``patch`` that turn it off; it is reported under the first
-    state: tuple[str, ...] = ()  # instance attributes that the methods leave behind; unpatching removes them
+    options: tuple[str, ...]  # arguments of ``patch`` that must all be True; the report lists it under the first
+    state: tuple[str, ...] = ()  # instance attributes that the replaced methods set; ``unpatch`` removes them
 
     def forget(self, module: nn.Module) -> None:
-        """Remove what the methods left behind on an unpatched ``module``."""
+        """Remove the instance attributes ``state`` from an unpatched ``module``."""
         for name in self.state:
             vars(module).pop(name, None)
 
     def depends_on(self, module: nn.Module, model: nn.Module) -> list[nn.Module]:
-        """List the modules of ``model`` whose own forward must run for a kernel to run in ``module``."""
+        """Return the modules of ``model`` whose forward must not be replaced if ``module`` is to run a kernel."""
         return [module]
 
     def looks_like(self, module: nn.Module) -> bool:
-        """Whether a user would expect ``module`` to match, so that a report must say why it does not."""
+        """Return True if a user would expect ``module`` to match: then the report says why it does not."""
         raise NotImplementedError
 
     def variant(self, module: nn.Module, model: nn.Module) -> str:
-        """The variant of the pattern that ``module``, a part of ``model``, is. Raises UnrecognisedError."""
+        """Return the variant that ``module``, a part of ``model``, matches. Raises UnrecognisedError."""
         raise NotImplementedError
 
     def swaps(self, module: nn.Module, variant: str) -> list[tuple[nn.Module, str]]:
-        """The modules whose class changes when ``module`` is patched, each with the variant it becomes."""
+        """Return the modules whose class changes when ``module`` is patched, each with its variant."""
         return [(module, variant)]
 
     def methods(self, cls: type[Any], variant: str) -> dict[str, Any]:
-        """What a subclass of ``cls`` overrides to be ``variant``."""
+        """Return the attributes, by name, that the patched subclass of ``cls`` overrides for ``variant``."""
         raise NotImplementedError
 
     def miniature(self, module: nn.Module, variant: str) -> nn.Module:
-        """A small fp32 module on the CPU that runs the forward of ``module``'s class."""
+        """Return a small fp32 module on the CPU that can run the forward of ``module``'s class."""
         raise NotImplementedError
 
     def trial(self, module: nn.Module, variant: str, methods: dict[str, Any]) -> Trial:
-        """The original and its replacement on ``module``, live or miniature, with random inputs that suit it."""
+        """Return a trial of original and replacement on ``module``, live or miniature, with random inputs."""
         raise NotImplementedError
 
 
 def bare(cls: type[nn.Module], **attributes: Any) -> nn.Module:
-    """An instance of ``cls`` that has only these attributes: all that a recognised forward reads.
+    """Return an instance of ``cls`` with only these attributes: a recognised forward reads no others.
 
-    Where FSDP2 made the class of a sharded module, it is one of the class below, whose parameters are whole.
+    If FSDP2 made ``cls``, the instance has the class beneath it, whose parameters are not sharded.
     """
     module: nn.Module = object.__new__(next(c for c in cls.__mro__ if not issubclass(c, FSDPModule)))  # type: ignore[assignment]
     nn.Module.__init__(module)
@@ -82,29 +82,29 @@ def bare(cls: type[nn.Module], **attributes: Any) -> nn.Module:
 
 
 def with_methods(module: nn.Module, methods: dict[str, Any]) -> nn.Module:
-    """A copy of ``module`` with other methods; they share their parameters."""
+    """Return a copy of ``module`` with these methods; copy and original share their parameters."""
     changed = copy.copy(module)
-    vars(changed).pop("forward", None)  # hooks around that of the original
+    vars(changed).pop("forward", None)  # an instance attribute (accelerate's hooks) would hide the new method
     changed.__class__ = type(type(module).__name__, (type(module),), methods)
     return changed
 
 
 def random_parameter(*shape: int) -> nn.Parameter:
-    """Normal random fp32 values on the CPU, whatever the default dtype and device are."""
+    """Return a parameter of normal random values, fp32 on the CPU whatever the default dtype and device are."""
     return nn.Parameter(torch.randn(*shape, device="cpu", dtype=torch.float32))
 
 
 def random_like(parameter: Tensor, *shape: int) -> Tensor:
-    """Normal random values, drawn on the CPU, in the dtype and on the device of ``parameter``."""
+    """Return normal random values, drawn on the CPU, with the dtype and device of ``parameter``."""
     return torch.randn(*shape, device="cpu", dtype=torch.float32).to(parameter)
 
 
 def original(cls: Any) -> Any:
-    """The class that a patched one was made from; others themselves."""
+    """Return the class that the patched class ``cls`` was made from, or ``cls`` if it is not patched."""
     origin = getattr(cls, "_liger_like", None)
     return cls if origin is None else origin.cls
 
 
 def where(function: Callable[..., Any]) -> str:
-    """The full name of ``function``, for a reason."""
+    """Return the full name of a function or class, for use in a reason."""
     return f"{getattr(function, '__module__', '?')}.{getattr(function, '__qualname__', repr(function))}"

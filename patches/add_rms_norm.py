@@ -1,7 +1,7 @@
-"""Decoder layers that add to the residual stream and normalise the sum: both in one kernel.
+"""Recogniser for decoder layers that add to the residual stream and normalise the sum: one kernel does both.
 
 The layer's class gets a copy of its own forward in which ``x = residual + y``, ``residual = x``, ``x = self.norm(x)``
-are one assignment. Where something is hooked to the norm, or the kernel would not do the same, they are done apart.
+become one assignment. If the norm has a hook, or the kernel would compute something else, sum and norm run separately.
 """
 
 import ast
@@ -22,24 +22,24 @@ NORM = RMSNorm()
 
 
 class Sites(NamedTuple):
-    """The names of the norms that follow an addition, and a forward's code with one call in place of both."""
+    """Names of the norms that follow an addition, and the forward's code with one call for each addition and norm."""
 
     norms: tuple[str, ...]
     code: CodeType
 
 
 class AddRMSNorm(Recogniser):
-    """Layers with residual connections around RMSNorms."""
+    """Recogniser for layers that normalise a residual sum with an RMSNorm."""
 
     pattern = "add_rms_norm"
     options = ("norm",)
 
     def looks_like(self, module: nn.Module) -> bool:
-        """None: norms are reported of their own."""
+        """Return False: the report lists the norms by themselves."""
         return False
 
     def variant(self, module: nn.Module, model: nn.Module) -> str:
-        """The patterns of the norms."""
+        """Return the names of the norms' patterns, joined by commas. Raises UnrecognisedError."""
         cls: Any = type(module)
         variants = [NORM.variant(getattr(module, name), model) for name in _sites(cls).norms]
         if not {*variants} <= MODES.keys():
@@ -47,18 +47,18 @@ class AddRMSNorm(Recogniser):
         return ", ".join(variants)
 
     def methods(self, cls: Any, variant: str) -> dict[str, Any]:
-        """The forward of ``cls`` with one call for each addition and norm."""
+        """Return the forward of ``cls`` with one call for each addition and norm."""
         forward: Any = plain_forward(cls)
         return {"forward": with_globals(forward, {NAME: _add_and_normalise}, _sites(cls).code)}
 
     def miniature(self, module: nn.Module, variant: str) -> nn.Module:
-        """Norms of 8 features."""
+        """Return a layer that has only its norms, over 8 features."""
         cls: Any = type(module)
         names = zip(_sites(cls).norms, variant.split(", "), strict=True)
         return bare(cls, **{name: NORM.miniature(getattr(module, name), of_norm) for name, of_norm in names})
 
     def trial(self, module: nn.Module, variant: str, methods: dict[str, Any]) -> Trial:
-        """Six rows, added and normalised by each of the norms."""
+        """Return a trial with six rows, added and normalised by each of the norms."""
         cls: Any = type(module)
         norms = [getattr(module, name) for name in _sites(cls).norms]
         kinds = zip(norms, variant.split(", "), strict=True)
@@ -85,7 +85,7 @@ def _add_and_normalise(norm: Any, x: Any, residual: Tensor) -> tuple[Tensor, Ten
 
 @functools.cache
 def _sites(cls: Any) -> Sites:
-    """Raises UnrecognisedError where no sum is kept and normalised."""
+    """Find the additions followed by a norm. Raises UnrecognisedError if there are none."""
     forward, norms = plain_forward(cls), []
     if forward is None:
         raise UnrecognisedError(f"{where(cls.forward)} is decorated")
@@ -110,5 +110,5 @@ def _sites(cls: Any) -> Sites:
                 body[index : index + 3] = [ast.copy_location(ast.Assign([targets], call), body[index])]
                 norms.append(norm.attr)
     if not norms:
-        raise UnrecognisedError(f"{where(forward)} normalises no sum that it keeps")
+        raise UnrecognisedError(f"{where(forward)} does not normalise a residual sum that it keeps")
     return Sites(tuple(reversed(norms)), compiled(forward, definition))

@@ -1,9 +1,8 @@
-"""Attention of every family that calls transformers' attention interface, and the masks that it is given.
+"""Recogniser for modules that call transformers' attention interface, with its attention and mask functions.
 
-Under the name ``liger_like`` an attention function and a mask function are registered; a config that names them makes
-its model call both. The masks say all there is to know about which query sees which key, as they do for eager
-attention. Those that come to a window, padding and keys from one to another, as documents have, are never made; others
-are, as a bias.
+Both functions are registered with transformers as ``liger_like``; a config with that name makes its model call them.
+As for eager attention, the mask alone determines which query sees which key. A mask that is a window, padding and a key
+range per query (documents) stays a ``Mask`` and is never materialised; any other mask becomes a bias tensor.
 """
 
 import inspect
@@ -26,7 +25,7 @@ from liger_like.patches.attention_source import (
 from liger_like.runtime.support import autocast_dtype
 
 NAME = "liger_like"
-# keywords that a family may pass: those that matter, and those that the mask and the shapes know better
+# keywords that a family may pass: SCORES change the scores, the others repeat what the mask and the shapes say
 SCORES = {"dropout", "s_aux", "scaling", "softcap"}
 KEYWORDS = SCORES | {
     "attention_mask", "cu_seq_lens_k", "cu_seq_lens_q", "deterministic", "is_causal", "max_length_k", "max_length_q",
@@ -35,16 +34,17 @@ KEYWORDS = SCORES | {
 EAGER = {"module", "query", "key", "value", "kwargs"}
 VARIANTS = {"s_aux": "sinks", "softcap": "softcap"}
 UNKNOWN_MASK = "context_parallel knows causal masks, windows and documents; this model has another mask"
-context: Any = None  # the context_parallel in which models are called
+context: Any = None  # the active context_parallel, if any
 
 
 class Mask(NamedTuple):
-    """Which query sees which key: those of a window around its own position, counted from the end, that are no padding
-    and in its span.
+    """Attention mask in parts: a query sees the keys in its window and its span that are not padding.
 
-    ``left`` and ``right``: keys beside the query's, -1: all. ``padding`` [B, Sk]: False for keys that nobody sees.
-    ``spans`` [2, B, S]: a query's first key and the one behind the last, in int32. ``in_spans``: no span has padding.
-    ``context``: the context_parallel whose processes have the other keys; kept here for what is recomputed behind it.
+    ``left``, ``right``: window, the number of keys before and after the query's own position; -1 is unbounded.
+    Positions are aligned at the end: the last query has the position of the last key.
+    ``padding`` [B, Sk]: bool, False for keys that no query sees.
+    ``spans`` [2, B, S]: int32, first key and exclusive end for each query. ``in_spans``: ``spans`` exclude all padding.
+    ``context``: the context_parallel whose processes hold the other keys, kept for a recomputation after it has ended.
     """
 
     left: int = -1
@@ -56,20 +56,20 @@ class Mask(NamedTuple):
 
     @property
     def ndim(self) -> int:
-        """That of masks that transformers hands on as they are."""
+        """Return 4: transformers passes 4-d masks on unchanged."""
         return 4
 
     @property
     def shape(self) -> tuple[int, ...]:
-        """Of no meaning; transformers looks at it when a mask comes back to it."""
+        """Return zeros: transformers reads the shape of a mask that it gets back, but does not use the sizes."""
         return (0,) * self.ndim
 
     def contiguous(self) -> "Mask":
-        """Itself."""
+        """Return the mask itself, in place of a contiguous tensor."""
         return self
 
     def bias(self, query: Tensor, key: Tensor, hidden: float) -> Tensor:
-        """[1 or B, 1, S, Sk] to be added to scores: 0 for keys that are seen, else ``hidden``."""
+        """Return a bias [1 or B, 1, S, Sk] for the scores: 0 for visible keys, else ``hidden``."""
         S, Sk = query.shape[2], key.shape[2]
         queries, keys = (torch.arange(n, device=query.device) for n in (S, Sk))
         distance = keys - (queries + Sk - S)[:, None]
@@ -94,7 +94,10 @@ def make_mask(
     batch_size: int, q_length: int, kv_length: int, q_offset: Any = 0, kv_offset: int = 0, *,
     mask_function: Callable[..., Any], attention_mask: Any = None, dtype: torch.dtype = torch.float32, **options: Any,
 ) -> Any:  # fmt: skip
-    """The mask function: a Mask, or a bias [B, 1, S, Sk] where no Mask comes to the same."""
+    """Return a Mask, or a bias [B, 1, S, Sk] if no Mask is equivalent: the registered mask function.
+
+    Raises ValueError in context_parallel for a mask that is not causal, or with an ``attention_mask``.
+    """
     from transformers.masking_utils import prepare_padding_mask, sdpa_mask
     from transformers.utils.import_utils import is_tracing
 
@@ -105,14 +108,15 @@ def make_mask(
         return _across_processes(mask, attention_mask)
     layer_types = getattr(options.get("config"), "layer_types", None) or ()
     if "linear_attention" in layer_types and isinstance(attention_mask, Tensor):
-        # transformers may ask the cache of a linear layer for the number of keys, which is 0; the padding mask has it
+        # transformers may take the number of keys from the cache of a linear layer, which says 0; the padding mask
+        # has the right number
         missing = max(0, attention_mask.shape[-1] - kv_offset - kv_length)
         q_offset, kv_length = q_offset + missing, kv_length + missing
-    # a static cache has room behind the last query, and its offset may be on the device: then positions are not known
+    # a static cache has room after the last query, and its offset may be a device tensor: then positions are unknown
     ends_together = isinstance(q_offset, int) and q_offset + q_length == kv_offset + kv_length
     if mask is None and ends_together and q_length == kv_length and kv_offset == 0 and not options.get("use_vmap"):
         mask = _searched(mask_function, batch_size, q_length, options.get("device"))
-    # a caller that lets no mask be skipped goes on to combine it; that of packed documents never is
+    # a caller that forbids skipping goes on to combine the mask; for packed documents skipping is always forbidden
     may_skip = options.get("allow_is_bidirectional_skip", options.get("allow_is_causal_skip", True))
     if mask is not None and not may_skip and mask.spans is None:
         mask = None
@@ -132,21 +136,26 @@ def make_mask(
 
 
 def _across_processes(mask: Mask | None, padding: Tensor | None) -> Mask:
-    """``mask`` without documents, which positions of a part of the tokens do not tell. Raises ValueError."""
+    """Return ``mask`` with its window alone, for context_parallel.
+
+    Its spans are dropped: one process's positions do not determine documents. Raises ValueError for an unsupported
+    mask or for padding.
+    """
     if mask is None or mask.right != 0:
         raise ValueError(UNKNOWN_MASK)
     if padding is not None:
-        raise ValueError("in context_parallel a model takes no attention_mask: give it what .shard returns")
+        raise ValueError("attention_mask must not be given in context_parallel: pass the inputs that .shard returns")
     return Mask(mask.left, 0, context=context)
 
 
 def _without(mask: Mask, padding: Tensor, rows: int) -> Mask:
-    """``mask`` for keys that are hidden where ``padding`` is False: by spans, which all kernels take, where those that
-    are not hidden are neighbours.
+    """Return ``mask`` restricted to the keys where ``padding`` [B, Sk] is True.
+
+    If each row's visible keys are contiguous, the result has spans, which all kernels take.
     """
     ends = torch.stack((padding.int().argmax(-1), padding.shape[1] - padding.flip(-1).int().argmax(-1)))
     one_piece = padding.sum(-1) == ends[1] - ends[0]
-    nothing_hidden, in_spans = torch.stack((padding.all(), one_piece.all())).tolist()  # the one wait for the GPU
+    nothing_hidden, in_spans = torch.stack((padding.all(), one_piece.all())).tolist()  # synchronises once for both
     if nothing_hidden:
         return mask
     if not in_spans:
@@ -156,21 +165,21 @@ def _without(mask: Mask, padding: Tensor, rows: int) -> Mask:
 
 
 def _cut(spans: Tensor | None, ends: Tensor) -> Tensor:
-    """``spans`` [2, B, S] as far as they lie within ``ends``."""
+    """Return the intersection of ``spans`` and ``ends``, both [2, B, S], in int32."""
     if spans is not None:
         ends = torch.stack((torch.maximum(ends[0], spans[0]), torch.minimum(ends[1], spans[1])))
     return ends.int()
 
 
 def _recognised(function: Callable[..., Any]) -> Mask | None:
-    """The Mask that one of transformers' functions of (batch, head, query, key) comes to, if one does."""
+    """Return the Mask equivalent to one of transformers' functions of (batch, head, query, key), or None."""
     from transformers.masking_utils import bidirectional_mask_function, causal_mask_function
 
     if function is causal_mask_function:
         return Mask(right=0)
     if function is bidirectional_mask_function:
         return Mask()
-    # torch.compile does not show what a closure holds
+    # under torch.compile the variables of a closure cannot be read
     if torch.compiler.is_compiling() or function.__module__ != causal_mask_function.__module__:
         return None
     held = inspect.getclosurevars(function).nonlocals
@@ -179,7 +188,7 @@ def _recognised(function: Callable[..., Any]) -> Mask | None:
             return Mask(left=held["sliding_window"] - 1)
         case "sliding_window_bidirectional_overlay":
             return Mask(held["sliding_window"], held["sliding_window"])
-        case "remap_positions_for_packed_sequence":  # positions rise by one within a document
+        case "remap_positions_for_packed_sequence":  # changes no distance: positions rise by one within a document
             return _recognised(held["mask_function"])
         case "packed_sequence_mask_function":
             documents = held["packed_sequence_mask"]
@@ -192,7 +201,7 @@ def _recognised(function: Callable[..., Any]) -> Mask | None:
 
 
 def _intersection(masks: list[Any]) -> Mask | None:
-    """The one Mask that comes to all of ``masks``; None where two of them say something about the same."""
+    """Return the Mask equivalent to all of ``masks`` together, or None if two of them set the same field."""
     fields: dict[str, Any] = {}
     for mask in masks:
         said = {name: value for name, value in mask._asdict().items() if value is not Mask._field_defaults[name]}
@@ -203,24 +212,23 @@ def _intersection(masks: list[Any]) -> Mask | None:
 
 
 def _searched(function: Callable[..., Any], batch: int, rows: int, device: Any) -> Mask | None:
-    """The Mask that one of transformers' own intersections comes to, for as many keys as queries; what it holds, which
-    torch.compile does not show, is not looked at.
+    """Return the Mask of one of transformers' own intersections by evaluating it, for as many keys as queries.
 
-    A caller's functions are called with ``use_vmap`` alone. Windows, chunks and documents, within positions that rise
-    by one in each, are what else there is: then a query sees all keys from one before it, or itself, to one behind, and
-    how far those are is found digit by digit.
+    The closure is not read, which torch.compile does not allow. Without ``use_vmap`` an intersection consists of
+    windows, chunks and documents. So each query sees a contiguous range of keys around its own position. The distance
+    to either end of the range is found digit by digit, in base 64. Returns None for any other function.
     """
     from transformers.masking_utils import causal_mask_function
 
     if function.__name__ != "and_mask":
         return None
-    # of a nested function, older versions of torch.compile show the name alone
+    # older versions of torch.compile know only the name of a nested function, not its module
     if not torch.compiler.is_compiling() and function.__module__ != causal_mask_function.__module__:
         return None
     b, queries = torch.arange(batch, device=device)[:, None, None], torch.arange(rows, device=device)[:, None]
     side, digits = torch.arange(-1, 2, 2, device=device).view(2, 1, 1, 1), torch.arange(1, 64, device=device)
     seen = torch.zeros(2, batch, rows, 1, dtype=torch.int64, device=device)
-    for unit in (64**4, 64**3, 64**2, 64, 1):  # whatever the length: one graph for all
+    for unit in (64**4, 64**3, 64**2, 64, 1):  # independent of the length, so one graph serves all lengths
         keys = queries + side * (seen + unit * digits)
         inside = (keys >= 0) & (keys < rows)
         found = inside & function(b, 0, queries, keys.clamp(0, rows - 1))
@@ -229,8 +237,9 @@ def _searched(function: Callable[..., Any], batch: int, rows: int, device: Any) 
 
 
 def _within_documents(spans: Tensor | None, query: Tensor, key: Tensor, cu_q: Tensor, cu_k: Tensor) -> Tensor:
-    """``spans`` cut where documents end, which start at ``cu_q`` and ``cu_k`` in the rows of a batch one after the
-    other.
+    """Return ``spans`` intersected with the documents, whose offsets in the flattened batch are ``cu_q`` and ``cu_k``.
+
+    Returns int32 [2, B, S].
     """
     B, S = query.shape[0], query.shape[2]
     document = torch.bucketize(torch.arange(B * S, device=query.device), cu_q, right=True)
@@ -242,18 +251,24 @@ def _within_documents(spans: Tensor | None, query: Tensor, key: Tensor, cu_q: Te
 def attend(
     module: nn.Module, query: Tensor, key: Tensor, value: Tensor, attention_mask: Any = None, **options: Any
 ) -> tuple[Tensor, Tensor | None]:
-    """The attention function: ``query`` [B, H, S, D] over ``key`` and ``value`` [B, Hk, Sk, ...] -> [B, S, H, Dv].
+    """Compute attention of ``query`` [B, H, S, D] over ``key``, ``value`` [B, Hk, Sk, ...]: the registered function.
 
-    ``attention_mask``: a Mask, or a tensor broadcastable to [B, H, S, Sk], bool or to be added to the scores. None is
-    what modules without masks have; the causal ones among them see the keys up to their own position. Dropout and
-    attention weights are left to the eager function of the module's family, which knows no other options either.
+    Returns the output [B, S, H, Dv] and None, or attention weights if the eager function runs.
+
+    ``attention_mask``: a Mask, or a tensor broadcastable to [B, H, S, Sk], bool or added to the scores. If it is None,
+    a causal module sees the keys up to the query's position, and any other module sees all keys. Dropout and attention
+    weights are computed by the eager function of the module's family.
+
+    Raises TypeError for ``cache`` or ``position_bias``, and ValueError in context_parallel for an unsupported mask,
+    dropout or attention weights.
     """
     options = {name: option for name, option in options.items() if option is not None}
     if foreign := options.keys() & {"cache", "position_bias"}:
         raise TypeError(f"liger_like's attention takes no {foreign.pop()}: unpatch, or patch with attention=False")
     S, mask = query.shape[2], attention_mask
     if mask is None and S > 1 and options.get("is_causal", getattr(module, "is_causal", True)):
-        mask, key, value = Mask(right=0, context=context), key[:, :, :S], value[:, :, :S]  # counted from the first key
+        # without a mask, positions are aligned at the first key
+        mask, key, value = Mask(right=0, context=context), key[:, :, :S], value[:, :, :S]
     elif mask is None:
         mask = Mask(context=context)
     elif isinstance(mask, Tensor) and mask.dtype == torch.bool:
@@ -282,13 +297,13 @@ def attend(
         scores |= {"window": (mask.left, mask.right), "spans": mask.spans}
         scores |= {"key_padding_mask": None if mask.in_spans else mask.padding}
     out: Any = flash_attention(q, k, v, **scores)
-    return out.contiguous(), None  # kernels' output is; some families call view on it
+    return out.contiguous(), None  # some families call view on it; a kernel's output is contiguous already
 
 
 def _eager(
     module: nn.Module, query: Tensor, key: Tensor, value: Tensor, mask: Any, options: dict[str, Any]
 ) -> tuple[Tensor, Tensor | None]:
-    """What the family computes without kernels. Hidden keys have the least score, as a softmax without keys is NaN."""
+    """Run the family's eager function. Hidden keys get the least finite score: a softmax over no keys is NaN."""
     least = torch.finfo(query.dtype).min
     bias = mask.bias(query, key, least) if isinstance(mask, Mask) else mask.clamp(min=least)
     eager: Any = eager_function(type(module))
@@ -296,7 +311,7 @@ def _eager(
 
 
 def register() -> None:
-    """Make the name known to transformers; harmless when it is."""
+    """Register both functions with transformers as NAME; repeated calls are harmless."""
     from transformers import AttentionInterface, AttentionMaskInterface
 
     AttentionInterface.register(NAME, attend)
@@ -304,20 +319,20 @@ def register() -> None:
 
 
 class Attention(Recogniser):
-    """Modules that call transformers' attention interface, of a family whose eager function computes what it does."""
+    """Recogniser for modules that call transformers' attention interface and whose eager function agrees with ours."""
 
     pattern = "attention"
     options = ("attention",)
 
     def looks_like(self, module: nn.Module) -> bool:
-        """Any module that calls the interface, and any attention, by name, without a part that is one."""
+        """Return True for modules that call the interface, and for innermost modules named like attention."""
         parts = [part for name, part in module.named_modules() if name]
         return eager_function(type(module)) is not None or (
             _is_attention(module) and not any(_is_attention(part) for part in parts)
         )
 
     def variant(self, module: nn.Module, model: nn.Module) -> str:
-        """What its scores have."""
+        """Return "plain", or the extras of its scores: sinks, softcap. Raises UnrecognisedError."""
         cls: Any = type(module)
         config, eager = getattr(module, "config", None), eager_function(cls)
         if eager is None:
@@ -326,43 +341,46 @@ class Attention(Recogniser):
             raise UnrecognisedError("it has no transformers config")
         taken = {*keywords_of(cls), *inspect.signature(eager).parameters} - EAGER
         if taken - KEYWORDS:
-            raise UnrecognisedError(f"its family's attention has {', '.join(sorted(taken - KEYWORDS))}")
+            raise UnrecognisedError(f"its attention has unsupported arguments: {', '.join(sorted(taken - KEYWORDS))}")
         owners: dict[Any, None] = {type(m): None for m in model.modules() if getattr(m, "config", None) is config}
         for owner in owners:
             if not getattr(owner, "_supports_attention_backend", True):
-                raise UnrecognisedError(f"{where(owner)} does not support it")
+                raise UnrecognisedError(f"{where(owner)} does not support other attention implementations")
             if looks_into_a_mask_it_makes(owner):
-                raise UnrecognisedError(f"{where(owner.forward)} does more with a mask than to pass it on")
+                raise UnrecognisedError(f"{where(owner.forward)} uses a mask for more than passing it on")
         if looks_into_its_mask(cls):
-            raise UnrecognisedError(f"{where(cls.forward)} does more with its mask than to pass it on")
+            raise UnrecognisedError(f"{where(cls.forward)} uses its mask for more than passing it on")
         if getattr(config, "output_attentions", False):
-            raise UnrecognisedError("its config asks for attention weights, which are never in memory")
+            raise UnrecognisedError("its config asks for attention weights, which the kernels never store")
         options = options_of(module, SCORES)
         if options.get("dropout"):
             raise UnrecognisedError(f"its attention has dropout, {options['dropout']}")
         if not isinstance(options.get("scaling"), int | float | None):
-            raise UnrecognisedError(f"its scaling is a {type(options['scaling']).__name__}")
+            raise UnrecognisedError(f"its scaling is a {type(options['scaling']).__name__}, not a number")
         return ", ".join(shown for name, shown in VARIANTS.items() if options.get(name) is not None) or "plain"
 
     def methods(self, cls: type[Any], variant: str) -> dict[str, Any]:
-        """None: the module's config changes."""
+        """Return no methods: the module's config changes instead."""
         return {}
 
     def miniature(self, module: nn.Module, variant: str) -> nn.Module:
-        """The numbers that ``module`` has, and other sinks."""
+        """Return a module with the numbers and the config of ``module``, and with random sinks if it has sinks."""
         sinks = options_of(module, {"s_aux"}).get("s_aux")
         numbers = {name: value for name, value in vars(module).items() if isinstance(value, int | float | str | None)}
         parameters = {name: random_parameter(*p.shape) for name, p in module.named_parameters() if p is sinks}
         return bare(type(module), **numbers, **parameters, config=module.config, dtype=random_parameter(1))
 
     def trial(self, module: nn.Module, variant: str, methods: dict[str, Any]) -> Trial:
-        """Two rows of 6 queries, one padded, with scores of about 1 at most: a hot softmax blows up roundings."""
+        """Return a trial with two rows of 6 queries, one of them padded.
+
+        Scores are about 1 at most: a softmax of larger scores amplifies rounding errors.
+        """
         eager: Any = eager_function(type(module))
         options = options_of(module, SCORES - {"dropout"})
         sinks, parameter = options.get("s_aux"), next(module.parameters())
         groups = getattr(module, "num_key_value_groups", 1)
         heads = 2 * groups if sinks is None else len(sinks)
-        size = vars(module).get("head_dim") or 8  # some eager functions scale by this rather than by what they are told
+        size = vars(module).get("head_dim") or 8  # some eager functions scale by head_dim and ignore ``scaling``
         q, k, v = (random_like(parameter, 2, h, 6, size) for h in (heads, heads // groups, heads // groups))
         q = q / max(1.0, (options.get("scaling") or 0.0) * size**0.5)
         mask = Mask(left=3, right=0, padding=torch.arange(6, device=q.device) < torch.tensor([[6], [4]]).to(q.device))

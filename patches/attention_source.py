@@ -1,4 +1,4 @@
-"""Read from an attention's forward what it gives transformers' attention interface, and what it does with masks."""
+"""Read the source of an attention's forward: its arguments to transformers' interface, and its use of masks."""
 
 import ast
 import functools
@@ -15,12 +15,13 @@ from liger_like.patches import UnrecognisedError, bare, where
 
 
 def eager_function(cls: type[Any]) -> Callable[..., Any] | None:
-    """Return the function that the forward of ``cls`` gives transformers' interface as the eager one, or None."""
+    """Return the eager function that the forward of ``cls`` passes to transformers' interface, or None."""
     forward = inspect.unwrap(cls.forward)
     if not isinstance(forward, FunctionType) or "get_interface" not in forward.__code__.co_names:
         return None
     names = [name for name in forward.__code__.co_names if name.endswith("eager_attention_forward")]
-    return forward.__globals__.get(names[0]) if names else None  # some modules have one for text and one for images
+    # some Python modules define two, with a prefix in the name: one for text and one for images
+    return forward.__globals__.get(names[0]) if names else None
 
 
 @functools.cache
@@ -33,9 +34,10 @@ def _tree(cls: type[Any]) -> ast.AST:
 
 
 def looks_into_its_mask(cls: Any) -> bool:
-    """Return whether the forward of ``cls`` uses its mask for more than to pass it to the interface.
+    """Return True if the forward of ``cls`` does more with its mask than pass it to the interface.
 
-    A Mask is no tensor to cut, to extend or to combine. What runs for the eager implementation alone does not count.
+    A Mask is not a tensor and cannot be sliced, extended or combined. Code that runs only for the eager implementation
+    does not count.
     """
     masks = {name for name in inspect.signature(inspect.unwrap(cls.forward)).parameters if "mask" in name}
     pending, uses = [_tree(cls)], []
@@ -56,7 +58,7 @@ def looks_into_its_mask(cls: Any) -> bool:
 
 @functools.cache
 def looks_into_a_mask_it_makes(cls: Any) -> bool:
-    """Return whether the forward of ``cls`` uses a mask that transformers made for more than to pass it on."""
+    """Return True if the forward of ``cls`` does more with a mask that transformers made than pass it on."""
     code = [*ast.walk(_tree(cls))]
     made = {
         ast.unparse(node.targets[0]): node.lineno
@@ -69,7 +71,10 @@ def looks_into_a_mask_it_makes(cls: Any) -> bool:
 
 @functools.cache
 def keywords_of(cls: Any) -> dict[str, Any]:
-    """Compile the keyword arguments that the forward of ``cls`` gives the interface. Raises UnrecognisedError."""
+    """Return the compiled keyword arguments that the forward of ``cls`` gives the interface, by name.
+
+    Raises UnrecognisedError if the forward does not call ``attention_interface``.
+    """
     calls = [node for node in ast.walk(_tree(cls)) if isinstance(node, ast.Call)]
     keywords = [k for call in calls if ast.unparse(call.func) == "attention_interface" for k in call.keywords]
     if not keywords:
@@ -87,4 +92,4 @@ def options_of(module: nn.Module, wanted: set[str]) -> dict[str, Any]:
     try:
         return {name: eval(keywords[name], names) for name in wanted & keywords.keys()}
     except (NameError, AttributeError) as error:
-        raise UnrecognisedError(f"what it passes to its attention function is not known before: {error}") from error
+        raise UnrecognisedError(f"its attention options cannot be computed before the forward: {error}") from error

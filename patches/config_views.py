@@ -1,4 +1,4 @@
-"""Views of transformers configs: they name another attention implementation and share everything else."""
+"""Make views of transformers configs: a view names another attention implementation and shares all else."""
 
 import functools
 import types
@@ -10,7 +10,11 @@ from liger_like.patches import attention
 
 
 def give_views(model: nn.Module, chosen: dict[int, bool]) -> None:
-    """Give the modules of ``model`` views of the ``chosen`` configs, by id, and of the configs that contain one."""
+    """Give the modules of ``model`` views of their configs.
+
+    ``chosen`` says by id of a config whether its view names liger_like's attention. A config gets a view if it is
+    chosen or if one of its sub-configs gets a view.
+    """
     views: dict[int, Any] = {}
 
     def view_of(config: Any) -> Any:
@@ -31,7 +35,7 @@ def give_views(model: nn.Module, chosen: dict[int, bool]) -> None:
 
 
 def take_views(model: nn.Module) -> None:
-    """Give the modules of ``model`` their own configs back."""
+    """Restore the original configs of the modules of ``model``."""
     for module in model.modules():
         original = getattr(vars(module).get("config"), "_liger_like_original", None)
         if original is not None:
@@ -39,8 +43,8 @@ def take_views(model: nn.Module) -> None:
 
 
 def _view(config: Any, implementation: str | None, parts: dict[str, Any]) -> Any:
-    """Make a config that shares every attribute with ``config`` but for its parts and, if given, its implementation."""
-    attention.register()  # a copy may come to life in another process
+    """Return a config that shares all attributes of ``config`` except its sub-configs and, if given, implementation."""
+    attention.register()  # unpickling in another process calls this function before anything registers the name
     original = getattr(config, "_liger_like_original", config)
     cls: Any = type(original)
     view: Any = object.__new__(_view_class(cls))
@@ -53,9 +57,9 @@ def _view(config: Any, implementation: str | None, parts: dict[str, Any]) -> Any
 
 @functools.cache
 def _view_class(cls: Any) -> type[Any]:
-    """Make a subclass of a config's class, whose instances are made and copied as those of the class.
+    """Return a subclass of a config's class for views, which are constructed and copied like instances of ``cls``.
 
-    Its slots come before the attributes that it shares.
+    The slots hold a view's own values and take precedence over the shared attributes.
     """
     parts = tuple(cls.sub_configs)
 
@@ -70,12 +74,12 @@ def _view_class(cls: Any) -> type[Any]:
         return self._liger_like_implementation or vars(self)["_attn_implementation_internal"]
 
     def choose(self: Any, name: Any) -> None:
-        # the user's choice outlives the view, so it goes to the shared attributes
+        # the user's choice must outlive the view, so it is written to the shared attributes
         self._liger_like_implementation = attention.NAME if name == attention.NAME else None
         if name != attention.NAME:
             vars(self)["_attn_implementation_internal"] = name
 
-    # no ``__class__`` of its own: torch.compile looks there for what comes before the attributes
+    # the view does not pretend to be a ``cls`` by its ``__class__``: torch.compile looks there for data descriptors
     body = {"__module__": cls.__module__, "__qualname__": cls.__qualname__, "__new__": new}
     body |= {"_attn_implementation_internal": property(implementation, choose), "__reduce_ex__": reduce_ex}
     body |= {"__slots__": ("_liger_like_original", "_liger_like_implementation", *parts)}

@@ -1,4 +1,4 @@
-"""Find the functions that other libraries put in the place of torch's, transformers' or a model's own."""
+"""Find functions of torch, transformers or a model that other libraries have replaced."""
 
 import functools
 import inspect
@@ -13,9 +13,9 @@ from torch.nn.modules import module as hooked
 from liger_like.patches import original, where
 from liger_like.runtime.support import HOOKS
 
-WRAPPERS = ("accelerate", "torch")  # their wrappers call the forward that they wrap
-LIBRARIES = (*WRAPPERS, "transformers", "functools")  # their decorators are part of many models' own code
-# their hooks act around a call, whatever it returns: they gather, move, make or count weights
+WRAPPERS = ("accelerate", "torch")  # libraries whose wrappers call the forward that they wrap
+LIBRARIES = (*WRAPPERS, "transformers", "functools")  # their decorators belong to the code of many models
+# prefixes of modules whose hooks act around a call, whatever its values: they gather, move, make or count weights
 AROUND = (
     *("torch.distributed.", "torch.nn.utils.", "torch.utils.module_tracker."),
     *("accelerate.", "deepspeed.", "trl.", "liger_like."),
@@ -23,17 +23,17 @@ AROUND = (
 
 
 def bound_forwards(module: nn.Module) -> list[str]:
-    """List the attributes of ``module`` itself that hold its class's forward, bound.
+    """Return the names of the instance attributes of ``module`` that hold its class's forward, bound.
 
-    Hooks of accelerate (``device_map``) keep the forward that they run in ``_old_forward``, and leave ``forward`` when
-    they are removed; its mixed precision keeps it in ``_original_forward``.
+    accelerate's hooks (``device_map``) keep the forward that they call in ``_old_forward``; removing the hooks leaves
+    ``forward`` on the instance. accelerate's mixed precision keeps the forward in ``_original_forward``.
     """
     names = ("forward", "_old_forward", "_original_forward")
     return [name for name in names if getattr(vars(module).get(name), "__func__", None) is type(module).forward]
 
 
 def rebind_forward(module: Any, cls: type[Any]) -> None:
-    """Let what ``module`` itself holds of its class's forward hold that of ``cls``."""
+    """Replace the class's forward by that of ``cls`` wherever the instance ``module`` or its wrappers hold it."""
     own = type(module).forward
     for link in _wrappers(module):
         for cell in getattr(link, "__closure__", None) or ():
@@ -46,7 +46,7 @@ def rebind_forward(module: Any, cls: type[Any]) -> None:
 
 
 def _wrappers(module: nn.Module) -> list[Any]:
-    """List the wrappers around the class's forward (mixed precision); empty unless all are of WRAPPERS."""
+    """Return the wrappers around the class's forward, as mixed precision adds; empty unless all are from WRAPPERS."""
     forward = vars(module).get("forward")
     links: list[Any] = [getattr(forward, "__func__", forward)]
     while links[-1] is not type(module).forward:
@@ -57,9 +57,12 @@ def _wrappers(module: nn.Module) -> list[Any]:
 
 
 def foreign_forward(module: nn.Module) -> str:
-    """Name the function that replaced the forward of ``module`` itself; empty if there is none, or only wrappers."""
+    """Return the name of the function that replaced the forward on the instance ``module``.
+
+    The name is empty if nothing replaced the forward, or if only wrappers of known libraries surround it.
+    """
     forward, bound = vars(module).get("forward"), bound_forwards(module)
-    function: Any = getattr(forward, "func", forward)  # of a partial
+    function: Any = getattr(forward, "func", forward)  # unpacks a functools.partial
     hooks = getattr(function, "__module__", None) == "accelerate.hooks"
     if forward is None or "forward" in bound or (hooks and bound) or _wrappers(module):
         return ""
@@ -67,7 +70,7 @@ def foreign_forward(module: nn.Module) -> str:
 
 
 def hook_on(module: nn.Module) -> str:
-    """Name a hook on ``module``, or on all modules, that may want what is given to it and what it returns."""
+    """Return the name of a hook on ``module``, or on all modules, that may read inputs or outputs; empty if none."""
     for kind in HOOKS:
         for hooks in (getattr(module, kind), getattr(hooked, f"_global{kind}")):
             for hook in hooks.values():
@@ -78,7 +81,7 @@ def hook_on(module: nn.Module) -> str:
 
 
 def replaced_in_class(cls: type[Any]) -> list[str]:
-    """Say what replaced the forward of ``cls``, and the functions of its module that the forward calls."""
+    """Return a sentence for the forward of ``cls``, and for each function of its module it calls, if replaced."""
     owner = next((base for base in original(cls).__mro__ if "forward" in vars(base)), None)
     if owner is None:
         return []
@@ -94,7 +97,7 @@ def replaced_in_class(cls: type[Any]) -> list[str]:
 
 
 def replaced_in_torch() -> list[str]:
-    """Say which functions of torch.nn.functional were replaced in this process."""
+    """Return a sentence for each function of torch.nn.functional that was replaced in this process."""
     return [
         f"torch.nn.functional.{name} was replaced by {_name(value)}"
         for name, value in vars(F).items()
@@ -103,7 +106,7 @@ def replaced_in_torch() -> list[str]:
 
 
 def _library(function: Callable[..., Any]) -> str:
-    """Return the top-level package that ``function`` was written in, whatever functools.wraps says."""
+    """Return the top-level package that defines ``function``, whatever functools.wraps copied onto it."""
     if isinstance(function, functools.partial):
         return _library(function.func)
     function = getattr(function, "__func__", function)
@@ -114,7 +117,7 @@ def _library(function: Callable[..., Any]) -> str:
 
 
 def _name(function: Any) -> str:
-    """Return the full name that ``function`` was written under."""
+    """Return the full name under which ``function`` was defined."""
     code = getattr(function, "__code__", None)
     if code is None:
         return where(function)

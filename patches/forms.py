@@ -1,10 +1,12 @@
-"""The normal form of a small pure function: the one expression that it returns.
+"""Reduce a small pure function to its normal form: the one expression that it returns.
 
-Assignments are substituted, those under an ``if`` as conditional expressions, calls of the class's own methods and of
-functions of the same module are inlined, operands of + and * are ordered, a few spellings are unified, parameters that
-are never read are left out, and the attributes of ``self`` are numbered in order of appearance.
-What is left does not depend on names, annotations, docstrings or the cutting into statements. Two forwards of one form
-compute the same, given that their attributes do; which attribute plays which part follows from the numbering.
+The reduction
+* substitutes assignments, and writes assignments under an ``if`` as conditional expressions;
+* inlines calls of the class's own methods and of functions of the same module;
+* sorts the operands of + and *, and unifies a few spellings;
+* leaves out parameters that are never read, and numbers the attributes of ``self`` in order of appearance.
+The form does not depend on names, annotations, docstrings or the division into statements. Two forwards of the same
+form compute the same if their attributes do; the numbering says which attribute plays which role.
 """
 
 import ast
@@ -23,8 +25,9 @@ from liger_like.patches import UnrecognisedError, where
 
 @dataclass(frozen=True)
 class Form:
-    """``text`` is the expression, ``attributes`` the names of self's attributes in the order of their numbers; those of
-    the parameters where there is no self.
+    """Normal form of a function: the expression as ``text``, and the names behind its numbers.
+
+    ``attributes`` are the names of self's attributes, or of the parameters if there is no self, in order.
     """
 
     text: str
@@ -33,9 +36,9 @@ class Form:
 
 @functools.cache
 def form_of(function: Callable[..., Any], owner: Any = None) -> Form:
-    """The form of a function, or of a method of class ``owner``. Raises UnrecognisedError where it has none."""
+    """Return the form of a function, or of a method of class ``owner``. Raises UnrecognisedError if it has none."""
     if not isinstance(function, FunctionType) or hasattr(function, "__wrapped__"):
-        raise UnrecognisedError(f"{where(function)} is decorated or no Python function")
+        raise UnrecognisedError(f"{where(function)} is decorated, or is not a Python function")
     read = _read(function)
     names = [name for name in inspect.signature(function).parameters if name in read]
     arguments = {name: ast.Name(f"a{i}") for i, name in enumerate(names)}
@@ -54,15 +57,17 @@ def form_of(function: Callable[..., Any], owner: Any = None) -> Form:
 def match(
     function: Callable[..., Any], owner: Any, patterns: tuple[Callable[..., Any], ...]
 ) -> tuple[str, dict[str, str]]:
-    """The name of the pattern that has the form of ``function``, and which attribute (of a method) or parameter plays
-    which part of it.
+    """Return the name of the pattern with the form of ``function``, and the names of ``function`` by role.
+
+    A role is a name in the pattern. Its value is the attribute (of a method) or parameter of ``function`` in its place.
+    Raises UnrecognisedError if no pattern has this form.
     """
     form = form_of(function, owner)
     for pattern in patterns:
         known = form_of(pattern, None if owner is None else object)
         if known.text == form.text:
             return pattern.__name__, dict(zip(known.attributes, form.attributes, strict=True))
-    raise UnrecognisedError(f"{where(function)} is of no known form")
+    raise UnrecognisedError(f"{where(function)} matches no known form")
 
 
 def _in_order(node: ast.AST) -> list[ast.AST]:
@@ -70,33 +75,33 @@ def _in_order(node: ast.AST) -> list[ast.AST]:
 
 
 def definition_of(function: FunctionType) -> ast.FunctionDef:
-    """The syntax tree of ``function``, parsed anew. Raises UnrecognisedError."""
+    """Return a fresh syntax tree of ``function``. Raises UnrecognisedError if it has no source."""
     try:
         source = inspect.getsource(function)
     except (OSError, TypeError) as error:
         raise UnrecognisedError(f"{where(function)} has no source") from error
     definition, *_ = ast.parse(textwrap.dedent(source)).body
     if not isinstance(definition, ast.FunctionDef):
-        raise UnrecognisedError(f"{where(function)} is no plain function")
+        raise UnrecognisedError(f"{where(function)} is not a plain function")
     return definition
 
 
 def _read(function: FunctionType) -> set[str]:
-    """The names that the body of ``function`` has."""
+    """Return the names that occur in the body of ``function``."""
     return {node.id for part in definition_of(function).body for node in ast.walk(part) if isinstance(node, ast.Name)}
 
 
 def _returned(function: FunctionType, owner: type[Any] | None, names: dict[str, Any]) -> ast.expr:
-    """What ``function`` returns, in terms of the expressions that its parameters are bound to in ``names``."""
+    """Return the expression that ``function`` returns, with each name replaced by its expression in ``names``."""
     *assignments, last = definition_of(function).body
     if not isinstance(last, ast.Return) or last.value is None:
-        raise UnrecognisedError(f"{where(function)} is more than assignments and a return")
+        raise UnrecognisedError(f"{where(function)} contains more than assignments and a return")
     _assign(assignments, function, owner, names)
     return _Substitute(function, owner, names).visit(last.value)  # type: ignore[no-any-return]
 
 
 def _assign(statements: list[ast.stmt], function: FunctionType, owner: type[Any] | None, names: dict[str, Any]) -> None:
-    """Bind in ``names`` what ``statements`` assign."""
+    """Update ``names`` with the expressions that ``statements`` assign."""
     substitute = _Substitute(function, owner, names).visit
     for statement in statements:
         match statement:
@@ -118,15 +123,15 @@ def _assign(statements: list[ast.stmt], function: FunctionType, owner: type[Any]
                     if one[name] is not other[name]:
                         names[name] = ast.IfExp(condition, one[name], other[name])
             case _:
-                raise UnrecognisedError(f"{where(function)} is more than assignments and a return")
+                raise UnrecognisedError(f"{where(function)} contains more than assignments and a return")
 
 
 def _unpacked(targets: list[ast.expr], value: ast.expr, function: FunctionType) -> dict[str, ast.expr]:
-    """What each of ``targets``, of which one may be starred, is bound to."""
+    """Return the expression that each of ``targets``, at most one of them starred, is bound to."""
     starred = [isinstance(target, ast.Starred) for target in targets]
     names = [target.value if isinstance(target, ast.Starred) else target for target in targets]
     if not all(isinstance(name, ast.Name) for name in names):
-        raise UnrecognisedError(f"{where(function)} is more than assignments and a return")
+        raise UnrecognisedError(f"{where(function)} contains more than assignments and a return")
     if isinstance(value, ast.Tuple) and not any(starred):
         parts: list[ast.expr] = value.elts
     else:
@@ -138,14 +143,14 @@ def _unpacked(targets: list[ast.expr], value: ast.expr, function: FunctionType) 
 
 
 class _Substitute(ast.NodeTransformer):
-    """Rewrites an expression in terms of what the local names stand for."""
+    """Transformer that replaces local names by their expressions, inlines calls and unifies spellings."""
 
     def __init__(self, function: FunctionType, owner: type[Any] | None, names: dict[str, Any]) -> None:
         self.function, self.owner, self.names = function, owner, names
 
     def visit(self, node: ast.AST) -> Any:
         if isinstance(node, ast.Lambda | ast.ListComp | ast.SetComp | ast.DictComp | ast.GeneratorExp | ast.NamedExpr):
-            raise UnrecognisedError(f"{where(self.function)} has names of an inner scope")
+            raise UnrecognisedError(f"{where(self.function)} has an inner scope: a lambda, a comprehension or :=")
         return super().visit(node)
 
     def visit_Name(self, node: ast.Name) -> Any:
@@ -160,7 +165,7 @@ class _Substitute(ast.NodeTransformer):
     def visit_BinOp(self, node: ast.BinOp) -> Any:
         self.generic_visit(node)
         if isinstance(node.op, ast.Add | ast.Mult):
-            # blind to attribute names, which differ from family to family; exact, as two operands commute
+            # ignores attribute names, which differ between families; swapping two operands changes no result
             node.left, node.right = sorted(
                 (node.left, node.right), key=lambda side: re.sub(r"self\.\w+", "self._", ast.unparse(side))
             )
@@ -168,7 +173,7 @@ class _Substitute(ast.NodeTransformer):
 
     def visit_Call(self, node: ast.Call) -> Any:
         self.generic_visit(node)
-        # as a sequence of arguments a list and a tuple are the same
+        # a list and a tuple are the same as an argument
         node.args = [ast.Tuple(arg.elts) if isinstance(arg, ast.List) else arg for arg in node.args]
         match node:
             case ast.Call(func=ast.Attribute(value=x, attr="float"), args=[]):
@@ -189,5 +194,5 @@ class _Substitute(ast.NodeTransformer):
             return node
         parameters = list(inspect.signature(callee).parameters)
         if node.keywords or len(arguments) != len(parameters):
-            raise UnrecognisedError(f"{where(self.function)} calls {name} with keywords or defaults")
+            raise UnrecognisedError(f"{where(self.function)} calls {name} with keyword arguments or defaults")
         return _returned(callee, self.owner, dict(zip(parameters, arguments, strict=True)))

@@ -1,6 +1,7 @@
-"""Gated MLPs, down(act(gate(x)) * up(x)), with two projections or one packed one, and SiLU or GELU as the activation.
+"""Recognisers for gated MLPs, down(act(gate(x)) * up(x)), with SiLU or GELU, and for experts with such a gate.
 
-The projections stay modules and are called as such, so that biases, adapters and sharding hooks work as before.
+Gate and up are two projections or one packed projection. The projections stay modules and are called as such, so
+biases, adapters and sharding hooks work as before.
 """
 
 import ast
@@ -30,60 +31,60 @@ from liger_like.patches.forms import definition_of, form_of, match
 
 
 def split(self: Any, x: Tensor) -> Any:
-    """Two projections."""
+    """Match two projections."""
     return self.down(self.act(self.gate(x)) * self.up(x))
 
 
 def split_silu(self: Any, x: Tensor) -> Any:
-    """With an activation that is no attribute."""
+    """Match two projections whose activation is a function, not an attribute."""
     return self.down(F.silu(self.gate(x)) * self.up(x))
 
 
 def split_float(self: Any, x: Tensor) -> Any:
-    """In fp32 between the projections."""
+    """Match two projections with fp32 between them and the last."""
     gate = self.gate(x)
     return self.down((self.act(gate.float()) * self.up(x).float()).to(gate.dtype))
 
 
 def split_inner(self: Any, x: Tensor) -> Any:
-    """With a norm or dropout before the last projection."""
+    """Match a norm or dropout before the last projection."""
     return self.down(self.inner(self.act(self.gate(x)) * self.up(x)))
 
 
 def split_dropout(self: Any, x: Tensor) -> Any:
-    """With dropout at the end."""
+    """Match dropout at the end."""
     return nn.functional.dropout(self.down(self.act(self.gate(x)) * self.up(x)), p=self.dropout, training=self.training)
 
 
 def split_scaled(self: Any, x: Tensor) -> Any:
-    """With a factor at the end."""
+    """Match a factor at the end."""
     return self.down(self.act(self.gate(x)) * self.up(x)) * self.scale
 
 
 def split_scaled_gate(self: Any, x: Tensor) -> Any:
-    """With a factor for the gate, too."""
+    """Match a factor for the gate and a factor at the end."""
     return self.down(self.act(self.gate(x) * self.gate_scale) * self.up(x)) * self.scale
 
 
 def packed(self: Any, x: Tensor) -> Any:
-    """One projection to [gate | up]."""
+    """Match one projection to [gate | up]."""
     gate, up = self.gate_up(x).chunk(2, dim=-1)
     return self.down(up * self.act(gate))
 
 
 def packed_up_gate(self: Any, x: Tensor) -> Any:
-    """One projection to [up | gate]."""
+    """Match one projection to [up | gate]."""
     up, gate = self.gate_up(x).chunk(2, dim=-1)
     return self.down(self.act(gate) * up)
 
 
 def packed_inner(self: Any, x: Tensor) -> Any:
-    """One projection, and a norm or dropout before the last."""
+    """Match one projection to [gate | up], with a norm or dropout before the last projection."""
     gate, up = self.gate_up(x).chunk(2, dim=-1)
     return self.down(self.inner(self.act(gate) * up))
 
 
-# by pattern, what it comes to with the kernel of ``act``; ``p`` are the attributes by part
+# pattern -> its computation with the kernel of ``act``; ``p`` holds the module's attributes by role
 FORWARDS: dict[Callable[..., Any], Callable[[dict[str, Any], Tensor, str], Any]] = {
     split: lambda p, x, act: glu_linear(act, p["down"], p["gate"](x), p["up"](x)),
     split_silu: lambda p, x, act: glu_linear(act, p["down"], p["gate"](x), p["up"](x)),
@@ -103,7 +104,7 @@ FORWARDS: dict[Callable[..., Any], Callable[[dict[str, Any], Tensor, str], Any]]
 PATTERNS = tuple(FORWARDS)
 BY_NAME = {pattern.__name__: forward for pattern, forward in FORWARDS.items()}
 KERNELS = {"swiglu": "silu", "geglu tanh": "gelu_tanh", "geglu erf": "gelu"}
-# by the name of the live activation or of its class; the trial runs that very activation, so a namesake does not pass
+# name of the live activation, or of its class -> kernel; the trial runs that activation, so a namesake fails
 ACTIVATIONS = (
     dict.fromkeys(("SiLU", "SiLUActivation", "silu"), "swiglu")
     | dict.fromkeys(("GELUTanh", "NewGELUActivation", "AccurateGELUActivation", "FastGELUActivation"), "geglu tanh")
@@ -113,9 +114,9 @@ SIZES = {"gate": (4, 6), "up": (4, 6), "gate_up": (4, 12), "down": (6, 4)}
 
 
 def kernel_of(activation: Any) -> str:
-    """The kernel for ``activation``. Raises UnrecognisedError."""
+    """Return the name of the kernel for ``activation``. Raises UnrecognisedError if there is none."""
     if changed := _changed(activation):
-        raise UnrecognisedError(f"its activation has a hook or another forward, {changed}")
+        raise UnrecognisedError(f"its activation has a hook or a replaced forward: {changed}")
     kernel = _kernel_of(activation)
     if kernel is None:
         raise UnrecognisedError(f"no kernel for the activation {_name_of(activation)}")
@@ -123,7 +124,7 @@ def kernel_of(activation: Any) -> str:
 
 
 def _runs(variant: str, activation: Any) -> bool:
-    """Whether the kernel does what ``activation`` does now, which may be another one than when it was patched."""
+    """Return True if the kernel ``variant`` still computes ``activation``, which may have changed since patching."""
     return _kernel_of(activation) == variant and not _changed(activation)
 
 
@@ -139,20 +140,20 @@ def _name_of(activation: Any) -> str:
 
 
 def _changed(activation: Any) -> str:
-    """Name a function that is run around the forward of the activation's class or in its place."""
+    """Return the name of a hook on the activation, or of a function that replaced its forward; empty if none."""
     if not isinstance(activation, nn.Module):
         return ""
     return hook_on(activation) or ("forward" in activation.__dict__ and foreign_forward(activation)) or ""
 
 
 class GLUMLP(Recogniser):
-    """MLPs whose forward has the form of one of PATTERNS with an activation of ACTIVATIONS."""
+    """Recogniser for MLPs whose forward has the form of one of PATTERNS, with an activation of ACTIVATIONS."""
 
     pattern = "glu_mlp"
     options = ("mlp",)
 
     def looks_like(self, module: nn.Module) -> bool:
-        """Any MLP or block of experts, by name, without a part that is one; others of linears with a gate."""
+        """Return True for innermost modules named like an MLP or experts, and for linear layers with a gate."""
         cls: Any = type(module)
         parts = [*module.children()]
         if _is_mlp(module):
@@ -161,7 +162,7 @@ class GLUMLP(Recogniser):
         return len(parts) - 1 <= linear >= 2 and _has_gate(cls)
 
     def variant(self, module: nn.Module, model: nn.Module) -> str:
-        """The kernel that the activation of ``module`` needs."""
+        """Return the name of the kernel for the activation of ``module``. Raises UnrecognisedError."""
         cls: Any = type(module)
         try:
             _, part = match(cls.forward, cls, PATTERNS)
@@ -172,21 +173,24 @@ class GLUMLP(Recogniser):
         return kernel_of(getattr(module, part["act"]) if "act" in part else F.silu)
 
     def methods(self, cls: type[Any], variant: str) -> dict[str, Any]:
-        """Its forward."""
+        """Return the forward, which runs the original if the activation has changed since patching."""
         pattern, part = match(cls.forward, cls, PATTERNS)
         compute, act = BY_NAME[pattern], KERNELS[variant]
 
         def forward(self: nn.Module, *args: Tensor, **kwargs: Tensor) -> Tensor:
             if "act" in part and not _runs(variant, getattr(self, part["act"])):
                 return cls.forward(self, *args, **kwargs)  # type: ignore[no-any-return]
-            (x,) = (*args, *kwargs.values())  # the parameter's name differs from family to family
+            (x,) = (*args, *kwargs.values())  # the parameter's name differs between families
             parts = {role: getattr(self, name) for role, name in part.items()}
             return compute(parts, x, act)  # type: ignore[no-any-return]
 
         return {"forward": forward}
 
     def miniature(self, module: nn.Module, variant: str) -> nn.Module:
-        """4 features, 6 inside, and what else ``module`` has; not in training, where dropout is random."""
+        """Return an MLP of 4 features, 6 inside, with the other attributes of ``module``.
+
+        It is in eval mode, since dropout is random in training.
+        """
         _, part = match(type(module).forward, type(module), PATTERNS)
         live = {name: getattr(module, name) for role, name in part.items() if role not in SIZES}
         own = {
@@ -202,11 +206,11 @@ class GLUMLP(Recogniser):
         return bare(type(module), **own, **layers).eval()
 
     def trial(self, module: nn.Module, variant: str, methods: dict[str, Any]) -> Trial:
-        """Six rows."""
+        """Return a trial with six rows."""
         _, part = match(type(module).forward, type(module), PATTERNS)
         first = getattr(module, part.get("gate", part.get("gate_up", "")))
         parameters = tuple(module.parameters())
-        size = next(p.shape[-1] for p in first.parameters() if p.ndim == 2)  # it may wrap a linear
+        size = next(p.shape[-1] for p in first.parameters() if p.ndim == 2)  # ``first`` may wrap a linear layer
         x = random_like(parameters[0], 2, 3, size)
         original, replacement = type(module).forward.__get__(module), methods["forward"].__get__(module)
         return Trial(original, replacement, (x,), parameters)
@@ -234,7 +238,7 @@ def _body(cls: Any) -> str:
 
 @functools.cache
 def _has_gate(cls: type[Any]) -> bool:
-    """Whether the forward of ``cls`` multiplies by what an activation returns."""
+    """Return True if the forward of ``cls`` multiplies by the result of an activation."""
     products = [
         node
         for node in ast.walk(ast.parse(_body(cls)))
@@ -249,30 +253,30 @@ def _is_experts(module: nn.Module) -> bool:
 
 
 def apply_gate(self: Any, x: Tensor) -> Any:
-    """Of [gate | up]."""
+    """Match the gate of [gate | up]."""
     gate, up = x.chunk(2, dim=-1)
     return self.act(gate) * up
 
 
 def apply_gate_float(self: Any, x: Tensor) -> Any:
-    """In fp32."""
+    """Match the gate of [gate | up], computed in fp32."""
     gate, up = x.chunk(2, dim=-1)
     return (self.act(gate.float()) * up.float()).to(gate.dtype)
 
 
 class Experts(Recogniser):
-    """Blocks of experts whose GEMMs are transformers': what is between them is replaced."""
+    """Recogniser for experts whose GEMMs transformers runs: the gate between the GEMMs is replaced."""
 
     pattern = "experts"
     options = ("mlp",)
     patterns = (apply_gate, apply_gate_float)
 
     def looks_like(self, module: nn.Module) -> bool:
-        """Any that transformers' implementations of experts run."""
+        """Return True for experts that transformers' implementations run."""
         return _is_experts(module)
 
     def variant(self, module: nn.Module, model: nn.Module) -> str:
-        """The kernel that the activation needs."""
+        """Return the name of the kernel for the activation. Raises UnrecognisedError."""
         cls: Any = type(module)
         if not _is_experts(module):
             raise UnrecognisedError("has no experts")
@@ -285,7 +289,7 @@ class Experts(Recogniser):
         return kernel_of(getattr(module, part["act"]))
 
     def methods(self, cls: type[Any], variant: str) -> dict[str, Any]:
-        """The method between the GEMMs."""
+        """Return the method between the GEMMs, which runs the original if the activation has changed."""
         _, part = match(cls._apply_gate, cls, self.patterns)
         kernel, act = GLUS[KERNELS[variant]], part["act"]
 
@@ -295,13 +299,13 @@ class Experts(Recogniser):
         return {"_apply_gate": gate}
 
     def miniature(self, module: nn.Module, variant: str) -> nn.Module:
-        """The activation, and something with a dtype."""
+        """Return experts with the activation, and a parameter for its dtype."""
         cls: Any = type(module)
         _, part = match(cls._apply_gate, cls, self.patterns)
         return bare(cls, **{part["act"]: copy.deepcopy(getattr(module, part["act"]))}, weight=random_parameter(1))
 
     def trial(self, module: nn.Module, variant: str, methods: dict[str, Any]) -> Trial:
-        """Six rows of 8 features and 8 gates."""
+        """Return a trial with six rows of [gate | up], 8 features each."""
         cls: Any = type(module)
         x = random_like(next(module.parameters()), 6, 16)
         return Trial(cls._apply_gate.__get__(module), methods["_apply_gate"].__get__(module), (x,))

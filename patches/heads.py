@@ -1,8 +1,8 @@
-"""Heads that can compute the loss inside: linear ones, and those that PEFT has adapted.
+"""Heads that compute the loss in their forward: linear layers, also with PEFT's adapters.
 
-PEFT puts a module around the linear layer, which adds the term of LoRA or chooses among trained copies, and hands
-keyword arguments down. So every module of a head takes ``loss``, the arguments of ``fused_linear_cross_entropy``, on
-its way to the linear layer, and whatever is hooked to each acts around it.
+PEFT wraps the linear layer in a module that adds the LoRA term or selects a trained copy, and that passes keyword
+arguments on. So every module of a head takes ``loss``, the arguments of ``fused_linear_cross_entropy``, and passes it
+to the linear layer. The hooks of each module run around its call as usual.
 """
 
 import sys
@@ -24,7 +24,7 @@ TENSOR_PARALLEL = "lazy logits, tensor parallel"
 
 
 def parts_of(head: Any) -> list[tuple[nn.Module, str]]:
-    """``head`` and the heads inside of it, each with its kind. Raises UnrecognisedError."""
+    """Return ``head`` and the heads inside it, each with its kind. Raises UnrecognisedError for an unknown head."""
     kind = _kind_of(head)
     inside: dict[str, Callable[[], list[Any]]] = {
         LINEAR: lambda: [],
@@ -57,13 +57,13 @@ def _kind_of(head: Any) -> str:
 
 
 def _is_plain(weight: Tensor) -> bool:
-    """Whether kernels can read it: no quantised weight, of which some pretend to have a floating-point dtype."""
+    """Return True if kernels can read ``weight``. Some quantised weights claim a floating-point dtype."""
     plain = type(weight) in (Tensor, nn.Parameter) or hasattr(weight, "device_mesh")
     return plain and weight.is_floating_point()
 
 
 def obstacle(head: Any) -> str:
-    """What of the adapters that ``head`` has now the fused loss cannot compute; empty if there is nothing."""
+    """Return why the fused loss cannot compute the current adapters of ``head``; empty if it can."""
     for name in head._modules.get("lora_A") or ():
         variants, b = getattr(head, "lora_variant", None), head.lora_B[name]
         if variants is None:
@@ -76,23 +76,23 @@ def obstacle(head: Any) -> str:
 
 
 def hook_in(head: nn.Module) -> str:
-    """Name a hook on ``head``, or a part of it, that wants logits, or their gradient, and not the loss."""
+    """Return the name of a hook on ``head`` or its parts that may read logits or their gradient; empty if none."""
     return next(filter(None, map(hook_on, head.modules())), "")
 
 
 def _linear_forward(cls: Any) -> Any:
     def forward(self: Any, x: Tensor, loss: dict[str, Any] | None = None) -> Any:
-        """The logits, or the loss of ``fused_linear_cross_entropy`` with the arguments ``loss``."""
+        """Return the logits, or the loss of ``fused_linear_cross_entropy`` with the arguments ``loss``."""
         released = isinstance(self, FSDPModule) and _is_released(self, x, loss)
         if loss is None:
             return cls.forward(self, x)
         weight, options = self.weight, {"bias": self.bias, **loss}
-        if words := options.pop("words", None):  # the first of the vocabulary
+        if words := options.pop("words", None):  # only the first words of the vocabulary count
             weight = weight[:words]
             options["bias"] = None if options["bias"] is None else options["bias"][:words]
             if "lora" in options:
                 options["lora"] = options["lora"][0], options["lora"][1][:words]
-        if hasattr(weight, "device_mesh"):  # of a tensor-parallel head; what FSDP shards is whole by now
+        if hasattr(weight, "device_mesh"):  # tensor parallel: FSDP has gathered its own shards by now
             from liger_like.parallel import vocab_parallel_cross_entropy
 
             return vocab_parallel_cross_entropy(x, weight, **options)
@@ -103,11 +103,11 @@ def _linear_forward(cls: Any) -> Any:
 
 @torch.compiler.disable  # type: ignore[untyped-decorator]
 def _is_released(head: Any, x: Tensor, loss: dict[str, Any] | None) -> bool:
-    """Whether FSDP2 will not gather the weight of ``head`` for the backward: it is told to spare that where the head is
-    a unit of its own, whose loss has made its gradients when the backward comes.
+    """Return True if FSDP2 will not gather the weight of ``head`` for the backward, and tell FSDP2 so.
 
-    Once other outputs of the head needed a backward, logits say, the weight is gathered for all that come, as it is not
-    known for which.
+    A fused loss computes its gradients in the forward, so its backward does not read the weight. FSDP2 can then skip
+    the gather, if the head is an FSDP unit of its own. Once the head has returned another output that needs a backward,
+    such as logits, every backward gathers the weight: it is not known which backward will read it.
     """
     if head._get_fsdp_state()._modules != (head,):
         return False
@@ -126,11 +126,11 @@ def _low_rank(head: Any, name: str, x: Tensor) -> Tensor:
 
 def _lora_forward(cls: Any) -> Any:
     def forward(self: Any, x: Tensor, *args: Any, loss: dict[str, Any] | None = None, **kwargs: Any) -> Any:
-        """The logits, or the loss, to which each active adapter adds its term."""
+        """Return the logits, or the loss of the logits with the terms of all active adapters."""
         if loss is None:
             return cls.forward(self, x, *args, **kwargs)
         if self.disable_adapters and self.merged:
-            self.unmerge()  # as the original does
+            self.unmerge()  # the original forward does the same
         off = self.disable_adapters or self.merged
         names = [] if off else [name for name in self.active_adapters if name in self.lora_A]
         if names:
@@ -143,8 +143,10 @@ def _lora_forward(cls: Any) -> Any:
 
 
 def loss_of(head: Any, hidden: Tensor, loss: dict[str, Any]) -> Tensor:
-    """The loss from ``head``, and whatever is hooked to it; transformers' tensor parallelism is not: that would make
-    the logits of all words of what comes out, and shadows the forward.
+    """Return the loss from a call of ``head``, with its hooks.
+
+    transformers' tensor parallelism shadows the head's forward by a function that gathers the logits of all words from
+    its output. That function is taken off for the call.
     """
     shadow = vars(head).pop("forward") if type(head)._kind == TENSOR_PARALLEL else None
     try:
@@ -163,7 +165,7 @@ FORWARDS: dict[str, Callable[[Any], Any]] = {
 
 
 def small_head(kind: str, bias: bool) -> Any:
-    """A head of 8 features and 11 words in fp32 on the CPU."""
+    """Return a head of this kind with 8 features and 11 words, in fp32 on the CPU."""
     weights = {"weight": random_parameter(11, 8), "bias": random_parameter(11) if bias else None}
     linear = bare(nn.Linear, out_features=11, in_features=8, **weights)
     peft: Any = sys.modules.get("peft")

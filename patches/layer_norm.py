@@ -1,4 +1,4 @@
-"""LayerNorm modules over one dimension: torch's own, and those of families that write theirs."""
+"""Recogniser for LayerNorm modules over one dimension: torch's class, and the classes of model families."""
 
 from collections.abc import Callable
 from typing import Any
@@ -12,12 +12,12 @@ from liger_like.patches.norm import Norm
 
 
 def torch_nn(self: Any, x: Tensor) -> Tensor:
-    """``torch.nn.LayerNorm``."""
+    """Match ``torch.nn.LayerNorm``."""
     return F.layer_norm(x, self.shape, self.weight, self.bias, self.eps)
 
 
 def cohere(self: Any, x: Tensor) -> Tensor:
-    """Rounds once; has no bias."""
+    """Match a norm that rounds once and has no bias."""
     h = x.to(torch.float32)
     h = h - h.mean(-1, keepdim=True)
     h = h * torch.rsqrt(h.pow(2).mean(-1, keepdim=True) + self.eps)
@@ -25,12 +25,12 @@ def cohere(self: Any, x: Tensor) -> Tensor:
 
 
 def olmo(self: Any, x: Tensor) -> Tensor:
-    """Has no parameters."""
+    """Match a norm without parameters."""
     return F.layer_norm(x.to(torch.float32), self.shape, None, None, eps=1e-5).to(x.dtype)
 
 
 def _torch_nn(x: Tensor, weight: Tensor | None, bias: Tensor | None, eps: float) -> Tensor:
-    if x.is_cuda and torch.is_autocast_enabled("cuda"):  # which has torch's run in fp32
+    if x.is_cuda and torch.is_autocast_enabled("cuda"):  # autocast runs torch's layer_norm in fp32
         x = x.to(torch.float32)
     return layer_norm(x, weight, bias, eps)
 
@@ -44,7 +44,7 @@ KERNELS: dict[str, Callable[..., Tensor]] = {
 
 
 class LayerNorm(Norm):
-    """Modules whose forward has the form of one of PATTERNS, with or without weight and bias."""
+    """Recogniser for modules whose forward has the form of one of PATTERNS, with or without weight and bias."""
 
     pattern = "layer_norm"
     named = r"layer_?norm(\d\w*)?$"

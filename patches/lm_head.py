@@ -1,9 +1,9 @@
-"""The language-model head and its loss, fused without the logits ever existing.
+"""Recogniser that fuses the language-model head with the loss: the logits are never materialised.
 
-While a model trains with labels, its head returns lazy logits, which record what the model's forward does to them (a
-bias, a scale, a softcap, a choice of rows). The loss function, transformers' or torch's, turns the record into one call
-of the head module that computes the loss from the hidden states, so that what sharding and offloading hook to the head
-acts around it. Any other use of lazy logits makes them real; a head with other hooks makes no lazy ones.
+While a model trains with labels, its head returns lazy logits. They record what the model's forward does to them: a
+bias, a scale, a softcap, a selection of rows. The loss function, transformers' or torch's, turns the record into one
+call of the head module that computes the loss from the hidden states, so hooks for sharding and offloading still run.
+Any other use of lazy logits materialises them. A head with other hooks returns real logits.
 """
 
 import copy
@@ -28,7 +28,7 @@ NUMBER = (int, float)
 
 
 class _Training(threading.local):
-    """The head whose calls return lazy logits, by thread: torch.compile traces no ContextVar."""
+    """Thread-local state: the head whose calls return lazy logits. torch.compile cannot trace a ContextVar."""
 
     head: Any = None
 
@@ -37,9 +37,10 @@ _training = _Training()
 
 
 class LazyLogits:
-    """Stands for ``head(hidden)`` [..., V] after ``steps``: tensor methods and their arguments, of each row its own.
+    """Placeholder for ``head(hidden)`` [..., V] after ``steps``, which are row-wise tensor methods with arguments.
 
-    ``source`` are the lazy logits that these were made from, and the method and arguments that made them.
+    ``source``: the lazy logits from which this object was made, with the method and arguments that made it.
+    ``words``: the size of the last dimension, if the logits were cut to the first words of the vocabulary.
     """
 
     def __init__(
@@ -51,26 +52,26 @@ class LazyLogits:
         words: int | None = None,
     ) -> None:
         self.head, self.hidden, self.steps, self.source = head, hidden, steps, source
-        self.words: Any = head.out_features if words is None else words  # the first of the vocabulary
+        self.words: Any = head.out_features if words is None else words
         self.fused = False
         self.made: Tensor | None = None
 
     @property
     def device(self) -> torch.device:
-        """Where the logits would be."""
+        """Return the device that the logits would have."""
         return self.hidden.device
 
     @property
     def shape(self) -> torch.Size:
-        """What the logits would have."""
+        """Return the shape that the logits would have."""
         return torch.Size((*self.hidden.shape[:-1], self.words))
 
     def size(self, dim: int | None = None) -> Any:
-        """The shape."""
+        """Return the shape, or the size of dimension ``dim``."""
         return self.shape if dim is None else self.shape[dim]
 
     def _then(self, method: str, *args: Any) -> Any:
-        if self.made is not None:  # may have been changed in place
+        if self.made is not None:  # the real logits may have been changed in place
             return getattr(self.made, method)(*args)
         return LazyLogits(self.head, self.hidden, (*self.steps, (method, args)), (self, method, args), self.words)
 
@@ -80,25 +81,25 @@ class LazyLogits:
         return LazyLogits(self.head, hidden, self.steps, (self, method, args), words)
 
     def float(self) -> Any:
-        """Recorded; the loss is computed in fp32 anyway."""
+        """Record the cast; the loss is computed in fp32 in any case."""
         return self._then("float")
 
     def tanh(self) -> Any:
-        """Recorded: a softcap, with the scales around it."""
+        """Record a tanh, which makes a softcap with the scales around it."""
         return self._then("tanh")
 
     def contiguous(self) -> Any:
-        """These."""
+        """Return the lazy logits themselves."""
         return self
 
     def view(self, *shape: Any) -> Any:
-        """Recorded, if it puts the rows in one dimension."""
+        """Record a view as [rows, V]; any other view materialises the logits."""
         if shape != (-1, self.shape[-1]):
             return self.real().view(*shape)
         return self._part(self.hidden.reshape(-1, self.hidden.shape[-1]), self.words, "view", *shape)
 
     def __getitem__(self, index: Any) -> Any:
-        """Recorded, if it takes rows by slices, or by a mask, or the first words."""
+        """Record a selection of rows (slices, a mask) or of the first words; else materialise the logits."""
         if isinstance(index, tuple) and len(index) == 2 and index[0] is ... and isinstance(index[1], slice):
             words = index[1].stop
             if index[1] == slice(words) and isinstance(words, int) and words > 0:
@@ -112,7 +113,7 @@ class LazyLogits:
         return self._part(self.hidden[index], self.words, "__getitem__", index) if of_rows else self.real()[index]
 
     def __add__(self, other: Any) -> Any:
-        """Recorded, if it is the first step, and a bias of each word that is not trained."""
+        """Record a frozen bias [V] as the first step of a head without a bias; else materialise the logits."""
         of_words = isinstance(other, Tensor) and other.numel() == other.shape[-1] == self.shape[-1] and other.ndim < 3
         if of_words and not (self.steps or other.requires_grad or self.head.bias is not None):
             return self._then("__add__", other)
@@ -129,7 +130,7 @@ class LazyLogits:
         return self._then("__truediv__", other) if isinstance(other, NUMBER) else self.real() / other
 
     def real(self) -> Tensor:
-        """The logits, computed as the unpatched model would."""
+        """Return the materialised logits, computed as in the unpatched model."""
         if self.made is None and self.source is not None:
             source, method, args = self.source
             self.made = getattr(source.real(), method)(*args)
@@ -138,7 +139,7 @@ class LazyLogits:
         return self.made
 
     def scale_and_softcap(self) -> ScaleAndSoftcap | None:
-        """(s, None) where the steps come to s * z, (s, cap) where they come to cap * tanh(s * z / cap), else None."""
+        """Return (s, None) if the steps equal s * z, (s, cap) if they equal cap * tanh(s * z / cap), else None."""
         scale, cap = 1.0, None
         for method, args in self.steps:
             if method == "tanh":
@@ -153,7 +154,7 @@ class LazyLogits:
         return (scale * cap, cap) if cap > 0 else None
 
     def loss(self, target: Tensor, **options: Any) -> Tensor | None:
-        """What ``fused_linear_cross_entropy`` computes for ``target`` [...]; None where it cannot."""
+        """Return the result of ``fused_linear_cross_entropy`` for ``target`` [...], or None if it cannot be fused."""
         known, chain = self.scale_and_softcap(), [self]
         while (source := chain[-1].source) is not None:
             chain.append(source[0])
@@ -195,7 +196,7 @@ def _cross_entropy(
     reduction: str = "mean",
     label_smoothing: float = 0.0,
 ) -> Tensor | None:
-    """torch's function of these arguments, where it has rows of words and a label for each."""
+    """Compute torch's cross_entropy of lazy logits [rows, V] and a label per row; return None for any other call."""
     plain = weight is None and size_average is None and reduce is None and isinstance(target, Tensor)
     if not plain or target.is_floating_point() or len(logits.shape) != 2:
         return None
@@ -223,7 +224,7 @@ def causal_lm_loss(
     shift_labels: Tensor | None = None,
     **kwargs: Any,
 ) -> Tensor:
-    """``original``, transformers' ForCausalLMLoss, which computes the loss of lazy logits without making them."""
+    """Return the loss of lazy logits without materialising them; else call ``original``, which is ForCausalLMLoss."""
     options = {"num_items_in_batch": num_items_in_batch, "ignore_index": ignore_index, "shift_labels": shift_labels}
     if not isinstance(logits, LazyLogits):
         return original(logits, labels, vocab_size, **options, **kwargs)
@@ -239,8 +240,9 @@ def causal_lm_loss(
 
 
 class LMHead(Recogniser):
-    """Models whose forward gives the output of a plain linear head to transformers' causal language-model loss, or to
-    torch's cross-entropy.
+    """Recogniser for models with a linear head and transformers' causal language-model loss or torch's cross-entropy.
+
+    The forward must pass the head's output to one of these losses.
     """
 
     pattern = "lm_head"
@@ -248,26 +250,26 @@ class LMHead(Recogniser):
     state = ("_read_later",)
 
     def forget(self, module: Any) -> None:
-        """FSDP2 gathers the weight for the backward again, too."""
+        """Remove the state, and let FSDP2 gather the weight for the backward again."""
         if isinstance(module, FSDPModule):
             module.set_unshard_in_backward(True)
         super().forget(module)
 
     def depends_on(self, module: Any, model: nn.Module) -> list[nn.Module]:
-        """List ``module``, unless it is a patched head, whose loss is fused by the models that have it."""
+        """Return ``module``, or for a patched head the models that contain it: their forward fuses the loss."""
         if not hasattr(type(module), "_kind"):
             return [module]
         models = [part for part in model.modules() if self.looks_like(part)]
         return [part for part in models if module in part.get_output_embeddings().modules()]  # type: ignore[operator]
 
     def looks_like(self, module: nn.Module) -> bool:
-        """Any transformers model with an output embedding."""
+        """Return True for a transformers model with an output embedding."""
         if not isinstance(getattr(type(module), "loss_function", None), property):
             return False
         return module.get_output_embeddings() is not None  # type: ignore[operator]
 
     def variant(self, module: nn.Module, model: nn.Module) -> str:
-        """Tells the kinds of heads apart."""
+        """Return "fused loss" with the kind of the head. Raises UnrecognisedError."""
         if not self.looks_like(module):
             raise UnrecognisedError("has no output embedding")
         from transformers.loss.loss_utils import ForCausalLMLoss
@@ -285,29 +287,29 @@ class LMHead(Recogniser):
         return MODEL + kind.removeprefix(LINEAR)
 
     def swaps(self, module: nn.Module, variant: str) -> list[tuple[nn.Module, str]]:
-        """The model and the parts of its head."""
+        """Return the model and the parts of its head, each with its variant."""
         if variant in FORWARDS:
             return [(module, variant)]
         return [(module, MODEL), *parts_of(module.get_output_embeddings())]  # type: ignore[operator]
 
     def methods(self, cls: type[Any], variant: str) -> dict[str, Any]:
-        """Those of a model or of a head."""
+        """Return the methods of a model or of a head, as ``variant`` says."""
         return _head_methods(cls, variant) if variant in FORWARDS else _model_methods(cls)
 
     def miniature(self, module: nn.Module, variant: str) -> nn.Module:
-        """A head of 8 features and 11 words, with a bias if the live one has one."""
+        """Return a head of 8 features and 11 words, with a bias if the live head has one."""
         head = module.get_output_embeddings()  # type: ignore[operator]
         (_, kind), *_ = parts_of(head)
         return small_head(kind, head.bias is not None)  # type: ignore[no-any-return]
 
     def trial(self, module: nn.Module, variant: str, methods: dict[str, Any]) -> Trial:
-        """Two sequences of 5, some labels ignored, with a scale as some models have it."""
+        """Return a trial with two sequences of 5 tokens, some labels ignored, and scaled logits."""
         from transformers.loss.loss_utils import ForCausalLMLoss
 
         head: Any = getattr(module, "get_output_embeddings", lambda: module)()
         fused = copy.deepcopy(head, {id(p): p for p in head.parameters()})
         for part, kind in parts_of(fused):
-            vars(part).pop("forward", None)  # hooks around that of the original
+            vars(part).pop("forward", None)  # an instance attribute (accelerate's hooks) would hide the new method
             part.__class__ = type(type(part).__name__, (type(part),), _head_methods(type(part), kind))
         labels = torch.randint(head.out_features, (2, 5), device="cpu").to(head.weight.device)
         labels[0, 2:] = -100
@@ -335,7 +337,7 @@ def _model_methods(cls: type[Any]) -> dict[str, Any]:
 
     @functools.wraps(cls.forward)
     def forward(self: Any, *args: Any, **kwargs: Any) -> Any:
-        if not hasattr(type(self), "_liger_like"):  # unpatched; another library kept this forward
+        if not hasattr(type(self), "_liger_like"):  # after ``unpatch``, if another library has kept this forward
             return cls.forward(self, *args, **kwargs)
         labels = args[index] if len(args) > index else kwargs.get("labels")
         head = self.get_output_embeddings()
@@ -348,7 +350,7 @@ def _model_methods(cls: type[Any]) -> dict[str, Any]:
         elif lazy and (hook := hook_in(head)):
             warnings.warn(f"liger_like: the head has a hook, {hook}; this loss is not fused", stacklevel=2)
             lazy = False
-        # torch.compile does not follow torch's own loss into what stands for a tensor
+        # torch.compile does not trace torch's own cross_entropy into __torch_function__ of lazy logits
         if not lazy or (torch.compiler.is_compiling() and not traceable):
             return cls.forward(self, *args, **kwargs)
         outer, _training.head = _training.head, head
@@ -375,7 +377,7 @@ def _model_methods(cls: type[Any]) -> dict[str, Any]:
 
 
 def _settle(value: Any) -> Any:
-    """None in place of logits whose loss was fused, real logits in place of others."""
+    """Return None for logits whose loss was fused, real logits for other lazy logits, and any other value unchanged."""
     if not isinstance(value, LazyLogits):
         return value
     if value.fused and value.made is None:

@@ -1,4 +1,4 @@
-"""What RMSNorm and LayerNorm have in common: modules that normalise the last dimension."""
+"""Base recogniser of RMSNorm and LayerNorm: modules that normalise the last dimension."""
 
 import inspect
 import re
@@ -24,43 +24,43 @@ NO_KERNEL = (nn.modules.batchnorm._NormBase, nn.GroupNorm)
 
 
 class Norm(Recogniser):
-    """Modules whose forward has the form of one of ``patterns``.
+    """Recogniser for modules whose forward has the form of one of ``patterns``.
 
-    Its attributes play the parts "weight", "bias" (both [N] or None), "eps", "shape" (one dimension) and "size" (of the
-    groups that are normalised each).
+    Its attributes have the roles "weight", "bias" (both [N] or None), "eps", "shape" (one dimension) and "size" (number
+    of features in each separately normalised group).
     """
 
     options = ("norm",)
     named: str
     patterns: tuple[Callable[..., Tensor], ...]
-    # by pattern, a function of the forward's inputs, weight, bias and eps. Constants are in code rather than in data,
-    # which torch.compile would take for inputs once two models differ in them
+    # pattern -> function of the forward's inputs, weight, bias and eps. Constants are code, not data: torch.compile
+    # would turn data into graph inputs as soon as two models differ in them
     kernels: dict[str, Callable[..., Tensor]]
 
     def looks_like(self, module: nn.Module) -> bool:
-        """By name, without a part that is one."""
+        """Return True for modules named like this norm that contain no other norm."""
         return _is_named(self.named, module) and not any(_is_named("norm", part) for part in module.children())
 
     def variant(self, module: nn.Module, model: nn.Module) -> str:
-        """The name of the pattern, and what it is without."""
+        """Return the pattern's name and the missing vectors, as in "torch_nn, no bias". Raises UnrecognisedError."""
         if isinstance(module, NO_KERNEL):
-            raise NothingToDoError("normalises no last dimension")
+            raise NothingToDoError("does not normalise the last dimension")
         pattern, part = match(type(module).forward, type(module), self.patterns)
         values: dict[str, Any] = {role: getattr(module, name, None) for role, name in part.items()}
         for role in VECTORS:
             if values.get(role) is not None and values[role].dim() != 1:
-                raise UnrecognisedError(f"needs a {role} [N], has {[*values[role].shape]}")
+                raise UnrecognisedError(f"its {role} must have one dimension, got shape {[*values[role].shape]}")
         if "eps" in part and not isinstance(values["eps"], int | float):
-            raise UnrecognisedError("needs a number as eps")
+            raise UnrecognisedError("its eps is not a number")
         dimensions = len(values["shape"]) if "shape" in part else 1
         if dimensions != 1:
-            raise UnrecognisedError(f"normalises {dimensions} dimensions")
+            raise UnrecognisedError(f"normalises {dimensions} dimensions, not one")
         if values.get("act", "silu") != "silu":
             raise UnrecognisedError(f"no kernel for the activation {values['act']}")
         return ", ".join((pattern, *(f"no {role}" for role in VECTORS if role in part and values[role] is None)))
 
     def methods(self, cls: type[Any], variant: str) -> dict[str, Any]:
-        """Its forward."""
+        """Return the forward, which calls the kernel of the pattern."""
         pattern, part = match(cls.forward, cls, self.patterns)
         weight, bias, eps = (part.get(role, "_") for role in (*VECTORS, "eps"))
         kernel, names = self.kernels[pattern], [*inspect.signature(cls.forward).parameters][1:]
@@ -74,7 +74,7 @@ class Norm(Recogniser):
         return {"forward": forward}
 
     def miniature(self, module: nn.Module, variant: str) -> nn.Module:
-        """A norm over 8 features, otherwise as ``module``; it has a parameter in any case, for its dtype."""
+        """Return a norm over 8 features, otherwise like ``module``, with at least one parameter for its dtype."""
         cls = type(module)
         _, part = match(cls.forward, cls, self.patterns)
         attributes = {name: getattr(module, name, None) for name in part.values()}
@@ -84,7 +84,7 @@ class Norm(Recogniser):
         return bare(cls, **attributes | sized, empty=random_parameter(0))
 
     def trial(self, module: nn.Module, variant: str, methods: dict[str, Any]) -> Trial:
-        """Six rows for each input."""
+        """Return a trial with six rows for each input."""
         _, part = match(type(module).forward, type(module), self.patterns)
         vectors = [getattr(module, part[role], None) for role in VECTORS if role in part]
         parameters = tuple(vector for vector in vectors if vector is not None)

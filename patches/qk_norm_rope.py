@@ -1,8 +1,8 @@
-"""RMSNorms of queries and keys followed by a rotary function: all in one kernel.
+"""Recogniser for RMSNorms of queries and keys followed by a rotary function: one kernel does all three.
 
-The attention class gets a copy of its own forward in which the calls of the norms are their arguments, and that of the
-rotary function is another's that is given the norms, too. It calls norms and rotary function wherever the kernel would
-not do the same, and where something is hooked to a norm.
+The attention class gets a copy of its own forward. In the copy, each call of a norm is replaced by its argument, and
+the rotary call by a function that takes the norms as well. If the kernel would compute something else, or if a norm has
+a hook, that function calls norms and rotary function separately.
 """
 
 import ast
@@ -25,7 +25,7 @@ ROPE, NORM = Rope(), RMSNorm()
 
 
 class Sites(NamedTuple):
-    """The names of a forward's two norms and of its rotary function, and its code with other calls in their place."""
+    """Names of a forward's two norms and of its rotary function, and the rewritten code of the forward."""
 
     norms: tuple[str, str]
     rotary: str
@@ -33,17 +33,17 @@ class Sites(NamedTuple):
 
 
 class QKNormRope(Recogniser):
-    """Attention whose queries and keys go from an RMSNorm of each head to the one rotary function."""
+    """Recogniser for attention that applies RMSNorm to each head of queries and keys, then one rotary function."""
 
     pattern = "qk_norm_rope"
     options = ("rope", "norm")
 
     def looks_like(self, module: nn.Module) -> bool:
-        """None: where they are not fused, norms and rotary function are reported each."""
+        """Return False: if they are not fused, the report lists norms and rotary function by themselves."""
         return False
 
     def variant(self, module: nn.Module, model: nn.Module) -> str:
-        """The patterns of the norms and of the rotary function."""
+        """Return the pattern of the norms and of the rotary function, as "norm; rotary". Raises UnrecognisedError."""
         rotary = ROPE.variant(module, model)
         q_norm, k_norm = (getattr(module, name) for name in _sites_of(module).norms)
         variants = [NORM.variant(norm, model) for norm in (q_norm, k_norm)]
@@ -52,19 +52,19 @@ class QKNormRope(Recogniser):
         return f"{variants[0]}; {rotary}"
 
     def methods(self, cls: Any, variant: str) -> dict[str, Any]:
-        """The forward of ``cls`` without the norms, and with another rotary function."""
+        """Return the forward of ``cls`` without the norms and with another rotary function."""
         sites: Sites = _sites(cls)
         changed = {NAME: _norm_and_rotate(functions_of(cls)[sites.rotary])}
         return {"forward": with_globals(cls.forward, changed, sites.code)}
 
     def miniature(self, module: nn.Module, variant: str) -> nn.Module:
-        """Norms of 8 features."""
+        """Return an attention that has only its norms, over 8 features."""
         sites = _sites_of(module)
         norms = {name: NORM.miniature(getattr(module, name), variant.split("; ")[0]) for name in sites.norms}
         return bare(type(module), **norms)
 
     def trial(self, module: nn.Module, variant: str, methods: dict[str, Any]) -> Trial:
-        """Three heads and two, five positions, norms and functions alone."""
+        """Return a trial of norms and rotary function alone, with 3 query heads, 2 key heads and 5 positions."""
         sites = _sites_of(module)
         original = functions_of(type(module))[sites.rotary]
         norms = [getattr(module, name) for name in sites.norms]
@@ -86,7 +86,7 @@ class QKNormRope(Recogniser):
 
 
 def _norm_and_rotate(original: Callable[..., Any]) -> Callable[..., Any]:
-    """A function of two norms and the arguments of ``original``."""
+    """Return ``f(q_norm, k_norm, *args)``, where ``args`` are the arguments of the rotary function ``original``."""
     rotate, fitted = replacement(original), adapter(original)
 
     def norm_and_rotate(q_norm: Any, k_norm: Any, q: Tensor, k: Tensor, *args: Any, **kwargs: Any) -> Any:
@@ -97,7 +97,8 @@ def _norm_and_rotate(original: Callable[..., Any]) -> Callable[..., Any]:
                 eps, offset, casting_mode = options
 
                 def turn(q: Tensor, k: Tensor, cos: Tensor, sin: Tensor, **layouts: Any) -> Any:
-                    if q.dtype != q_weight.dtype:  # it is the wider one of the tables, but norms round to their own
+                    # q was cast to the wider dtype of heads and tables, but the norms round to their weight's dtype
+                    if q.dtype != q_weight.dtype:
                         return None
                     options = {"offset": offset, "casting_mode": casting_mode, **layouts}
                     return qk_norm_rope(q, k, q_weight, k_weight, cos, sin, eps, **options)
@@ -117,7 +118,10 @@ def _sites_of(module: nn.Module) -> Sites:
 
 @functools.cache
 def _sites(cls: Any) -> Sites:
-    """Raises UnrecognisedError unless each head of queries and keys is normalised, then moved at most, then rotated."""
+    """Find norms and rotary call in the forward of ``cls``, and rewrite its code.
+
+    Raises UnrecognisedError unless queries and keys are normalised, at most transposed, and then rotated.
+    """
     forward = plain_forward(cls)
     if forward is not None:
         definition = definition_of(forward)
@@ -131,11 +135,14 @@ def _sites(cls: Any) -> Sites:
                     if None not in norms:
                         names = norms[0].func.attr, norms[1].func.attr
                         return Sites(names, rotary, compiled(forward, _Rewrite(norms, call).visit(definition)))
-    raise UnrecognisedError(f"{where(cls.forward)} does not rotate what it has just normalised")
+    raise UnrecognisedError(f"{where(cls.forward)} does not rotate queries and keys right after their norms")
 
 
 def _norm_of(name: str, statements: list[ast.stmt]) -> Any:
-    """The call of the norm that made ``name``, which was not used since but to swap the dimensions 1 and 2."""
+    """Return the call of the norm that made ``name``, or None if ``name`` was since used in another way.
+
+    Transposing the dimensions 1 and 2 is allowed.
+    """
     for statement in reversed(statements):
         if not any(isinstance(node, ast.Name) and node.id == name for node in ast.walk(statement)):
             continue
@@ -158,7 +165,7 @@ def _norm_of(name: str, statements: list[ast.stmt]) -> Any:
 
 
 class _Rewrite(ast.NodeTransformer):
-    """Leaves the calls of ``norms`` out and gives the norms to the function that replaces that of ``rotary_call``."""
+    """Transformer that removes the calls of ``norms`` and passes the norms to the replacement of ``rotary_call``."""
 
     def __init__(self, norms: list[ast.Call], rotary_call: ast.Call) -> None:
         self.norms, self.rotary_call = norms, rotary_call

@@ -1,4 +1,4 @@
-"""Copies of a class's own forward in which some calls are others."""
+"""Copy a class's own forward with some of its calls replaced."""
 
 import ast
 import functools
@@ -7,9 +7,9 @@ from typing import Any
 
 
 def with_globals(function: FunctionType, changed: dict[str, Any], code: CodeType | None = None) -> FunctionType:
-    """A copy of ``function`` that sees ``changed`` under those global names, and runs ``code`` if it is given."""
+    """Return a copy of ``function`` whose globals are updated by ``changed``; it runs ``code`` if given."""
     namespace = {**function.__globals__, **changed}
-    # torch.compile would look these names up in the module of this name, where they still are what they were
+    # with a __name__, torch.compile would look the globals up in that module, where they are unchanged
     del namespace["__name__"]
     code = code or function.__code__
     clone = FunctionType(code, namespace, function.__name__, function.__defaults__, function.__closure__)
@@ -20,8 +20,8 @@ def with_globals(function: FunctionType, changed: dict[str, Any], code: CodeType
 
 
 def compiled(function: FunctionType, definition: ast.FunctionDef) -> CodeType:
-    """The code of ``definition``, which was made from that of ``function``; its lines are where they were."""
-    # that of the defaults and annotations is another
+    """Return the code of ``definition``, a rewritten syntax tree of ``function``; line numbers stay the same."""
+    # defaults and annotations may contain code objects, and exactly one is expected below
     definition.args.defaults = [ast.Constant(None) for _ in definition.args.defaults]
     for argument in ast.walk(definition.args):
         if isinstance(argument, ast.arg):
@@ -39,7 +39,7 @@ def compiled(function: FunctionType, definition: ast.FunctionDef) -> CodeType:
 
 
 def plain_forward(cls: Any) -> FunctionType | None:
-    """The forward that a family wrote, which transformers may have wrapped for checkpointing; None: it is decorated."""
+    """Return the forward that a family wrote, without transformers' checkpointing wrapper; None if it is decorated."""
     forward = cls.forward
     if isinstance(forward, FunctionType) and forward.__code__.co_name == "forward_with_checkpointing":
         forward = forward.__wrapped__  # type: ignore[attr-defined]

@@ -1,4 +1,4 @@
-"""RMSNorm modules: the ways in which Hugging Face models round weight * x / rms(x)."""
+"""Recogniser for RMSNorm modules, in all the ways in which Hugging Face models round weight * x / rms(x)."""
 
 from collections.abc import Callable
 from typing import Any
@@ -16,14 +16,14 @@ ACT2FN: Any = {}  # stands for transformers' table of that name
 
 
 def llama(self: Any, x: Tensor) -> Tensor:
-    """Rounds before the weight; the result has the wider dtype of x and weight."""
+    """Match a norm that rounds before the weight; the result has the wider dtype of x and weight."""
     h = x.to(torch.float32)
     h = h * torch.rsqrt(h.pow(2).mean(-1, keepdim=True) + self.eps)
     return self.weight * h.to(x.dtype)  # type: ignore[no-any-return]
 
 
 def t5(self: Any, x: Tensor) -> Tensor:
-    """Rounds before the weight, to the weight's dtype."""
+    """Match a norm that rounds before the weight, to the weight's dtype."""
     h = x * torch.rsqrt(x.to(torch.float32).pow(2).mean(-1, keepdim=True) + self.eps)
     if self.weight.dtype in [torch.float16, torch.bfloat16]:
         h = h.to(self.weight.dtype)
@@ -31,28 +31,28 @@ def t5(self: Any, x: Tensor) -> Tensor:
 
 
 def olmo(self: Any, x: Tensor) -> Tensor:
-    """Rounds once, after the weight."""
+    """Match a norm that rounds once, after the weight."""
     h = x.to(torch.float32)
     h = h * torch.rsqrt(h.pow(2).mean(-1, keepdim=True) + self.eps)
     return (self.weight * h).to(x.dtype)  # type: ignore[no-any-return]
 
 
 def helium(self: Any, x: Tensor) -> Tensor:
-    """The same of a weight that is cast."""
+    """Match a norm that casts the weight to fp32 and rounds once, after the weight."""
     h = x.to(torch.float32)
     h = h * torch.rsqrt(h.pow(2).mean(-1, keepdim=True) + self.eps)
     return (self.weight.to(torch.float32) * h).to(x.dtype)  # type: ignore[no-any-return]
 
 
 def gemma(self: Any, x: Tensor) -> Tensor:
-    """Rounds once; the weight is stored less one."""
+    """Match a norm that rounds once and adds 1 to the stored weight."""
     h = x.to(torch.float32)
     h = h * torch.rsqrt(h.pow(2).mean(-1, keepdim=True) + self.eps)
     return (h * (1.0 + self.weight.to(torch.float32))).to(x.dtype)  # type: ignore[no-any-return]
 
 
 def gemma3n(self: Any, x: Tensor) -> Tensor:
-    """Rounds once; the weight is there if it is ``scaled``."""
+    """Match a norm that rounds once; it has a weight if ``scaled``."""
     h = x.to(torch.float32)
     h = h * torch.pow(h.pow(2).mean(-1, keepdim=True) + self.eps, -0.5)
     if self.scaled:
@@ -61,26 +61,26 @@ def gemma3n(self: Any, x: Tensor) -> Tensor:
 
 
 def weightless(self: Any, x: Tensor) -> Tensor:
-    """Has no weight."""
+    """Match a norm without a weight."""
     h = x.to(torch.float32)
     return (h * torch.rsqrt(h.pow(2).mean(-1, keepdim=True) + self.eps)).to(x.dtype)
 
 
 def rounded_scale(self: Any, x: Tensor) -> Tensor:
-    """Has no weight, and rounds 1 / rms(x), too, which the kernel does not."""
+    """Match a norm without a weight that also rounds 1 / rms(x); the kernel does not round it."""
     scale = torch.rsqrt(x.to(torch.float32).square().mean(-1, keepdim=True) + self.eps)
     return x * scale.to(x.dtype)
 
 
 def gated(self: Any, x: Tensor, gate: Tensor) -> Tensor:
-    """As ``llama``, times an activation of another tensor."""
+    """Match ``llama`` times an activation of another tensor."""
     h = x.to(torch.float32)
     h = h * torch.rsqrt(h.pow(2).mean(-1, keepdim=True) + self.eps)
     return (self.weight * h.to(x.dtype) * ACT2FN[self.act](gate.to(torch.float32))).to(x.dtype)  # type: ignore[no-any-return]
 
 
 def grouped(self: Any, x: Tensor, gate: Tensor | None = None) -> Tensor:
-    """Times SiLU of another tensor, if there is one, then as ``llama`` by groups of features."""
+    """Match ``llama`` over groups of features, of x times SiLU of another tensor if given."""
     h = x.to(torch.float32)
     if gate is not None:
         h = h * nn.functional.silu(gate.to(torch.float32))
@@ -126,26 +126,26 @@ KERNELS: dict[str, Callable[..., Tensor]] = {
     "gated": _gated,
     "grouped": _grouped,
 }
-# of those that a kernel that does more can do, by its offset and casting mode
+# offset and casting mode of the patterns that a fused kernel (add_rms_norm, qk_norm_rope) can compute
 MODES = {"llama": (0.0, "llama"), "olmo": (0.0, "gemma"), "helium": (0.0, "gemma"), "gemma": (1.0, "gemma")}
 
 
 def fusible(norm: Any) -> bool:
-    """Whether a kernel may run in place of ``norm``: its patched forward is all that would, on a whole weight."""
+    """Return True if a fused kernel may replace a call of ``norm``: patched, without hooks, its weight not sharded."""
     if not hasattr(type(norm), "fused_arguments") or not unhooked(norm):
         return False
     return not hasattr(norm.fused_arguments()[0], "device_mesh")
 
 
 class RMSNorm(Norm):
-    """Modules with an eps, and most with a weight [N], whose forward has the form of one of PATTERNS."""
+    """Recogniser for modules whose forward has the form of one of PATTERNS; most have a weight [N]."""
 
     pattern = "rms_norm"
     named = r"(?<!layer)(?<!layer_)norm(\d\w*|gated)?$"
     patterns, kernels = PATTERNS, KERNELS
 
     def methods(self, cls: type[Any], variant: str) -> dict[str, Any]:
-        """Its forward, and what kernels that do more take: weight, eps, offset and casting mode."""
+        """Return the forward, and a method that gives fused kernels the weight, eps, offset and casting mode."""
         methods = super().methods(cls, variant)
         if variant in MODES:
             _, part = match(cls.forward, cls, PATTERNS)

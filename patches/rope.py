@@ -1,7 +1,7 @@
-"""Rotary embeddings: attention whose forward calls module-level functions on heads and tables of cosines and sines.
+"""Recogniser for rotary embeddings: the forward calls module-level functions on heads and tables of cos and sin.
 
-The attention class gets a copy of its own forward that sees other functions under those names. The module keeps its
-functions, so that nothing but the patched model changes, and a recomputed checkpoint finds the same forward.
+The attention class gets a copy of its own forward that finds other functions under these global names. The Python
+module keeps its functions, so no other model changes, and a recomputed checkpoint runs the same forward.
 """
 
 import functools
@@ -24,17 +24,17 @@ BY_NAME = {pattern.__name__: kind for pattern, kind in KINDS.items()}
 
 
 class Rope(Recogniser):
-    """Attention modules whose rotary functions all have the form of one of PATTERNS."""
+    """Recogniser for attention modules whose rotary functions all have the form of one of PATTERNS."""
 
     pattern = "rope"
     options = ("rope",)
 
     def looks_like(self, module: nn.Module) -> bool:
-        """Any module whose forward calls a rotary function."""
+        """Return True for modules whose forward calls a rotary function."""
         return bool(functions_of(type(module)))
 
     def variant(self, module: nn.Module, model: nn.Module) -> str:
-        """The names of the rotary functions' patterns."""
+        """Return the names of the rotary functions' patterns, joined by commas. Raises UnrecognisedError."""
         cls = type(module)
         functions = functions_of(cls)
         if not functions:
@@ -46,16 +46,16 @@ class Rope(Recogniser):
         return ", ".join(variants)
 
     def methods(self, cls: type[Any], variant: str) -> dict[str, Any]:
-        """The forward of ``cls`` with its rotary functions replaced."""
+        """Return the forward of ``cls`` with its rotary functions replaced."""
         forward, decorate = _undecorated(cls)
         return {"forward": decorate(with_globals(forward, _replacements(cls)))}
 
     def miniature(self, module: nn.Module, variant: str) -> nn.Module:
-        """Something with a dtype: the functions are all that runs."""
+        """Return a module with an empty weight, for its dtype: the trial runs only the functions."""
         return bare(type(module), weight=nn.Parameter(torch.empty(0, device="cpu", dtype=torch.float32)))
 
     def trial(self, module: nn.Module, variant: str, methods: dict[str, Any]) -> Trial:
-        """Three heads and two of 8 features, five positions, the functions alone."""
+        """Return a trial of the functions alone, with 3 query and 2 key heads of 8 features and 5 positions."""
         originals, replacements = functions_of(type(module)), _replacements(type(module))
         parameter = next(module.parameters())
         calls = []
@@ -65,7 +65,7 @@ class Rope(Recogniser):
             calls.append((name, names, tables_of(kind, 4 if kind.partial else 8, parameter), kind.dim))
         dims = {dim for *_, dim in calls}
         if len(dims) > 1:
-            raise UnrecognisedError("its rotary functions take heads in different places")
+            raise UnrecognisedError("its rotary functions expect the heads in different dimensions")
         shapes = [(2, h, 5, 8) if dims == {1} else (2, 5, h, 8) for h in (3, 2)]
 
         def run(functions: dict[str, Any], q: Tensor, k: Tensor) -> tuple[Tensor, ...]:
@@ -83,7 +83,10 @@ class Rope(Recogniser):
 
 
 def _undecorated(cls: Any) -> tuple[FunctionType, Callable[..., Any]]:
-    """The forward of ``cls`` and what decorates it, torch.no_grad() if anything. Raises UnrecognisedError."""
+    """Return the forward of ``cls`` without its decorator, and the decorator: torch.no_grad() or the identity.
+
+    Raises UnrecognisedError for any other decorator.
+    """
     forward = cls.forward
     if not hasattr(forward, "__wrapped__"):
         return forward, lambda function: function
@@ -96,7 +99,7 @@ def _undecorated(cls: Any) -> tuple[FunctionType, Callable[..., Any]]:
 
 
 def functions_of(cls: type[Any]) -> dict[str, Callable[..., Any]]:
-    """The global functions about rotary embeddings that the forward of ``cls`` calls, by name."""
+    """Return the global functions that the forward of ``cls`` calls and whose names contain "rotary" or "rope"."""
     forward = inspect.unwrap(cls.forward)
     if not isinstance(forward, FunctionType):
         return {}
@@ -109,7 +112,7 @@ def _replacements(cls: type[Any]) -> dict[str, Callable[..., Any]]:
 
 
 def replacement(original: Callable[..., Any]) -> Callable[..., Any]:
-    """A function of the arguments of ``original`` that runs ``rope``, or ``original`` where that does not fit."""
+    """Return a function with the arguments of ``original`` that runs ``rope``, or ``original`` if they do not fit."""
     fitted = adapter(original)
 
     def rotate(*args: Any, **kwargs: Any) -> Any:
@@ -120,8 +123,9 @@ def replacement(original: Callable[..., Any]) -> Callable[..., Any]:
 
 
 def adapter(original: Callable[..., Any]) -> Callable[..., Any]:
-    """A function of something that turns heads as ``rope`` does, or gives None, and of the arguments of ``original``;
-    None: no fit.
+    """Return ``f(turn, args, kwargs)``, which maps the arguments of ``original`` onto ``turn``.
+
+    ``turn`` has the signature of ``rope``, and may return None. ``f`` returns None if the arguments do not fit.
     """
     variant, names = match(original, None, PATTERNS)
     kind, parameters = BY_NAME[variant], [*inspect.signature(original).parameters]
@@ -140,7 +144,7 @@ def adapter(original: Callable[..., Any]) -> Callable[..., Any]:
     return fitted
 
 
-# (dimensions of heads, of tables, where tables are unsqueezed) -> whether heads lack a batch, unsqueeze_dim of ``rope``
+# (dimensions of heads, dimensions of tables, unsqueezed dimension) -> (heads lack a batch, unsqueeze_dim of ``rope``)
 PLACES = {
     (4, 3, 1): (False, 1),
     (4, 3, 2): (False, 2),
@@ -154,7 +158,10 @@ PLACES = {
 def _turned(
     turn: Callable[..., Any], kind: Kind, heads: list[Tensor], cos: Tensor, sin: Tensor, unsqueeze_dim: int
 ) -> tuple[Tensor, Tensor] | None:
-    """One or two tensors of heads, turned, in the dtypes that ``kind`` gives; None: does not fit."""
+    """Return the rotated queries and keys in the dtypes of ``kind``, or None if the shapes do not fit.
+
+    ``heads`` has one or two tensors; for one, the second result is empty.
+    """
     place = PLACES.get((heads[0].dim(), cos.dim(), unsqueeze_dim))
     if place is None or heads[0].dim() != heads[-1].dim() or heads[0].shape[-1] != heads[-1].shape[-1]:
         return None
@@ -170,7 +177,7 @@ def _turned(
         heads = [x.to(torch.promote_types(x.dtype, cos.dtype)) for x in heads]
     elif kind.rounds == "first" and heads[0].dtype != heads[-1].dtype:
         return None
-    # without others beside them, heads are rotated beside none
+    # ``turn`` takes two tensors: a single one is paired with an empty one
     q, k = heads if len(heads) == 2 else (heads[0], heads[0].narrow(dim, 0, 0))
     cos_layout = {"first": "full", "complex": "half"}.get(kind.tables, kind.tables)
     sin = sin if kind.sign > 0 else -sin
@@ -183,7 +190,7 @@ def _turned(
 
 
 def tables_of(kind: Kind, width: int, like: Tensor) -> dict[str, Tensor]:
-    """Tables of five positions for a rotation of ``width`` features, by the part that they play."""
+    """Return the tables of 5 positions for a rotation of ``width`` features, by role (cos and sin, or angles)."""
     angles = torch.arange(5, device="cpu")[None, :, None] / 10 ** torch.linspace(0, 2, width // 2, device="cpu")
     if kind.tables == "complex":
         return {"angles": torch.polar(torch.ones_like(angles), angles).to(like.device)}
@@ -195,9 +202,9 @@ def tables_of(kind: Kind, width: int, like: Tensor) -> dict[str, Tensor]:
 
 
 def _require_tables(tables: str, module: nn.Module, model: nn.Module) -> None:
-    """Raise UnrecognisedError unless the rotary embeddings nearest to ``module`` give (cos, sin) of that layout.
+    """Raise UnrecognisedError unless the rotary embeddings nearest to ``module`` return tables of this layout.
 
-    They are built anew from the config, because the live ones may be on the meta device and may change as they run.
+    The embeddings are rebuilt from their config: the live ones may be on the meta device, and some change as they run.
     """
     for embedding in _rotary_embeddings(module, model):
         cls: Any = type(embedding)
@@ -205,11 +212,11 @@ def _require_tables(tables: str, module: nn.Module, model: nn.Module) -> None:
         needed = {name for name, parameter in built.items() if parameter.default is parameter.empty} - {"self"}
         config, names = getattr(embedding, "config", None), [*called]
         if needed != {"config"} or config is None or names not in (_CALLED, [*_CALLED, "layer_type"]):
-            raise UnrecognisedError(f"{where(cls)} is not built from a config and called on (x, position_ids)")
+            raise UnrecognisedError(f"{where(cls)} is not built from a config alone and called on (x, position_ids)")
         try:
             with torch.device("cpu"):
                 found = _tables(cls(config), "layer_type" in called)
-        except Exception as error:  # of any kind: it is the model's own code, and it would not run either
+        except Exception as error:  # the model's own code may raise anything; the model would not run either
             raise UnrecognisedError(f"{where(cls)} raises {type(error).__name__}: {error}") from error
         for table in found:
             parts = table.chunk(2, dim=-1) if tables == "full" else (table[..., ::2], table[..., 1::2])
@@ -218,9 +225,9 @@ def _require_tables(tables: str, module: nn.Module, model: nn.Module) -> None:
 
 
 def _tables(embedding: Any, layered: bool) -> list[Tensor]:
-    """Every cos and sin of three positions; ``layered``: each type of layers has its own."""
+    """Return cos and sin of 3 positions from ``embedding``; if ``layered``, for each type of layer."""
     ids = torch.arange(3)[None]
-    if hasattr(embedding, "mrope_section"):  # of time, height and width
+    if hasattr(embedding, "mrope_section"):  # needs ids for time, height and width
         ids = ids.expand(3, 1, 3)
     kinds = [{"layer_type": kind} for kind in embedding.rope_type] if layered else [{}]
     return [table for kind in kinds for table in embedding(torch.zeros(1), ids, **kind)]
@@ -231,7 +238,7 @@ _PARTS = {"full": "halves", "repeat": "neighbours"}
 
 
 def _rotary_embeddings(module: nn.Module, model: nn.Module) -> list[nn.Module]:
-    """Those of the smallest part of ``model`` that has both ``module`` and one."""
+    """Return the rotary embeddings in the smallest part of ``model`` that contains ``module`` and an embedding."""
     names = {part: name for name, part in model.named_modules()}
     embeddings = {name: part for part, name in names.items() if re.search("Rotary.*Embedding", type(part).__name__)}
     path = names[module].split(".")
@@ -240,4 +247,4 @@ def _rotary_embeddings(module: nn.Module, model: nn.Module) -> list[nn.Module]:
         found = [part for name, part in embeddings.items() if name.startswith(prefix)]
         if found:
             return found
-    raise UnrecognisedError("no rotary embedding is near")
+    raise UnrecognisedError("the model has no rotary embedding module")

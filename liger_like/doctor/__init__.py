@@ -1,7 +1,7 @@
-"""What ``patch`` does to the model of a config, tried on a tiny one of the same class: nothing is downloaded, and no
-code but that of the installed packages runs.
+"""Report what ``patch`` does to the model of a config, by trying it on a tiny model of the same class.
 
-On a GPU each patched module is also timed, in a model of the config's sizes with the first layer of each kind.
+Nothing is downloaded, and only code of the installed packages runs. On a GPU each patched module is also timed, in a
+model with the config's sizes and the first layer of each kind.
 """
 
 import copy
@@ -27,8 +27,8 @@ from liger_like.runtime import versions
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 DIFFERS = "differs"
-# An error ratio is an error over that of the unpatched model, both against float64; over FLOOR of the norm, where that
-# is more. About one is rounding; a wrong formula differs by 1e-2 of the norm and more.
+# error ratio = error of the patched model / max(error of the unpatched model, FLOOR * norm), both against float64.
+# Rounding gives about 1; a wrong formula gives an error of at least 1e-2 of the norm.
 FLOOR, LIMIT, WORST = 1e-6, 10.0, 1e9
 TOKENS = 4096
 TOGETHER = "together"
@@ -45,17 +45,17 @@ Results = dict[str, Tensor]
 
 
 class NotExaminedError(Exception):
-    """There is nothing to say about a config; the message is the reason."""
+    """Signal that a config cannot be examined; the message is the reason."""
 
 
 @dataclass(frozen=True)
 class Diagnosis:
-    """What becomes of ``model``, a class name.
+    """Result of an examination of the class named ``model``.
 
-    ``rows`` are those of the ``PatchReport`` as dictionaries, with the error ratios "forward" and "backward" of the
-    whole tiny model when what that pattern's option turns on is patched, and on a GPU "ms" and "MiB" of the module in
-    real size, [unpatched, patched]. The last row is of all together. Where a ratio is no rounding the status is
-    "differs".
+    ``rows`` are the rows of the ``PatchReport`` as dictionaries; the last row has all patterns together. "forward" and
+    "backward" are the error ratios of the whole tiny model with only that pattern's options on. On a GPU, "ms" and
+    "MiB" are time and peak memory of the module in real size, as (unpatched, patched). The status is "differs" if a
+    ratio is more than rounding.
     """
 
     model: str
@@ -64,13 +64,16 @@ class Diagnosis:
 
     @property
     def sound(self) -> bool:
-        """Whether something is patched, and nothing that could be is left alone or differs."""
+        """Return True if a module is patched, none is skipped and none differs."""
         patched = any(row["status"] == PATCHED for row in self.rows if row["pattern"] != TOGETHER)
         return patched and not {row["status"] for row in self.rows} & {SKIPPED, DIFFERS}
 
 
 def examine(path: Path) -> Diagnosis:
-    """Of a config.json, or of a folder that has one and perhaps an adapter_config.json. Raises NotExaminedError."""
+    """Examine a config.json, or a folder with a config.json and optionally an adapter_config.json.
+
+    Raises NotExaminedError if no tiny model can be built from it.
+    """
     file = path / "config.json" if path.is_dir() else path
     fields = _read(file)
     quantised = fields.pop("quantization_config", None)
@@ -78,10 +81,10 @@ def examine(path: Path) -> Diagnosis:
     try:
         model: Any = tiny.build(cls, config)
     except Exception as error:
-        raise NotExaminedError(f"transformers makes no tiny {cls.__name__} of {file}: {_said(error)}") from error
+        raise NotExaminedError(f"transformers builds no tiny {cls.__name__} from {file}: {_said(error)}") from error
     warnings = [*_untested(), *_unseen(cls, config, model)]
     if quantised:
-        warnings.append("its weights are quantised, the tiny model's are not: see what patch reports of the real one")
+        warnings.append("its weights are quantised, the tiny model's are not: read patch's report on the real model")
     _adapt(model, file.parent)
     report = patch(model.to(DEVICE), verify="numeric")
     report.unpatch()
@@ -92,7 +95,7 @@ def examine(path: Path) -> Diagnosis:
     try:
         inputs, same = tiny.first_that_run(tiny.without_dropout(model))
     except Exception as error:
-        warnings.append(f"the tiny model does not run, its modules were compared each: {_said(error)}")
+        warnings.append(f"the tiny model does not run, so only its single modules were compared: {_said(error)}")
     else:
         _add_errors(rows, model, inputs, same, _exact(model, inputs) or same)
         if DEVICE == "cuda":
@@ -106,16 +109,16 @@ def _read(file: Path) -> dict[str, Any]:
     except (OSError, ValueError) as error:
         raise NotExaminedError(f"{file} cannot be read: {_said(error)}") from error
     if not isinstance(fields, dict):
-        raise NotExaminedError(f"{file} has no fields")
+        raise NotExaminedError(f"{file} must hold a JSON object, got {type(fields).__name__}")
     return fields
 
 
 def _known(fields: dict[str, Any]) -> tuple[Any, Any]:
-    """The config and the class of a model with a head, as the installed transformers has them."""
+    """Return transformers' config and model class with a language-model head. Raises NotExaminedError."""
     if _has("auto_map", fields):
         raise NotExaminedError(
-            "the config brings code of its own (auto_map), which is not run; without auto_map it is examined as the "
-            "model that transformers has under its model_type"
+            "the config brings code of its own (auto_map), which is not run; remove auto_map to examine the model that "
+            "transformers has for its model_type"
         )
     model_type: Any = fields.get("model_type")
     if model_type not in transformers.CONFIG_MAPPING:
@@ -126,10 +129,10 @@ def _known(fields: dict[str, Any]) -> tuple[Any, Any]:
         raise NotExaminedError(f"transformers refuses the config: {_said(error)}") from error
     heads: list[Any] = [mapping[type(config)] for mapping in MAPPINGS if type(config) in mapping]
     classes = [cls for head in heads for cls in (head if isinstance(head, tuple) else (head,))]
-    classes = [cls for cls in classes if cls.config_class is type(config)]  # not one of a part of it
+    classes = [cls for cls in classes if cls.config_class is type(config)]  # leaves out the class of a sub-config
     named = [cls for cls in classes if cls.__name__ in (config.architectures or ())]
     if not classes:
-        raise NotExaminedError(f"transformers has no {model_type} with a language model's head")
+        raise NotExaminedError(f"transformers has no {model_type} model with a language-model head")
     return config, [*named, *classes][0]
 
 
@@ -152,25 +155,25 @@ def _untested() -> list[str]:
 
 
 def _unseen(cls: Any, config: Any, model: nn.Module) -> list[str]:
-    """What is said of classes that the whole model has and the tiny one has not."""
+    """Return a warning that names the classes of the full model that the tiny model lacks; empty if it lacks none."""
     try:
         with torch.device("meta"):
             whole = cls._from_config(config, attn_implementation="eager")
     except Exception as error:
-        return [f"transformers makes no whole {cls.__name__}, whose layers the tiny one may lack: {_said(error)}"]
+        return [f"transformers builds no full {cls.__name__}, so the tiny model may lack some layers: {_said(error)}"]
     missing = {type(m).__name__ for m in whole.modules()} - {type(m).__name__ for m in model.modules()}
-    return [f"the tiny model lacks, so that nothing is said of: {', '.join(sorted(missing))}"] if missing else []
+    return [f"classes that the tiny model lacks are not examined: {', '.join(sorted(missing))}"] if missing else []
 
 
 def _left_for_dropout(cls: Any, config: Any) -> dict[tuple[str, str], Row]:
-    """Return the rows, by pattern and class, of attention that ``patch`` leaves alone for the dropout of ``config``."""
+    """Return the rows, by pattern and class, of attention that ``patch`` skips for the dropout of ``config``."""
     with warnings.catch_warnings(action="ignore"):
         report = patch(tiny.build(cls, config, dropout=True), norm=False, rope=False, mlp=False, loss=False)
     return {(row.pattern, row.cls): row for row in report.rows if row.status == SKIPPED and "dropout" in row.reason}
 
 
 def _adapt(model: Any, folder: Path) -> None:
-    """Put the adapter of ``folder``, if there is one, on ``model``, random and to be trained."""
+    """Add the adapter of ``folder``, if there is one, to ``model``, with random trainable weights."""
     if not (folder / "adapter_config.json").is_file():
         return
     import peft
@@ -186,7 +189,7 @@ def _adapt(model: Any, folder: Path) -> None:
 
 
 def _unfused(rows: tuple[Row, ...], config: Any) -> list[str]:
-    """What is said of a loss that is not fused with its head."""
+    """Return a warning with the size of the logits for each loss that is not fused with its head."""
     reasons = [row.reason for row in rows if row.pattern == LMHead.pattern and row.status == SKIPPED]
     size = TOKENS * getattr(config.get_text_config(), "vocab_size", 0) * 4 / 2**30
     return [
@@ -197,23 +200,24 @@ def _unfused(rows: tuple[Row, ...], config: Any) -> list[str]:
 
 
 def _exact(model: nn.Module, inputs: Results) -> Results | None:
-    """The results in float64; None for models that are not made for it."""
+    """Return the results in float64, or None if the model does not run in float64."""
     try:
         double: Any = copy.deepcopy(model).double()
-        double.set_experts_implementation("eager")  # the others have no kernel for float64
+        double.set_experts_implementation("eager")  # the other implementations have no float64 kernel
         found = tiny.results(double, {k: t.double() if t.is_floating_point() else t for k, t in inputs.items()})
-    except Exception:  # of any kind: a class's own code says where it needs another dtype
+    except Exception:  # the model's own code may raise anything where it needs another dtype
         return None
     return found if all(t.isfinite().all() for t in found.values()) else None
 
 
 def _patched(model: nn.Module, pattern: str) -> Any:
-    """``model`` with what this pattern needs patched, as a context."""
+    """Return a context in which ``model`` is patched with only the options of ``pattern``."""
     options: dict[str, Any] = {name: name in OPTIONS[pattern] for name in ALL}
     return patch(model, **options)
 
 
 def _add_errors(rows: list[dict[str, Any]], model: nn.Module, inputs: Results, same: Results, exact: Results) -> None:
+    """Add the error ratios to the patched ``rows``, and set the status of rows that differ."""
     found: dict[str, tuple[float, float]] = {}
     for row in rows:
         pattern = row["pattern"]
@@ -228,7 +232,10 @@ def _add_errors(rows: list[dict[str, Any]], model: nn.Module, inputs: Results, s
 
 
 def error_ratios(got: Results, same: Results, exact: Results) -> tuple[float, float]:
-    """Of the loss or the logits, which is worse, and of all gradients as one vector; at most WORST, which a NaN is."""
+    """Return the worse error ratio of loss and logits, and the ratio of all gradients as one vector.
+
+    Both are at most WORST, also for a NaN.
+    """
 
     def ratio(names: list[str]) -> float:
         difference, allowed = (
@@ -244,7 +251,10 @@ def error_ratios(got: Results, same: Results, exact: Results) -> tuple[float, fl
 
 
 def _add_costs(rows: list[dict[str, Any]], cls: Any, config: Any) -> list[str]:
-    """Time modules in real size; what is said if they do not fit on the GPU or do not run on these inputs."""
+    """Add time and memory in real size to the patched ``rows``.
+
+    Returns a warning if the modules do not fit on the GPU or do not run on these inputs, else an empty list.
+    """
     text = config.get_text_config()
     tokens = min(TOKENS, getattr(text, "max_position_embeddings", None) or TOKENS)
     ids = torch.randint(3, text.vocab_size, (1, tokens), device=DEVICE)
@@ -252,7 +262,7 @@ def _add_costs(rows: list[dict[str, Any]], cls: Any, config: Any) -> list[str]:
     try:
         model = _in_real_size(cls, config)
         for row in rows:
-            if row["status"] != PATCHED or row["variant"] in FORWARDS:  # the loss is the model's
+            if row["status"] != PATCHED or row["variant"] in FORWARDS:  # a head's cost is counted in the model's loss
                 continue
             of_class = [module for module in model.modules() if type(module).__name__ == row["cls"]]
             module = max(of_class, key=lambda module: sum(p.numel() for p in module.parameters()))
@@ -262,15 +272,15 @@ def _add_costs(rows: list[dict[str, Any]], cls: Any, config: Any) -> list[str]:
             if before and after:
                 row["ms"], row["MiB"] = zip(before, after, strict=True)
     except Exception as error:
-        return [f"not all is timed, with {tokens} tokens: {_said(error)}"]
+        return [f"some modules are not timed with {tokens} tokens: {_said(error)}"]
     return []
 
 
 def _in_real_size(cls: Any, config: Any) -> nn.Module:
-    """A model in bf16 with random weights and the first layer of each kind."""
+    """Return a bf16 model with random weights, the config's sizes and the first layer of each kind."""
     small = type(config).from_dict(tiny.with_few_layers(config.to_dict()))
     small.use_cache = small.get_text_config().use_cache = False
-    # the default; the config may ask for an implementation that would be downloaded
+    # the default of transformers; the config may name an implementation that would be downloaded
     attention = "sdpa" if cls._supports_sdpa else "eager"
     with torch.device(DEVICE):
         model: nn.Module = cls._from_config(small, attn_implementation=attention, dtype=torch.bfloat16)
@@ -278,7 +288,10 @@ def _in_real_size(cls: Any, config: Any) -> nn.Module:
 
 
 def _cost(model: nn.Module, module: nn.Module, inputs: Results) -> tuple[float, float] | None:
-    """ms and peak MiB of a forward and backward of ``module`` on what ``model`` gives it; None if that is nothing."""
+    """Return ms and peak MiB of a forward and backward of ``module`` on its inputs in ``model``.
+
+    Returns None if ``model`` does not call ``module``.
+    """
     given: list[Any] = []
     with module.register_forward_pre_hook(lambda _, *call: given.append(call), with_kwargs=True):
         model(**inputs)
@@ -305,19 +318,19 @@ def _tensors(tree: Any) -> list[Tensor]:
 
 
 def table(diagnosis: Diagnosis) -> Any:
-    """Return the rows, without reasons, as a table of rich that fits into 80 columns.
+    """Return the rows, without reasons, as a rich table that fits into 80 columns.
 
-    Each row has two lines: the class above what became of it, forward above backward, unpatched above patched. The
-    columns of times and memory are there only if something was measured.
+    Each row has two lines: the class above pattern and variant, forward above backward, unpatched above patched. The
+    columns of times and memory appear only if they were measured.
     """
     from rich import box
     from rich.table import Table
     from rich.text import Text
 
     measured = [name for name in ("ms", "MiB") if any(name in row for row in diagnosis.rows)]
-    caption = "forward, backward: error ratios, of which about 1 is rounding"
+    caption = "forward, backward: error ratios; about 1 is rounding"
     if measured:
-        caption += "; ms, MiB: of one forward and backward of the module in real size, unpatched -> patched"
+        caption += "; ms, MiB: one forward and backward of the module in real size, unpatched -> patched"
     shown = Table(title=diagnosis.model, caption=caption, box=box.SIMPLE_HEAD, padding=(0, 1, 0, 0), pad_edge=False)
     shown.show_edge = False
     for header in ("class\n  count x pattern, variant", "status", "forward\nbackward", *measured):
@@ -332,7 +345,7 @@ def table(diagnosis: Diagnosis) -> Any:
 
 
 def notes(diagnosis: Diagnosis) -> list[str]:
-    """Return the reason of each row that has one, and the warnings, a line each."""
+    """Return the reasons of the rows and the warnings, one line each."""
     reasons = [
         f"{', '.join(filter(None, (row['pattern'], row['cls'])))}: {row['reason']}"
         for row in diagnosis.rows

@@ -1,4 +1,4 @@
-"""Two images for any class of transformers that takes them, in the layouts that processors give them."""
+"""Make two random images for any transformers class with images, in the layouts of transformers' processors."""
 
 import inspect
 from collections.abc import Iterator
@@ -12,10 +12,13 @@ DEFAULTS = {"image": 32, "patch": 8}
 
 
 def layouts(size: int, patch: int) -> Iterator[dict[str, Tensor]]:
-    """Two images of ``size`` pixels along a side, or of GRID patches of ``patch``."""
+    """Yield two random images in every layout, as keyword arguments.
+
+    An image has ``size`` pixels per side, or GRID patches of ``patch`` pixels per side.
+    """
     grid, count = torch.tensor([[1, GRID, GRID]] * 2), 2 * GRID**2
     merged = {"image_merge_sizes": torch.tensor([2, 2])}
-    for flat in ((2 * 3 * patch**2,), (3 * patch**2,), (3, patch, patch)):  # the first: as frames of a video, twice
+    for flat in ((2 * 3 * patch**2,), (3 * patch**2,), (3, patch, patch)):  # in the first, an image is two video frames
         for more in ({}, merged):
             yield {"pixel_values": torch.rand(count, *flat), "image_grid_thw": grid, **more}
     patches = torch.rand(2, GRID**2, 3 * patch**2)
@@ -23,12 +26,13 @@ def layouts(size: int, patch: int) -> Iterator[dict[str, Tensor]]:
     yield {"pixel_values": patches, **shape}
     places = torch.cartesian_prod(torch.arange(GRID), torch.arange(GRID)).flip(-1)
     yield {"pixel_values": patches, "image_position_ids": places.expand(2, -1, -1)}
-    yield {"pixel_values": torch.rand(1, 3, patch, count * patch), "target_sizes": grid[:, 1:]}  # all in one strip
+    # all patches in one strip
+    yield {"pixel_values": torch.rand(1, 3, patch, count * patch), "target_sizes": grid[:, 1:]}
     sizes = torch.tensor([[size, size]] * 2)
     for parts in ((), (1,)):
         yield {"pixel_values": torch.rand(2, *parts, 3, size, size), "image_sizes": sizes}
         yield {"pixel_values": torch.rand(2, *parts, 3, size, size)}
-    # both halves of an image, and the whole
+    # each image as three: both halves, and the whole image
     yield {"pixel_values": torch.rand(2, 3, 3, size, size), "image_sizes": torch.tensor([[size, 2 * size]] * 2)}
 
 
@@ -37,7 +41,7 @@ def along_a_side(size: Any) -> int:
 
 
 def images_for(model: Any) -> Iterator[tuple[dict[str, Tensor], int]]:
-    """The layouts that ``model`` computes features of, and how many words of each row stand for them."""
+    """Yield the image layouts that ``model`` accepts, each with the number of image tokens in a row."""
     config: Any = model.config
     features = getattr(model, "get_image_features", None) or getattr(model.base_model, "get_image_features", None)
     if features is None or not hasattr(config, "vision_config") or getattr(config, "image_token_id", None) is None:
@@ -51,7 +55,7 @@ def images_for(model: Any) -> Iterator[tuple[dict[str, Tensor], int]]:
             try:
                 with torch.no_grad():
                     outputs = features(**images)
-            except Exception:  # another layout
+            except Exception:  # the model expects another layout
                 continue
             found = outputs.last_hidden_state if outputs.pooler_output is None else outputs.pooler_output
             words = sum(part.shape[:-1].numel() for part in ([found] if isinstance(found, Tensor) else found))

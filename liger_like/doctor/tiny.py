@@ -1,4 +1,4 @@
-"""Tiny models of any class of transformers, from a config and its fields' names alone, and inputs for them."""
+"""Build tiny models of any transformers class from the names of its config's fields, and inputs for them."""
 
 import inspect
 import re
@@ -11,8 +11,8 @@ from torch import Tensor, nn
 from liger_like.doctor.images import images_for
 
 HIDDEN, HEADS, KV_HEADS, HEAD, INNER, VOCABULARY, LAYERS, EXPERTS = 128, 4, 2, 32, 96, 128, 2, 4
-WORDS = 90  # ids from 3 on are words, those of special tokens come from the end of the vocabulary
-# sizes by the name of a field, of which the first that matches holds; no field grows
+WORDS = 90  # words have the ids 3 to 89; special tokens have ids at the end of the vocabulary
+# pattern of a field's name -> its size; the first match applies, and no field grows
 SIZES = {
     r"(num_)?(encoder_|decoder_|audio_)?(num_)?(hidden_)?layers|n_layers?|depth|num_blocks": LAYERS,
     r"num_kv_shared_layers|num_nextn_predict_layers|num_mtp_layers": 0,
@@ -51,7 +51,7 @@ MISSING = {
     "n_routed_experts": EXPERTS,
     "n_shared_experts": 1,
 }
-# what no rule by name gives; sections of mrope, and some ids, have their defaults in the code that reads them
+# values that no rule by name gives; the code that reads mrope's sections, and some ids, has defaults of its own
 WIDE = {"attention_hidden_size": 2 * HIDDEN, "attention_head_dim": 2 * HEAD}
 INDEXER = {
     "indexer_n_heads": 2,
@@ -71,7 +71,7 @@ OVERRIDES: dict[str, dict[str, Any]] = {
     "DbrxForCausalLM": {"attn_config": {"rope_theta": 1e4, "clip_qkv": 8.0}},
     "Dots3NoteForCausalLM": {"head_dim": 2 * HEAD},
     "FalconH1ForCausalLM": {"mamba_d_head": HEAD, "mlp_multipliers": [0.5, 2.0]},
-    "Florence2ForConditionalGeneration": {"vision_config": {"depths": [1, 1, 1, 1]}},  # deeper ones blow up roundings
+    "Florence2ForConditionalGeneration": {"vision_config": {"depths": [1, 1, 1, 1]}},  # depth amplifies rounding
     "Gemma3ForConditionalGeneration": {"mm_tokens_per_image": 4},
     "Gemma4ForConditionalGeneration": {
         "vision_config": {
@@ -137,9 +137,9 @@ DROPOUT = "dropout|drop$|drop_rate|drop_path|layerdrop|jitter|pdrop"
 
 
 def shrunk(fields: dict[str, Any], tokens: dict[str, int], outer: dict[str, Any]) -> dict[str, Any]:
-    """A config's fields with small sizes, no dropout and special tokens within the vocabulary.
+    """Return a config's fields with small sizes, no dropout and special tokens inside the small vocabulary.
 
-    ``tokens`` collects the ids of the latter; ``outer`` are the sizes of the config that this one is a part of.
+    ``tokens`` collects the ids of the special tokens. ``outer``: the integer fields of the enclosing config.
     """
     known = outer | {name: value for name, value in fields.items() if isinstance(value, int)}
     small = {name: shrunk_field(name, value, known, tokens) for name, value in fields.items()}
@@ -149,7 +149,7 @@ def shrunk(fields: dict[str, Any], tokens: dict[str, int], outer: dict[str, Any]
 
 
 def few_layers(fields: dict[str, Any]) -> dict[str, Any]:
-    """Those of a config's fields that say which layers there are, for the first of each kind."""
+    """Return the config fields that list or count the layers, cut to the layers of ``kept_layers``."""
     layers = next((name for name in LAYER_COUNTS if isinstance(fields.get(name), int)), None)
     if layers is None:
         return {}
@@ -164,13 +164,13 @@ def few_layers(fields: dict[str, Any]) -> dict[str, Any]:
 
 
 def with_few_layers(fields: dict[str, Any]) -> dict[str, Any]:
-    """All of a config's fields, of its parts, too, with the first layer of each kind and real sizes."""
+    """Return all fields of a config and its sub-configs in real size, with the first layer of each kind."""
     parts = {name: with_few_layers(part) for name, part in fields.items() if isinstance(part, dict)}
     return fields | parts | few_layers(fields)
 
 
 def kept_layers(fields: dict[str, Any], layers: int) -> list[int]:
-    """The first layer of each kind, and others up to LAYERS."""
+    """Return the indices of the first layer of each kind, at most 4 kinds, and of others up to LAYERS in total."""
     lists = [value for value in fields.values() if isinstance(value, list) and len(value) == layers]
     special = {int(i): value for i, value in (fields.get("per_layer_config") or {}).items()}
     kinds = [str([special.get(i), *(values[i] for values in lists)]) for i in range(layers)]
@@ -186,7 +186,7 @@ def shrunk_field(name: str, value: Any, known: dict[str, Any], tokens: dict[str,
         return MISSING.get(name)
     if name == "eos_token_id":
         return 2
-    if name in ("mrope_section", "short_factor", "long_factor"):  # lists of or about the features of a head
+    if name in ("mrope_section", "short_factor", "long_factor"):  # lists whose length or sum depends on the head size
         head = known.get("head_dim") or known["hidden_size"] // known["num_attention_heads"]
         if name != "mrope_section":
             return value[: len(value) * HEAD // head]
@@ -204,29 +204,29 @@ def shrunk_field(name: str, value: Any, known: dict[str, Any], tokens: dict[str,
         heads = next((n for key, n in known.items() if re.fullmatch("(num_attention_|num_|n_)heads?", key)), value)
         return HEADS if value == heads else min(KV_HEADS, value)
     if value == 1 and isinstance(value, float) and re.search("multiplier|logits?_scal", name):
-        return 0.5  # a factor that is left out shows
+        return 0.5  # a factor of 1 would hide a patch that leaves the factor out
     size = next((size for pattern, size in SIZES.items() if re.fullmatch(pattern, name)), None)
     return value if size is None or isinstance(value, float) else min(value, size)
 
 
 def merged(fields: dict[str, Any], others: dict[str, Any]) -> dict[str, Any]:
-    """``fields``, with ``others`` in place of those of their names, part by part."""
+    """Return ``fields`` updated by ``others``, recursively."""
     parts = {name: merged(fields.get(name) or {}, part) for name, part in others.items() if isinstance(part, dict)}
     return fields | others | parts
 
 
 def dropouts(fields: dict[str, Any]) -> dict[str, Any]:
-    """Return the rates of dropout among a config's fields and those of its parts."""
+    """Return the dropout rates of a config and its sub-configs."""
     parts = {name: dropouts(part) for name, part in fields.items() if isinstance(part, dict)}
     rates = {name: rate for name, rate in fields.items() if isinstance(rate, float) and re.search(DROPOUT, name)}
     return rates | {name: part for name, part in parts.items() if part}
 
 
 def build(cls: Any, config: Any, dropout: bool = False) -> nn.Module:
-    """A tiny model of class ``cls`` in training mode, all of whose parameters are random.
+    """Return a tiny fp32 model of class ``cls`` in training mode, with random parameters.
 
-    Its attention is the eager one: that is what a patched model's is, and SDPA leaves out what it does not know.
-    ``dropout``: with the config's rates instead of none.
+    It uses eager attention, which a patched model reproduces; SDPA ignores options that it lacks, such as softcap.
+    ``dropout``: keep the config's dropout rates.
     """
     torch.manual_seed(0)
     fields = merged(shrunk(config.to_dict(), {}, {}), OVERRIDES.get(cls.__name__, {}))
@@ -241,7 +241,7 @@ def build(cls: Any, config: Any, dropout: bool = False) -> nn.Module:
 
 
 def without_dropout(model: nn.Module) -> nn.Module:
-    """``model``, whose dropout drops nothing from now on."""
+    """Set the rate of each Dropout module of ``model`` to 0, in place, and return ``model``."""
     for module in model.modules():
         if isinstance(module, nn.Dropout):
             module.p = 0.0
@@ -249,9 +249,10 @@ def without_dropout(model: nn.Module) -> nn.Module:
 
 
 def inputs_of(model: Any) -> Iterator[dict[str, Tensor]]:
-    """Two rows of words, with images or sounds where the forward asks for them; before, with images that it may take.
+    """Yield inputs of two rows of words: first with each image layout that ``model`` may take, last without.
 
-    The second row has its padding in the middle: at the begin some queries would see no key, at the end no word it.
+    The last inputs have images or sounds if the forward requires them. Padding sits in the middle of the second row: at
+    the start some queries would see no key, and at the end no token would see the padding.
     """
     torch.manual_seed(1)
     ids = torch.randint(3, WORDS, (2, 12))
@@ -275,7 +276,7 @@ def inputs_of(model: Any) -> Iterator[dict[str, Tensor]]:
 
 
 def with_words(inputs: dict[str, Tensor], count: int, config: Any, taken: set[str]) -> dict[str, Tensor]:
-    """``inputs`` with ``count`` words that stand for an image in each row."""
+    """Return ``inputs`` with ``count`` image tokens inserted into each row."""
     fill = {"input_ids": config.image_token_id, "attention_mask": 1, "labels": -100, "is_image": 1}
     decoded = {"labels", "decoder_input_ids"} if config.is_encoder_decoder else set()
     parts = {**inputs, "is_image": torch.zeros_like(inputs["input_ids"])}
@@ -288,7 +289,7 @@ def with_words(inputs: dict[str, Tensor], count: int, config: Any, taken: set[st
 
 
 def results(model: Any, inputs: dict[str, Tensor]) -> dict[str, Tensor]:
-    """The loss, the logits of a call without labels, and every gradient."""
+    """Return the loss, the logits of a call without labels, and every gradient by parameter name."""
     model.zero_grad()
     torch.manual_seed(2)
     loss = model(**inputs).loss
@@ -300,11 +301,11 @@ def results(model: Any, inputs: dict[str, Tensor]) -> dict[str, Tensor]:
 
 
 def first_that_run(model: Any) -> tuple[dict[str, Tensor], dict[str, Tensor]]:
-    """Inputs that ``model`` takes, and their results. Raises what the last of the inputs raise."""
+    """Return the first inputs with which ``model`` runs, and its results. Raises as the model does on the last ones."""
     *others, last = ({name: t.to(model.device) for name, t in inputs.items()} for inputs in inputs_of(model))
     for inputs in others:
         try:
             return inputs, results(model, inputs)
-        except Exception:  # images in another layout
+        except Exception:  # the model expects another image layout
             continue
     return last, results(model, last)

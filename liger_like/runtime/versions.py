@@ -1,4 +1,4 @@
-"""The tested versions of torch, triton and transformers, and what follows for the installed ones."""
+"""Tested versions of torch, triton and transformers, and a verdict on the installed versions."""
 
 import importlib.metadata
 import re
@@ -21,7 +21,8 @@ def release(version: str) -> tuple[int, int]:
 def installed(package: str) -> str | None:
     """Return the version of ``package``, or None if it is not installed.
 
-    An imported module is asked first: builds for AMD GPUs distribute triton under other names.
+    An imported module takes precedence over the package metadata: builds for AMD GPUs distribute triton under other
+    names.
     """
     if module := sys.modules.get(package):
         return str(module.__version__)
@@ -44,7 +45,7 @@ def older_than_allowed(package: str) -> bool:
 
 
 def verdict(package: str) -> str:
-    """Return one line that says what follows from the installed version of ``package``, a key of TESTED."""
+    """Return one line on the installed version of ``package``, a key of TESTED: tested, newer, older or missing."""
     if installed(package) is None:
         return "not installed"
     if newer_than_tested(package):

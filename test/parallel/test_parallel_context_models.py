@@ -98,7 +98,7 @@ def test_what_attention_across_processes_cannot_do(mesh):
     padded = torch.ones(2, 12).tril()
     with context_parallel(mesh):
         for unknown, message in (
-            ({"attention_mask": padded}, "give it what .shard returns"),
+            ({"attention_mask": padded}, "pass the inputs that .shard returns"),
             ({"attention_mask": torch.zeros(2, 1, 12, 12)}, "this model has another mask"),
             ({"output_attentions": True}, "neither dropout of attention nor attention weights"),
         ):

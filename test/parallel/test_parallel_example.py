@@ -43,7 +43,7 @@ def test_products(monkeypatch):
 
 @pytest.mark.parametrize(
     ("options", "message"),
-    [(["--tp", "2"], "come to 2, of 1 processes"), (["--batch", "0"], "--batch"), (["--size", "9b"], "--size")],
+    [(["--tp", "2"], "must have the product 1"), (["--batch", "0"], "--batch"), (["--size", "9b"], "--size")],
 )
 def test_bad_options_are_named(options, message):
     result = CliRunner().invoke(parallel.app, options)

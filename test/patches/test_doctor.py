@@ -198,10 +198,10 @@ CODE = {"AutoConfig": "evil.Config", "AutoModelForCausalLM": "evil.Model"}
         ({"model_type": "llava", "text_config": {"model_type": "llama", "auto_map": CODE}}, "code of its own"),
         ({"model_type": "no_such"}, "has no model_type 'no_such'"),
         ({}, "has no model_type None"),
-        ({"model_type": "vit"}, "has no vit with a language model's head"),
+        ({"model_type": "vit"}, "has no vit model with a language-model head"),
         ({"model_type": "llama", "hidden_size": "wide"}, "transformers refuses the config"),
         ({"model_type": "llama", "rope_parameters": {"rope_type": "no", "rope_theta": 1.0}}, "no tiny LlamaForC"),
-        ("[]", "has no fields"),
+        ("[]", "must hold a JSON object, got list"),
         ("{", "JSONDecodeError"),
     ],
 )

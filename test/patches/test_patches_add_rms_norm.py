@@ -93,5 +93,5 @@ class Unkept(LlamaDecoderLayer):
 
 
 def test_sums_that_are_not_kept_are_not_fused():
-    with pytest.raises(UnrecognisedError, match=r"Unkept\.forward normalises no sum that it keeps"):
+    with pytest.raises(UnrecognisedError, match=r"Unkept\.forward does not normalise a residual sum that it keeps"):
         add_rms_norm._sites(Unkept)

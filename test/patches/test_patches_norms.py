@@ -99,8 +99,8 @@ def test_layer_norm_under_autocast(enabled, device):
 gelu_gated = Qwen3NextRMSNormGated(N)
 gelu_gated.activation = "gelu"
 LEFT = {
-    "needs a weight [N], has [4, 24]": CohereLayerNorm((4, N)),
-    "normalises 2 dimensions": nn.LayerNorm((4, N), elementwise_affine=False),
+    "its weight must have one dimension, got shape [4, 24]": CohereLayerNorm((4, N)),
+    "normalises 2 dimensions, not one": nn.LayerNorm((4, N), elementwise_affine=False),
     "no kernel for the activation gelu": gelu_gated,
 }
 
@@ -114,7 +114,7 @@ def test_norms_that_are_left_alone(reason):
 @pytest.mark.parametrize("norm", [nn.GroupNorm(2, N), nn.BatchNorm1d(N), nn.InstanceNorm2d(N)])
 def test_norms_of_other_dimensions_are_nothing_to_patch(norm):
     (row,) = (row for row in patch(nn.Sequential(norm), strict=True).rows if row.cls)
-    assert (row.cls, row.status, row.reason) == (type(norm).__name__, "absent", "normalises no last dimension")
+    assert (row.cls, row.status, row.reason) == (type(norm).__name__, "absent", "does not normalise the last dimension")
 
 
 def test_a_gate_may_be_missing_or_named(device):

@@ -162,7 +162,9 @@ class Moved(modeling_qwen3.Qwen3Attention):
 
 @pytest.mark.parametrize("cls", [Used, Scaled, Sometimes, Kept])
 def test_what_is_more_than_norm_and_rotation_is_not_fused(cls):
-    with pytest.raises(UnrecognisedError, match=f"{cls.__name__}.forward does not rotate what it has just normalised"):
+    with pytest.raises(
+        UnrecognisedError, match=f"{cls.__name__}.forward does not rotate queries and keys right after their norms"
+    ):
         qk_norm_rope._sites(cls)
 
 

@@ -246,6 +246,6 @@ def test_attention_whose_masks_are_looked_into_is_left_alone(device):
         (row,) = (row for row in rows(patch(patched), "attention") if row.cls == "Siglip2Attention")
         assert row.status == status
         if vision_use_head:
-            assert "Siglip2MultiheadAttentionPoolingHead.forward does more with a mask" in row.reason
+            assert "Siglip2MultiheadAttentionPoolingHead.forward uses a mask for more than passing it on" in row.reason
         got, expected = (model(**inputs).last_hidden_state[:, :12] for model in (patched, original))
         torch.testing.assert_close(got, expected)

@@ -199,7 +199,7 @@ def test_forms():
         "factor": "a",
         "flag": "scaled",
     }
-    with pytest.raises(UnrecognisedError, match="is of no known form"):
+    with pytest.raises(UnrecognisedError, match="matches no known form"):
         match(scale_by_difference, Owner, (add_then_scale,))
     assert match(starred, Owner, (spelt_out,))[0] == "spelt_out"
     for function in (

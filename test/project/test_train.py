@@ -52,7 +52,7 @@ def test_one_percent_too_much_gradient_is_noticed(monkeypatch: pytest.MonkeyPatc
     monkeypatch.setattr(liger_like, "patch", patch_then_break)
     result = run()
     assert result.exit_code == 1, result.output
-    assert "The losses part" in result.output
+    assert "The losses differ" in result.output
 
 
 @pytest.mark.parametrize(
