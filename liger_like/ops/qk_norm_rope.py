@@ -295,7 +295,7 @@ def qk_norm_rope(
             q, k, q_weight, k_weight, cos, sin, eps, offset=offset, casting_mode=casting_mode,
             layout=layout, cos_layout=cos_layout, unsqueeze_dim=unsqueeze_dim,
         )  # fmt: skip
-    if q.shape[-1] > 256 and not refused("registers would spill for heads of more than 256 features: two ops"):
+    if q.shape[-1] > 256 and not refused("heads of more than 256 features would spill registers: two ops run instead"):
         q, k = (
             rms_norm(x, weight, eps, offset=offset, casting_mode=casting_mode)
             for x, weight in ((q, q_weight), (k, k_weight))
