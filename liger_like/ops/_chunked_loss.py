@@ -22,8 +22,8 @@ CHUNK_ROWS = 2048  # tokens per chunk at which the products reach full speed; ha
 CHUNK_BYTES = 64 * 2**20  # least bytes of logits per chunk: with a small vocabulary CHUNK_ROWS tokens are too few
 SLICE_COLUMNS = 2048  # least columns of logits per slice, in new memory where dw has no room
 SMALL_PRODUCT = 2**22  # elements below which cuBLAS splits the sum over tokens and rounds its parts to the dtype
-READS_HOST = torch.Tag.cudagraph_unsafe  # reads the token count on the host: torch.compile keeps it off CUDA graphs
-COMPACT_BELOW = 0.75  # share of tokens that count below which the backward gathers them first
+READS_HOST = torch.Tag.cudagraph_unsafe  # the host reads the token count: torch.compile keeps it out of CUDA graphs
+COMPACT_BELOW = 0.75  # if a smaller share of the tokens counts, the backward gathers these first
 
 
 def _addmm(out: Tensor, a: Tensor, b: Tensor, again: bool) -> None:

@@ -99,7 +99,7 @@ class _Piece(NamedTuple):
 def _pieces(mine: list[int], held: list[int], q: Tensor, left: int, starts: Tensor | None) -> Iterator[_Piece]:
     """Yield the kernel calls for queries ``q`` of the chunks ``mine`` and keys of the chunks ``held``.
 
-    A query sees ``left`` keys before its own (-1: all), but none before its position in ``starts`` [B, s].
+    A query sees ``left`` keys before its own (-1: all), but none before its document starts (``starts`` [B, s]).
     """
     length = q.shape[1] // len(mine)
     for at, chunk in enumerate(mine):
@@ -133,7 +133,7 @@ def _spans(starts: Tensor, chunk: int, held: list[int], left: int) -> Tensor:
 
 
 def _gathered(shards: Shards, kv: Tensor, use: Use) -> Tensor | None:
-    """Call ``use`` once with the keys and values of all processes; return the reduce-scattered gradients."""
+    """Call ``use`` once with the keys and values of all processes; return their reduce-scattered gradients, if any."""
     everything = kv.new_empty(shards.size, *kv.shape)
     all_gather(everything.flatten(0, 1), kv, group=shards.group)
     dkv = use(list(range(len(shards.order))), shards.join(everything))

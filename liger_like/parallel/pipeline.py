@@ -33,7 +33,7 @@ def pipeline_loss(head: nn.Module, num_items: int | Tensor | None = None, **opti
         raise TypeError(
             f"head must be the output layer of a model that liger_like.patch has patched, got {type(head).__name__}"
         )
-    elsewhere = "class_weight", "num_items"  # the first is checked by the loss, beside the head
+    elsewhere = "class_weight", "num_items"  # the loss checks class_weight against the head
     check_options(fused_linear_cross_entropy, {n: v for n, v in options.items() if n != "class_weight"}, *elsewhere)
     number = num_items
 

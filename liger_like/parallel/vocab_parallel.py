@@ -120,7 +120,7 @@ class VocabParallelHead(ParallelStyle):
     """
 
     def _apply(self, module: nn.Module, device_mesh: DeviceMesh) -> nn.Module:
-        to_dtensor: Any = self._as_dtensor  # typed as if it returned nothing
+        to_dtensor: Any = self._as_dtensor  # torch annotates its type as returning None
         return distribute_module(module, device_mesh, self._shard, to_dtensor, self._whole)
 
     def _shard(self, _: str, module: nn.Module, mesh: DeviceMesh) -> None:
