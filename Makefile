@@ -16,9 +16,9 @@ endif
 TRITON := installed 3.6.0
 # a process for each core, or one on a GPU
 PARALLEL := --numprocesses auto --dist worksteal
-OLDEST := $(addprefix test/test_,coverage.py patches_vision.py patching_recognition.py)
-NEWEST := $(addprefix test/test_,tiles.py norms_and_rope.py losses.py chunked_loss.py attention_programs.py) \
-	$(addprefix test/test_ops.py::test_,zero_stride_upstream bitwise_repeatable)
+OLDEST := $(addprefix test/,benchmark/test_coverage.py patches/test_patches_vision.py patches/test_patching_recognition.py)
+NEWEST := $(addprefix test/,runtime/test_tiles.py ops/test_norms_and_rope.py ops/test_losses.py ops/test_chunked_loss.py \
+	attention/test_attention_programs.py) $(addprefix test/ops/test_ops.py::test_,zero_stride_upstream bitwise_repeatable)
 
 .PHONY: demo test test-gpu test-oldest test-newest check compile-check mutants sanitize coverage tune
 .PHONY: bench bench-losses bench-ops bench-attention bench-training bench-sweeps bench-sharded bench-curves
@@ -26,7 +26,7 @@ NEWEST := $(addprefix test/test_,tiles.py norms_and_rope.py losses.py chunked_lo
 demo: $(ready)
 	@$(py) examples/train.py
 
-# make test, or some of the tests, make test ARGS="test/test_docs.py -k rope"
+# make test, or some of the tests, make test ARGS="test/project/test_docs.py -k rope"
 test: $(ready)
 	$(py) -m pytest $(PARALLEL) $(ARGS)
 
@@ -50,49 +50,49 @@ check: $(ready)
 # make compile-check TRITON="installed 3.9.0" GPUS="sm_90 gfx942"; EVERY=3 compiles one kernel in three
 compile-check: $(ready) $(addprefix .cache/triton-,$(filter-out installed,$(TRITON)))
 	for version in $(TRITON); do \
-		PYTHONPATH=$(CURDIR)/.cache/triton-$$version:$(PYTHONPATH) $(py) test/compile_check.py $(GPUS) $(if $(EVERY),--every $(EVERY)) || exit; \
+		PYTHONPATH=$(CURDIR)/.cache/triton-$$version:$(PYTHONPATH) $(py) test/tools/compile_check.py $(GPUS) $(if $(EVERY),--every $(EVERY)) || exit; \
 	done
 
 # make mutants, or some of them, make mutants ARGS="rope.py --workers 32"
 mutants: $(ready)
-	$(py) test/mutants.py $(ARGS)
+	$(py) test/tools/mutants.py $(ARGS)
 
 # on a GPU, with compute-sanitizer on the path: make sanitize, or make sanitize TOOLS="memcheck synccheck"
 sanitize: $(ready)
-	$(py) test/sanitize.py $(TOOLS)
+	$(py) test/tools/sanitize.py $(TOOLS)
 
 bench: $(ready)
 	$(py) -m liger_like bench --out benchmark/results
 	$(py) -m liger_like bench --report
 
 bench-losses: $(ready)
-	$(py) -m benchmark.losses
+	$(py) -m benchmark losses
 
 bench-ops: $(ready)
-	$(py) -m benchmark.memory_bound
+	$(py) -m benchmark memory_bound
 
 bench-attention: $(ready)
-	$(py) -m benchmark.attention
+	$(py) -m benchmark attention
 
 bench-training: $(ready)
-	$(py) -m benchmark.training
+	$(py) -m benchmark training
 
 bench-sweeps: $(ready)
-	$(py) -m benchmark.sweeps
+	$(py) -m benchmark sweeps
 
 # on all GPUs of the machine
 bench-sharded: $(ready)
-	$(py) -m benchmark.sharded
+	$(py) -m benchmark sharded
 
 bench-curves: $(ready)
-	$(py) -m benchmark.curves
+	$(py) -m benchmark curves
 
 coverage: $(ready)
-	OMP_NUM_THREADS=1 $(py) -m benchmark.coverage
+	OMP_NUM_THREADS=1 $(py) -m benchmark coverage
 
 # make tune, or make tune OP=rms_norm,rope
 tune: $(ready)
-	$(py) -m benchmark.tune $(OP)
+	$(py) -m benchmark tune $(OP)
 
 # pip prints errors alone
 install = $(py) -m pip install -qq --disable-pip-version-check

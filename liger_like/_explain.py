@@ -3,14 +3,12 @@
 import inspect
 from collections.abc import Callable, Iterable, Mapping
 from typing import Any, NamedTuple
-from unittest import mock
 
 import torch
-import triton
 from torch import Tensor
-from triton.runtime.jit import JITFunction
 
-from liger_like.ops import _common, _tiles
+from liger_like.runtime import checks, support
+from liger_like.runtime.launcher import recorded
 
 TILE = ("BLOCK", "STAGES", "GROUPS", "PACK", "num_")  # prefixes of the constants that are shown
 
@@ -67,8 +65,8 @@ def explain(
 
     specs = {spec.name: spec for spec in SPECS}
     name = op if isinstance(op, str) else getattr(op, "__name__", op)
-    _common.require_choice("op", name, tuple(specs))
-    _common.require_type("dtype", dtype, torch.dtype)
+    checks.require_choice("op", name, tuple(specs))
+    checks.require_type("dtype", dtype, torch.dtype)
     spec, device = specs[str(name)], str(device or ("cuda" if torch.cuda.is_available() else "cpu"))
     if not isinstance(shape, Mapping):
         raise TypeError(f"shape must be a dict of sizes or tensors, got {type(shape).__name__}")
@@ -86,8 +84,7 @@ def explain(
             raise TypeError(f"shape['lead'] must be a tuple of integers, got {shape['lead']!r}")
         inputs = spec.inputs(dtype, device, **shape)
     _require_names("options", options, [n for n in arguments if n not in inputs])
-    reasons: list[str] = []
-    with mock.patch.object(_common, "REASONS", reasons), mock.patch.dict(_tiles._CHOSEN, clear=not _tiles.AUTOTUNE):
+    with support.collected_reasons() as reasons:
         launches = _launches(lambda: spec.fn(**inputs, **options))
     languages = " and ".join(dict.fromkeys(launch.language for launch in launches))
     without = "plain torch" if reasons else "nothing to compute"
@@ -102,27 +99,15 @@ def _require_names(argument: str, given: Iterable[str], known: Iterable[str]) ->
 
 def _launches(call: Callable[[], Any]) -> list[Launch]:
     """Return the launches of ``call`` and its backward, grouped by kernel and constants."""
-    runner: Any = JITFunction
-    if _common.INTERPRET:
-        runner = triton.runtime.interpreter.InterpretedFunction
+    with recorded() as made:
+        result = call()
+        outputs = [t for t in (result if isinstance(result, tuple) else (result,)) if t is not None]
+        outputs = [t for t in outputs if t.requires_grad]
+        torch.autograd.backward(outputs, [torch.ones_like(t) for t in outputs])
     launches: dict[str, Launch] = {}
-    true = runner.run
-
-    def run(kernel: Any, *args: Any, grid: Any, warmup: bool, **options: Any) -> Any:
-        gluon = not _common.INTERPRET and kernel.is_gluon()
-        language = "interpreted Triton" if _common.INTERPRET else "Gluon for Hopper" if gluon else "Triton"
+    for kernel, grid, options in made:
+        gluon = not support.INTERPRET and kernel.is_gluon()
+        language = "interpreted Triton" if support.INTERPRET else "Gluon for Hopper" if gluon else "Triton"
         launch = launches.setdefault(f"{id(kernel)} {options}", Launch(kernel.__name__, language, options, []))
         launch.programs.append(torch.Size(grid).numel())
-        return true(kernel, *args, grid=grid, warmup=warmup, **options)
-
-    hook, hooks = (lambda _: None), _common._RUNTIME.launch_enter_hook
-    hooks.add(hook)  # under a hook ``_common.launch`` launches through Triton, where ``run`` records
-    try:
-        with mock.patch.object(runner, "run", run):
-            result = call()
-            outputs = [t for t in (result if isinstance(result, tuple) else (result,)) if t is not None]
-            outputs = [t for t in outputs if t.requires_grad]
-            torch.autograd.backward(outputs, [torch.ones_like(t) for t in outputs])
-    finally:
-        hooks.remove(hook)
     return [*launches.values()]

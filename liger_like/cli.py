@@ -16,9 +16,9 @@ from typing import Annotated
 import torch
 
 import liger_like
-from liger_like._versions import TESTED, installed, newer_than_tested, verdict
-from liger_like.ops._common import INTERPRET
-from liger_like.ops._fallback import BROKEN
+from liger_like.runtime.fallback import BROKEN
+from liger_like.runtime.support import INTERPRET
+from liger_like.runtime.versions import TESTED, installed, newer_than_tested, verdict
 
 
 def kernels() -> str:
@@ -129,11 +129,12 @@ def main() -> None:
     @app.command(context_settings={"allow_extra_args": True, "ignore_unknown_options": True, "help_option_names": []})
     def bench(context: typer.Context) -> None:
         """Measure every op against every peer that is installed; only in a checkout of the repository."""
-        module = "benchmark.bench"
-        if not Path(*module.split(".")).with_suffix(".py").is_file():
-            sys.exit(f"liger-like: bench needs a checkout of the repository; in its root, run: python -m {module}")
+        if not Path("benchmark/kernels/bench.py").is_file():
+            sys.exit(
+                "liger-like: bench needs a checkout of the repository; in its root, run: python -m benchmark bench"
+            )
         if not importlib.util.find_spec("matplotlib"):
             sys.exit(missing("matplotlib", "bench"))
-        raise typer.Exit(subprocess.run([sys.executable, "-m", module, *context.args]).returncode)
+        raise typer.Exit(subprocess.run([sys.executable, "-m", "benchmark", "bench", *context.args]).returncode)
 
     app(prog_name="liger-like")

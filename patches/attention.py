@@ -14,7 +14,6 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor, nn
 
-from liger_like.ops._common import autocast_dtype
 from liger_like.ops.attention import flash_attention
 from liger_like.patches import Recogniser, Trial, UnrecognisedError, bare, random_like, random_parameter, where
 from liger_like.patches.attention_source import (
@@ -24,6 +23,7 @@ from liger_like.patches.attention_source import (
     looks_into_its_mask,
     options_of,
 )
+from liger_like.runtime.support import autocast_dtype
 
 NAME = "liger_like"
 # keywords that a family may pass: those that matter, and those that the mask and the shapes know better

@@ -10,8 +10,8 @@ from torch import nn
 from torch.nn import functional as F  # noqa: N812  # as torch has it
 from torch.nn.modules import module as hooked
 
-from liger_like.ops._common import HOOKS
 from liger_like.patches import original, where
+from liger_like.runtime.support import HOOKS
 
 WRAPPERS = ("accelerate", "torch")  # their wrappers call the forward that they wrap
 LIBRARIES = (*WRAPPERS, "transformers", "functools")  # their decorators are part of many models' own code

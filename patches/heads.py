@@ -13,11 +13,11 @@ import torch
 from torch import Tensor, nn
 from torch.distributed.fsdp import FSDPModule
 
-from liger_like.ops._common import use_kernel
-from liger_like.ops._shards import Shard
-from liger_like.ops.linear_cross_entropy import fused_linear_cross_entropy
+from liger_like.ops.losses.linear_cross_entropy import fused_linear_cross_entropy
+from liger_like.ops.losses.vocab_shards import Shard
 from liger_like.patches import UnrecognisedError, bare, original, random_parameter, where
 from liger_like.patches.foreign import foreign_forward, hook_on
+from liger_like.runtime.support import use_kernel
 
 LINEAR, LORA, COPIES = "lazy logits", "lazy logits, LoRA", "lazy logits, trained copy"
 TENSOR_PARALLEL = "lazy logits, tensor parallel"

@@ -6,11 +6,11 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from liger_like.ops._common import unhooked
 from liger_like.ops.glu import swiglu
 from liger_like.ops.rms_norm import rms_norm
 from liger_like.patches.forms import match
 from liger_like.patches.norm import Norm
+from liger_like.runtime.support import unhooked
 
 ACT2FN: Any = {}  # stands for transformers' table of that name
 

@@ -99,15 +99,16 @@ def poisoned():
 @pytest.fixture
 def references(monkeypatch):
     """Run the references of the ops on a CPU: their kernels have tests of their own, and take long to interpret."""
-    from liger_like.ops import _common
+    from liger_like.runtime import support
 
-    monkeypatch.setattr(_common, "INTERPRET", False)
+    monkeypatch.setattr(support, "INTERPRET", False)
 
 
 @pytest.fixture
 def results(monkeypatch, tmp_path):
     """Instead of the folder of results and the pages of the sweeps."""
-    from benchmark import markdown, measure, sweeps_report
+    from benchmark.common import markdown, measure
+    from benchmark.training import sweeps_report
 
     for module in (markdown, measure, sweeps_report):
         monkeypatch.setattr(module, "RESULTS", tmp_path / "results")
@@ -121,17 +122,22 @@ def results(monkeypatch, tmp_path):
 @pytest.fixture
 def launched(monkeypatch):
     """Names of the kernels that are launched, and their grids."""
-    from liger_like.ops.attention import (
-        _backward,
-        _backward_hopper,
-        _backward_hopper_256,
-        _bias,
-        _forward,
-        _forward_hopper,
-    )
+    from liger_like.ops.attention.hopper import backward as hopper_backward
+    from liger_like.ops.attention.hopper import backward_256 as hopper_backward_256
+    from liger_like.ops.attention.hopper import forward as hopper_forward
+    from liger_like.ops.attention.portable import backward as portable_backward
+    from liger_like.ops.attention.portable import bias as portable_bias
+    from liger_like.ops.attention.portable import forward as portable_forward
 
     kernels = []
-    for module in (_forward, _forward_hopper, _backward, _backward_hopper, _backward_hopper_256, _bias):
+    for module in (
+        portable_forward,
+        hopper_forward,
+        portable_backward,
+        hopper_backward,
+        hopper_backward_256,
+        portable_bias,
+    ):
 
         def launch(kernel, grid, *args, true=module.launch, **options):
             kernels.append((kernel.fn.__name__, grid))

@@ -10,10 +10,10 @@ from functools import partial
 import pytest
 import torch
 
-from benchmark.bench import GPU, make_inputs, tiny
-from benchmark.bench_shapes import EIGHT_B
-from benchmark.contestants import OPS, named
-from benchmark.measure import Setting, upstream_of
+from benchmark.common.measure import Setting, upstream_of
+from benchmark.kernels.bench import GPU, make_inputs, tiny
+from benchmark.kernels.bench_shapes import EIGHT_B
+from benchmark.kernels.contestants import OPS, named
 
 ROUNDS = {"rounds": 30, "warmup_rounds": 5}
 BUSY_CYCLES = 4_000_000  # about two milliseconds

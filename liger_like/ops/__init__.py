@@ -1,10 +1,10 @@
 """Kernels as plain functions on one device, differentiable, in the shapes and dtypes that their docstrings state."""
 
 from liger_like.ops.attention import flash_attention, flash_attention_varlen
-from liger_like.ops.cross_entropy import cross_entropy
 from liger_like.ops.glu import geglu, swiglu
 from liger_like.ops.layer_norm import layer_norm
-from liger_like.ops.linear_cross_entropy import LossOutput, fused_linear_cross_entropy
+from liger_like.ops.losses.cross_entropy import cross_entropy
+from liger_like.ops.losses.linear_cross_entropy import LossOutput, fused_linear_cross_entropy
 from liger_like.ops.qk_norm_rope import qk_norm_rope
 from liger_like.ops.rms_norm import add_rms_norm, rms_norm
 from liger_like.ops.rope import rope

@@ -14,22 +14,14 @@ import triton
 import triton.language as tl
 from torch import Tensor, nn
 
-from liger_like.ops._common import (
-    apply,
-    autocast_dtype,
-    launch,
-    load_tile,
-    on_shards,
-    once_differentiable,
-    op,
-    require,
-    require_choice,
-    store_tile,
-    unhooked,
-    use_kernel,
-    with_stride,
-)
-from liger_like.ops._tiles import Tile, tiled
+from liger_like.runtime.autograd import apply, once_differentiable
+from liger_like.runtime.blocks import load_tile, store_tile
+from liger_like.runtime.checks import require, require_choice
+from liger_like.runtime.launcher import launch
+from liger_like.runtime.layout import with_stride
+from liger_like.runtime.registry import on_shards, op
+from liger_like.runtime.support import autocast_dtype, unhooked, use_kernel
+from liger_like.runtime.tiles import Tile, tiled
 
 GELUS = {"tanh": "gelu_tanh", "none": "gelu"}
 

@@ -12,24 +12,15 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from liger_like.ops._common import (
-    accumulate,
-    apply,
-    launch,
-    load_tile,
-    load_vector,
-    on_shards,
-    once_differentiable,
-    op,
-    packed,
-    require,
-    require_eps,
-    store_tile,
-    use_kernel,
-    with_stride,
-)
-from liger_like.ops._tiles import Tile, partial_sums, row_constants, sum_partials, tiled
 from liger_like.ops.rms_norm import rows_alike
+from liger_like.runtime.autograd import apply, once_differentiable
+from liger_like.runtime.blocks import accumulate, load_tile, load_vector, store_tile
+from liger_like.runtime.checks import require, require_eps
+from liger_like.runtime.launcher import launch
+from liger_like.runtime.layout import packed, with_stride
+from liger_like.runtime.registry import on_shards, op
+from liger_like.runtime.support import use_kernel
+from liger_like.runtime.tiles import Tile, partial_sums, row_constants, sum_partials, tiled
 
 
 def layer_norm_ref(x: Tensor, weight: Tensor | None = None, bias: Tensor | None = None, eps: float = 1e-5) -> Tensor:

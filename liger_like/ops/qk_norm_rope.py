@@ -14,22 +14,6 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from liger_like.ops._common import (
-    apply,
-    launch,
-    load_vector,
-    on_shards,
-    once_differentiable,
-    op,
-    packed,
-    refused,
-    require,
-    require_choice,
-    require_eps,
-    require_number,
-    use_kernel,
-)
-from liger_like.ops._tiles import Tile, partial_sums, sum_partials, tiled
 from liger_like.ops.rms_norm import CASTING_MODES, rms_norm, rms_norm_ref
 from liger_like.ops.rope import (
     Layouts,
@@ -49,6 +33,14 @@ from liger_like.ops.rope import (
     store_heads,
     turn_constants,
 )
+from liger_like.runtime.autograd import apply, once_differentiable
+from liger_like.runtime.blocks import load_vector
+from liger_like.runtime.checks import require, require_choice, require_eps, require_number
+from liger_like.runtime.launcher import launch
+from liger_like.runtime.layout import packed
+from liger_like.runtime.registry import on_shards, op
+from liger_like.runtime.support import refused, use_kernel
+from liger_like.runtime.tiles import Tile, partial_sums, sum_partials, tiled
 
 
 def qk_norm_rope_ref(

@@ -13,27 +13,14 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from liger_like.ops._common import (
-    accumulate,
-    apply,
-    launch,
-    load_tile,
-    load_vector,
-    load_weight,
-    on_shards,
-    once_differentiable,
-    op,
-    packed,
-    require,
-    require_choice,
-    require_eps,
-    require_number,
-    round_to,
-    store_tile,
-    use_kernel,
-    with_stride,
-)
-from liger_like.ops._tiles import Tile, partial_sums, row_constants, sum_partials, tiled
+from liger_like.runtime.autograd import apply, once_differentiable
+from liger_like.runtime.blocks import accumulate, load_tile, load_vector, load_weight, round_to, store_tile
+from liger_like.runtime.checks import require, require_choice, require_eps, require_number
+from liger_like.runtime.launcher import launch
+from liger_like.runtime.layout import packed, with_stride
+from liger_like.runtime.registry import on_shards, op
+from liger_like.runtime.support import use_kernel
+from liger_like.runtime.tiles import Tile, partial_sums, row_constants, sum_partials, tiled
 
 CASTING_MODES = ("llama", "gemma", "none")
 

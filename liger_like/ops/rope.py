@@ -16,25 +16,15 @@ import triton.language as tl
 from torch import Tensor
 from triton import next_power_of_2
 
-from liger_like.ops._common import (
-    apply,
-    dense,
-    empty_dense_like,
-    launch,
-    load_weight,
-    on_shards,
-    once_differentiable,
-    op,
-    packed,
-    refused,
-    require,
-    require_choice,
-    require_integer,
-    round_to,
-    use_kernel,
-)
-from liger_like.ops._tiles import Tile, tiled
 from liger_like.ops.rms_norm import normalise, rsqrt_of_mean, sum_of_squares
+from liger_like.runtime.autograd import apply, once_differentiable
+from liger_like.runtime.blocks import load_weight, round_to
+from liger_like.runtime.checks import require, require_choice, require_integer
+from liger_like.runtime.launcher import launch
+from liger_like.runtime.layout import dense, empty_dense_like, packed
+from liger_like.runtime.registry import on_shards, op
+from liger_like.runtime.support import refused, use_kernel
+from liger_like.runtime.tiles import Tile, tiled
 
 LAYOUTS = ("half", "interleaved", "interleaved_in_half_out")
 COS_LAYOUTS = ("full", "half", "repeat")

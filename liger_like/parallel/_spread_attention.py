@@ -21,11 +21,11 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from liger_like.ops._common import once_differentiable
-from liger_like.ops._shards import all_gather, reduce_scatter
 from liger_like.ops.attention import _deterministic, _use_kernel, _window, flash_attention, flash_attention_ref
-from liger_like.ops.attention._backward import attention_bwd, attention_delta
-from liger_like.ops.attention._forward import attention_fwd
+from liger_like.ops.attention.portable.backward import attention_bwd, attention_delta
+from liger_like.ops.attention.portable.forward import attention_fwd
+from liger_like.ops.losses.vocab_shards import all_gather, reduce_scatter
+from liger_like.runtime.autograd import once_differentiable
 
 Use = Callable[[list[int], Tensor], Tensor | None]
 

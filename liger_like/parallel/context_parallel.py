@@ -8,10 +8,10 @@ from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
 from torch.nn.functional import pad
 
-from liger_like.ops._common import require_choice, require_integer, require_type
-from liger_like.ops.attention._checks import check_heads, check_offsets, check_options
+from liger_like.ops.attention.checks import check_heads, check_offsets, check_options
 from liger_like.parallel._spread_attention import METHODS, Shards
 from liger_like.patches import attention
+from liger_like.runtime.checks import require_choice, require_integer, require_type
 
 LAYOUTS = {"contiguous": False, "zigzag": True}
 

@@ -8,7 +8,7 @@ import torch.distributed as dist
 from torch import nn
 from torch.distributed.tensor import DTensor, Partial, Replicate
 
-from liger_like.ops._common import require_type
+from liger_like.runtime.checks import require_type
 
 
 def finalize_partial_grads(model: nn.Module) -> None:

@@ -11,22 +11,23 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_module, distribute_tensor
 from torch.distributed.tensor.parallel import ParallelStyle
 
-from liger_like.ops import _shards
-from liger_like.ops._common import once_differentiable, require, require_integer, require_type
-from liger_like.ops.linear_cross_entropy import LossOutput, fused_linear_cross_entropy
+from liger_like.ops.losses import vocab_shards
+from liger_like.ops.losses.linear_cross_entropy import LossOutput, fused_linear_cross_entropy
+from liger_like.runtime.autograd import once_differentiable
+from liger_like.runtime.checks import require, require_integer, require_type
 
 
 class _GatherTokens(autograd.Function):
     @staticmethod
     def forward(ctx: Any, x: Tensor, group: dist.ProcessGroup) -> Tensor:
         ctx.group = group
-        return _shards.gathered(x, group)
+        return vocab_shards.gathered(x, group)
 
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, dx: Tensor) -> Any:
         own = dx.new_empty(dx.shape[1:])
-        _shards.reduce_scatter(own, dx.contiguous().flatten(0, 1), group=ctx.group)
+        vocab_shards.reduce_scatter(own, dx.contiguous().flatten(0, 1), group=ctx.group)
         return own, None
 
 
@@ -80,7 +81,7 @@ def vocab_parallel_cross_entropy(
     words = processes * own if vocab_size is None else vocab_size
     if own == 0 or not 0 <= start <= words - own:
         raise ValueError(f"weight_shard must lie in a vocabulary of {words} words, got {own} words from {start} on")
-    shard = _shards.Shard(group.group_name, start, words, not sequence_sharded)
+    shard = vocab_shards.Shard(group.group_name, start, words, not sequence_sharded)
     if not sequence_sharded:
         return fused_linear_cross_entropy(x, weight_shard, target, shard=shard, **loss_options)
     if target.shape != (*x.shape[:-2], x.shape[-2] * processes):

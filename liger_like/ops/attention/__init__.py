@@ -11,10 +11,13 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from liger_like.ops._common import apply, on_shards, once_differentiable, packed, refused, use_kernel
-from liger_like.ops.attention._backward import attention_bwd, attention_delta
-from liger_like.ops.attention._checks import check_heads, check_masks, check_offsets, check_options
-from liger_like.ops.attention._forward import attention_fwd
+from liger_like.ops.attention.checks import check_heads, check_masks, check_offsets, check_options
+from liger_like.ops.attention.portable.backward import attention_bwd, attention_delta
+from liger_like.ops.attention.portable.forward import attention_fwd
+from liger_like.runtime.autograd import apply, once_differentiable
+from liger_like.runtime.layout import packed
+from liger_like.runtime.registry import on_shards
+from liger_like.runtime.support import refused, use_kernel
 
 MAX_HEAD_WIDTH = 256
 Result = Tensor | tuple[Tensor, Tensor]

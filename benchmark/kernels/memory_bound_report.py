@@ -1,0 +1,67 @@
+"""The tables in NOTES.md and the README of what ``memory_bound`` measured, from the files in results/."""
+
+from collections.abc import Iterable
+
+from benchmark.common.markdown import NOTES, README, Row, between, heading, number, ratio, results, summary, table
+
+BEGIN = "<!-- memory-bound: written by `python -m benchmark memory_bound --report` -->\n"
+END = "<!-- /memory-bound -->\n"
+
+COLUMNS = ("shape", "", "forward us", "GB/s", "forward + backward us", "GB/s", "eager wall us", "peak MiB")
+HOST_COLUMNS = ("op", "", "forward us", "forward + backward us")
+SHAPES = "16384 x 4096", "16384 x 14336", "B 4 S 4096 H 32 Hk 8 D 128"  # of Llama-3-8B
+
+
+def cells(case: Row, row: Row) -> list[str]:
+    """A reason stands in the place of the first time that is missing."""
+    times = [row.get(key) for key in ("forward_us", "us")]
+    texts = []
+    for us, moved in zip(times, (case["forward_bytes"], case["bytes"]), strict=True):
+        texts += [number(us, ".1f"), number(ratio(moved / 1e3, us), ".0f")]
+    if times[0] is None:
+        texts[0] = row["reason"]
+    wall = number(row.get("wall_us"), ".1f"), number(row.get("mib"), ".0f")
+    return [case["shape"], row["name"], *texts, *wall]
+
+
+def host_cells(row: Row) -> list[str]:
+    times = [number(row.get(key), ".1f") for key in ("forward_us", "us")]
+    return [row["op"], row["name"], row.get("reason", times[0]), times[1]]
+
+
+def tables(result: Row) -> str:
+    """One file of results in Markdown."""
+    parts = heading(result)
+    for op in dict.fromkeys(case["op"] for case in result["ops"]):
+        rows: Iterable[list[str]] = (
+            cells(case, row) for case in result["ops"] if case["op"] == op for row in case["rows"]
+        )
+        parts += [f"{op}:\n", table(COLUMNS, rows)]
+    parts += ["Time on the host:\n", table(HOST_COLUMNS, map(host_cells, result["host"]))]
+    return "\n".join(parts)
+
+
+def with_tables(notes: str, measured: Iterable[Row]) -> str:
+    """``notes`` with the tables between their markers."""
+    return between(notes, BEGIN, END, "\n".join(map(tables, measured)))
+
+
+def overview(result: Row) -> str:
+    """GB/s of forward and backward: a row for each op at one shape, a column for each contestant."""
+    rows = (
+        (f"{case['op']}, {case['shape']}", {row["name"]: cells(case, row)[5] for row in case["rows"]})
+        for case in result["ops"]
+        if case["shape"] in SHAPES
+    )
+    return summary(result, "op", rows)
+
+
+def with_overview(readme: str, measured: Iterable[Row]) -> str:
+    """``readme`` with the overviews between the markers."""
+    return between(readme, BEGIN, END, "\n".join(map(overview, measured)))
+
+
+def write_report() -> None:
+    measured = results("memory-bound")
+    NOTES.write_text(with_tables(NOTES.read_text(), measured))
+    README.write_text(with_overview(README.read_text(), measured))

@@ -1,0 +1,105 @@
+"""Times training that is spread over all GPUs of a machine, against transformers, torch and Liger.
+
+    make bench-sharded                                measures, writes results/ and from it the report
+    python -m benchmark sharded --parts fsdp loss     some of it; results/ keeps what it has of the rest
+    python -m benchmark sharded --contestants Liger   the same of the contestants
+    python -m benchmark sharded --quick               tiny shapes, printed only; without GPUs in two processes
+    python -m benchmark sharded --report              the report again, without a GPU
+
+Every contestant trains in processes of its own, and one that runs out of memory or time has a row that says so. What is
+measured is written at once.
+"""
+
+import argparse
+from collections.abc import Collection, Iterator, Mapping
+from typing import Any, NamedTuple
+
+import torch
+from transformers import PreTrainedConfig
+
+from benchmark.common.markdown import Row
+from benchmark.common.measure import environment, merged, present, rounded, update
+from benchmark.common.processes import GPU, Processes
+from benchmark.training.sharded_models import CLIMBING, LADDER, TRAINED, climb, train
+from benchmark.training.sharded_ops import LOSSES, METHODS, attentions, losses
+from benchmark.training.sharded_report import tables, write_report
+from examples.parallel import LARGER
+from examples.train import CONFIGS
+
+TIMEOUT = 900
+
+
+class Sizes(NamedTuple):
+    """What is measured: of each part the model, or the shapes."""
+
+    config: PreTrainedConfig
+    settings: tuple[tuple[int, int], ...]  # rows of a process, and their tokens
+    ladder: tuple[int, ...]
+    loss: Mapping[str, int]
+    attention: Mapping[str, int]
+
+
+FULL = Sizes(
+    LARGER["8b"],
+    ((8, 2048), (2, 16384)),
+    LADDER,
+    {"T": 8192, "H": 4096, "V": 128256},
+    {"B": 1, "S": 131072, "Sk": 131072, "H": 32, "Hk": 8, "D": 128},
+)
+QUICK = Sizes(
+    CONFIGS["tiny"],
+    ((2, 32), (1, 48)),
+    (32, 48, 64),
+    {"T": 24, "H": 32, "V": 96},
+    {"B": 1, "S": 64, "Sk": 64, "H": 8, "Hk": 8, "D": 16},
+)
+PARTS: dict[str, Mapping[str, Any]] = {
+    "fsdp": TRAINED,
+    "loss": LOSSES,
+    "context": dict.fromkeys(METHODS),
+    "longest": CLIMBING,
+}
+
+
+def measure(part: str, names: Collection[str], sizes: Sizes, processes: Processes) -> Iterator[tuple[str, list[Row]]]:
+    """The rows of each contestant of a part."""
+    names = [name for name in present(PARTS[part]) if name in names]
+    if part == "fsdp":
+        texts = [f"{batch} x {seq}" for batch, seq in sizes.settings]
+        for name in names:
+            rows = processes.run_all(train, sizes.settings, TRAINED[name], sizes.config)
+            yield name, [{"setting": text, **row} for text, row in zip(texts, rows, strict=True)]
+    elif part == "longest":
+        for name in names:
+            rows = processes.run(climb, CLIMBING[name], sizes.config, sizes.ladder)
+            yield name, [{key: value for row in rows for key, value in row.items()}]  # the last, and what ended it
+    else:
+        worker, shape = (losses, sizes.loss) if part == "loss" else (attentions, sizes.attention)
+        rows = processes.run_all(worker, names, shape)
+        yield from ((name, [row]) for name, row in zip(names, rows, strict=True))
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(prog="python -m benchmark sharded")
+    contestants = list(dict.fromkeys(name for part in PARTS.values() for name in part))
+    parser.add_argument("--parts", nargs="+", choices=PARTS, default=list(PARTS))
+    parser.add_argument("--contestants", nargs="+", choices=contestants, default=contestants)
+    parser.add_argument("--timeout", type=float, default=TIMEOUT, help="seconds of a contestant's processes")
+    parser.add_argument("--quick", action="store_true", help="tiny shapes, printed only; needs no GPU")
+    parser.add_argument("--report", action="store_true", help="only write the report of results/; needs no GPU")
+    options = parser.parse_args()
+    if not options.report:
+        if not GPU and not options.quick:
+            parser.error("needs GPUs (all but --quick and --report)")
+        processes = Processes(torch.cuda.device_count() if GPU else 2, options.timeout)
+        result = environment("transformers", "Liger") | {"gpus": processes.count, "parts": {}}
+        for part in options.parts:
+            for name, rows in measure(part, options.contestants, QUICK if options.quick else FULL, processes):
+                print(f"{part}, {name}: {rows}", flush=True)
+                result["parts"].setdefault(part, {})[name] = rows
+                if not options.quick:
+                    update(rounded(result), "sharded", PARTS)
+        print(tables(merged({}, rounded(result), PARTS)))
+        if options.quick:
+            return
+    write_report()

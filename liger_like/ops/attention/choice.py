@@ -1,0 +1,65 @@
+"""The choice of the kernels for Hopper: the calls that they take, and the modules that hold them.
+
+Those modules are imported at the first call that they take, since a version of Triton that is newer than the tested
+ones may not be able to.
+"""
+
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from liger_like.ops.attention.masking import Masking
+from liger_like.runtime.fallback import BROKEN, gluon_module
+from liger_like.runtime.support import INTERPRET, architecture, refused
+
+DTYPES = torch.bfloat16, torch.float16
+# of queries and keys, and of values, that the kernels compute with; TMA fills heads that are narrower up with zeros
+WIDTHS = (64, 64), (128, 128), (192, 128), (256, 256)
+FORWARD, BACKWARD, BACKWARD_256 = (
+    f"liger_like.ops.attention.hopper.{name}" for name in ("forward", "backward", "backward_256")
+)
+MODULES = {FORWARD: WIDTHS, BACKWARD: WIDTHS[:2], BACKWARD_256: WIDTHS[2:]}
+NO_WIDTHS = "the attention kernels for Hopper have no tile for heads of these widths:"
+NO_MASKS = "the attention kernels for Hopper know no bias, key_padding_mask or parts of a longer sequence"
+NO_TMA = "a tensor is empty or expanded, or its rows do not start at multiples of 16 bytes, as TMA wants them to"
+
+
+def widths_of(D: int, Dv: int) -> tuple[int, int]:
+    """Return the widths that heads of D features with values of Dv are computed with; zeros if there are none.
+
+    D is at least five eighths of its width, and Dv half.
+    """
+    fit = (pair for pair in WIDTHS if pair[0] * 5 <= D * 8 <= pair[0] * 8 and pair[1] <= Dv * 2 <= pair[1] * 2)
+    return next(fit, (0, 0))
+
+
+def hopper_kernels(name: str, masking: Masking, q: Tensor, k: Tensor, v: Tensor, *others: Tensor) -> Any:
+    """Return the module ``name`` of MODULES, or False if it does not take tensors [B, S, H, D] like these.
+
+    k has the width of q, the others that of v; all have the dtype and the device of q.
+    """
+    without = masking.bias, masking.key_padding_mask, masking.offsets
+    widths = widths_of(q.shape[-1], v.shape[-1])
+    return (
+        (any(widths) or refused(f"{NO_WIDTHS} q {q.shape[-1]}, v {v.shape[-1]}"))
+        and widths in MODULES[name]
+        and (not INTERPRET or refused("the attention kernels for Hopper are not interpreted"))
+        and (architecture(q.device) == 9 or refused("the fastest attention kernels are for Hopper GPUs"))
+        and (q.dtype in DTYPES or refused("the attention kernels for Hopper take bfloat16 and float16"))
+        and (all(t is None for t in without) or refused(NO_MASKS))
+        and (all(map(_moved_by_tma, (q, k, v, *others))) or refused(NO_TMA))
+        and (name not in BROKEN or refused(f"{name} {BROKEN[name]}"))
+        and gluon_module(name)
+    )
+
+
+def _moved_by_tma(x: Tensor) -> bool:
+    """Return True if TMA can move ``x``, and a new tensor of its shape.
+
+    The features must be dense, and all else must start at multiples of 16 bytes. TMA knows no expanded tensors.
+    """
+    *strides, dense = x.stride()
+    each = 16 // x.element_size()
+    whole = x.numel() > 0 and dense == 1 and x.data_ptr() % 16 == 0
+    return whole and all(n > 0 and n % each == 0 for n in (*strides, x.shape[-1]))

@@ -1,0 +1,1 @@
+"""Attention kernels in Gluon, for Hopper GPUs."""

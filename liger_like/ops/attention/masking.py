@@ -1,0 +1,95 @@
+"""What the launchers of the attention kernels share: the options, and the constants and strides of their arguments."""
+
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+from liger_like.runtime.support import num_programs
+
+MASKING_SCHEMA = (
+    "Tensor? bias, Tensor? key_padding_mask, Tensor? cu_seqlens_q, Tensor? cu_seqlens_k, Tensor? offsets,"
+    " Tensor? spans, SymInt max_seqlen_q, SymInt max_seqlen_k, float scale, float? softcap, int left, int right"
+)
+
+
+class Masking(NamedTuple):
+    """What decides the scores beside q and k, in the order of the library ops.
+
+    ``offsets`` [number of sequences]: position of a sequence's first query minus that of its first key; None: the last
+    ones have the same position. ``spans`` [2, B, S]: the first key that a query of a batch may see, and the one behind
+    the last, in int32, neither falling along S. ``left`` and ``right``: keys that a query sees beside its position, -1
+    for all.
+    """
+
+    bias: Tensor | None
+    key_padding_mask: Tensor | None
+    cu_seqlens_q: Tensor | None
+    cu_seqlens_k: Tensor | None
+    offsets: Tensor | None
+    spans: Tensor | None
+    max_seqlen_q: int
+    max_seqlen_k: int
+    scale: float
+    softcap: float | None
+    left: int
+    right: int
+
+    def pointers(self) -> tuple[Tensor | None, ...]:
+        """The tensors, as kernels take them."""
+        return self[:6]
+
+    def bias_strides(self) -> tuple[int, int, int, int]:
+        """Strides of the bias as [B, H, S, Sk]; 0 where it is broadcast."""
+        if self.bias is None:
+            return 0, 0, 0, 0
+        b, h, s, k = (0 if n == 1 else t for n, t in zip(self.bias.shape, self.bias.stride(), strict=True))
+        return b, h, s, k
+
+    @property
+    def sequences(self) -> int:
+        """Packed sequences; 0 for a batch."""
+        return 0 if self.cu_seqlens_q is None else self.cu_seqlens_q.shape[0] - 1
+
+    def constants(self) -> dict[str, Any]:
+        """The constants of every kernel that makes scores."""
+        slots = 32
+        while slots <= self.sequences:
+            slots *= 8
+        return {
+            "SOFTCAP": self.softcap,
+            "HAS_LEFT": self.left >= 0,
+            "HAS_RIGHT": self.right >= 0,
+            "SEQUENCES": slots,
+        }
+
+    def num_blocks(self, rows: int, block: int) -> int:
+        """Blocks of rows of a batch, or at most of all packed sequences and what follows them."""
+        return rows // block + self.sequences + 1 if self.sequences else -(-rows // block)
+
+
+def section_of(k: Tensor, v: Tensor, keys: int, group: int) -> int:
+    """Heads whose keys and values stay in L2 together: 16 MiB of them."""
+    each = keys * (k.shape[-1] + v.shape[-1]) * k.element_size()
+    return min(max(1, (16 << 20) // max(1, each)), k.shape[0] * k.shape[2]) * group
+
+
+def section_of_keys(masking: Masking, keys: int, block: int, device: torch.device) -> int:
+    """Key heads whose blocks of keys are multiplied together: those that fill the GPU with the blocks of one sequence.
+
+    Under a causal mask the last blocks of a head have the least to do: the first ones of the next heads even that out.
+    """
+    blocks = -(-keys // max(1, masking.sequences) // block)
+    return max(1, num_programs(device, 1) // max(1, blocks))
+
+
+def constants_of(q: Tensor, k: Tensor, v: Tensor) -> dict[str, int]:
+    """The sizes of heads and their strides from row to row: the same for all batches of a model."""
+    (H, D), (HK, DV) = q.shape[2:], v.shape[2:]
+    strides = {"STRIDE_Q": q.stride(1), "STRIDE_K": k.stride(1), "STRIDE_V": v.stride(1)}
+    return {"H": H, "HK": HK, "D": D, "DV": DV, **strides}
+
+
+def strides_of(*tensors: Tensor) -> list[int]:
+    """The other strides: from batch to batch and from head to head."""
+    return [stride for x in tensors for stride in (x.stride(0), x.stride(2))]

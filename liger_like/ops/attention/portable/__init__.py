@@ -1,0 +1,1 @@
+"""Attention kernels in Triton, for every GPU and every option."""

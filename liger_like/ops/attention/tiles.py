@@ -1,0 +1,155 @@
+"""Tiles of the attention kernels: for Hopper, chosen by what was measured there, and for other GPUs with much or little
+shared memory. Few spill a register in a loop: ``MAY_SPILL`` in test/tools/compile_check.py names them.
+"""
+
+import functools
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from liger_like.ops.attention.masking import Masking
+from liger_like.runtime.support import architecture
+
+
+class Tile(NamedTuple):
+    """Rows of queries and of keys in a block, and how the kernel is launched."""
+
+    block_m: int
+    block_n: int
+    num_warps: int
+    num_stages: int
+
+    def constants(self) -> dict[str, int]:
+        """As the kernels take them."""
+        return {
+            "BLOCK_M": self.block_m,
+            "BLOCK_N": self.block_n,
+            "num_warps": self.num_warps,
+            "num_stages": self.num_stages,
+        }
+
+
+# kernel -> widest head -> tile, and the one for scores with a softcap or a bias
+Tiles = dict[str, dict[int, tuple[Tile, Tile]]]
+TILES: dict[str, Tiles] = {
+    "hopper": {
+        "fwd": {
+            64: (Tile(128, 64, 4, 3), Tile(128, 64, 8, 3)),
+            128: (Tile(64, 64, 4, 3), Tile(64, 64, 4, 2)),
+            192: (Tile(128, 64, 8, 3), Tile(128, 64, 8, 3)),
+            256: (Tile(128, 64, 8, 2), Tile(64, 64, 8, 2)),
+        },
+        "dkv": {
+            64: (Tile(32, 64, 4, 3), Tile(32, 128, 8, 1)),
+            128: (Tile(64, 128, 8, 2), Tile(32, 128, 8, 1)),
+            192: (Tile(16, 64, 4, 3), Tile(32, 64, 8, 1)),
+            256: (Tile(32, 64, 8, 1), Tile(64, 32, 8, 1)),
+        },
+        "dq": {
+            64: (Tile(64, 64, 4, 3), Tile(128, 64, 8, 2)),
+            128: (Tile(128, 64, 8, 3), Tile(64, 32, 4, 3)),
+            192: (Tile(128, 64, 8, 2), Tile(64, 64, 8, 1)),
+            256: (Tile(128, 64, 8, 1), Tile(64, 32, 8, 2)),
+        },
+        "dbias": {256: (Tile(64, 64, 8, 1), Tile(64, 64, 8, 1))},
+    },
+    "large": {
+        "fwd": {
+            64: (Tile(128, 128, 8, 2), Tile(128, 64, 8, 2)),
+            128: (Tile(128, 64, 8, 2), Tile(64, 32, 4, 1)),
+            192: (Tile(128, 64, 8, 3), Tile(32, 32, 4, 1)),
+            256: (Tile(64, 32, 4, 1), Tile(32, 32, 4, 1)),
+        },
+        "dkv": {
+            64: (Tile(64, 64, 4, 1), Tile(32, 32, 4, 1)),
+            128: (Tile(16, 32, 4, 1), Tile(16, 32, 4, 1)),
+            192: (Tile(32, 32, 4, 1), Tile(32, 32, 4, 1)),
+            256: (Tile(32, 32, 4, 1), Tile(16, 16, 4, 1)),
+        },
+        "dq": {
+            64: (Tile(64, 64, 4, 1), Tile(64, 32, 4, 1)),
+            128: (Tile(64, 32, 4, 1), Tile(32, 32, 4, 1)),
+            256: (Tile(32, 32, 4, 1), Tile(32, 32, 4, 1)),
+        },
+        "dbias": {
+            64: (Tile(64, 64, 4, 1), Tile(64, 64, 4, 1)),
+            192: (Tile(32, 64, 4, 1), Tile(32, 64, 4, 1)),
+            256: (Tile(16, 32, 4, 1), Tile(16, 32, 4, 1)),
+        },
+    },
+    "small": {
+        "fwd": {
+            128: (Tile(64, 32, 4, 1), Tile(32, 32, 4, 1)),
+            256: (Tile(32, 16, 4, 1), Tile(16, 16, 4, 1)),
+        },
+        "dkv": {
+            64: (Tile(32, 32, 4, 1), Tile(32, 32, 4, 1)),
+            256: (Tile(16, 16, 4, 1), Tile(16, 16, 4, 1)),
+        },
+        "dq": {
+            128: (Tile(32, 32, 4, 1), Tile(32, 16, 4, 1)),
+            256: (Tile(16, 16, 4, 1), Tile(16, 16, 4, 1)),
+        },
+        "dbias": {256: (Tile(16, 16, 4, 1), Tile(16, 16, 4, 1))},
+    },
+}
+FP32: Tiles = {
+    "fwd": {64: (Tile(32, 32, 4, 1), Tile(32, 32, 4, 1)), 256: (Tile(16, 16, 4, 1), Tile(16, 16, 4, 1))},
+    "dkv": {256: (Tile(16, 32, 4, 1), Tile(16, 32, 4, 1))},
+    "dq": {256: (Tile(16, 16, 4, 1), Tile(16, 16, 4, 1))},
+    "dbias": {256: (Tile(16, 16, 4, 1), Tile(16, 16, 4, 1))},
+}
+
+
+class HopperForward(NamedTuple):
+    """Warp groups of 64 queries, keys in a block, and buffers for those."""
+
+    groups: int
+    block_n: int
+    stages: int
+
+    def constants(self) -> dict[str, int]:
+        """As the kernel takes them."""
+        return {"BLOCK_N": self.block_n, "STAGES": self.stages, "GROUPS": self.groups, "num_warps": 4}
+
+
+# widths of a head -> options without a mask, and with one or with what takes registers
+HOPPER_FORWARD = {
+    (64, 64): (HopperForward(3, 128, 2), HopperForward(2, 128, 2)),
+    (128, 128): (HopperForward(2, 128, 2),) * 2,
+    (192, 128): (HopperForward(2, 128, 2),) * 2,
+    (256, 256): (HopperForward(2, 64, 2),) * 2,
+}
+
+
+def hopper_forward(widths: tuple[int, int], masking: Masking) -> HopperForward:
+    """The options for heads of these widths: softcaps, packed sequences and spans take registers."""
+    plain, other = HOPPER_FORWARD[widths]
+    rich = any(x is not None for x in (masking.softcap, masking.cu_seqlens_q, masking.spans))
+    return other if rich or masking.right >= 0 else plain
+
+
+@functools.cache
+def gpu_class(device: torch.device) -> str:
+    """Which tiles a GPU takes: "hopper", else "large" or "small" by the shared memory that a program can have."""
+    if device.type != "cuda":
+        return "small"
+    if architecture(device) == 9:
+        return "hopper"
+    properties = torch.cuda.get_device_properties(device)
+    memory = getattr(properties, "shared_memory_per_block_optin", properties.shared_memory_per_block)
+    return "large" if memory >= 160 << 10 else "small"
+
+
+def tile_for(kernel: str, q: Tensor, v: Tensor, masking: Masking) -> Tile:
+    """The tile for the heads of q and v on their GPU."""
+    rich = masking.softcap is not None or masking.bias is not None
+    return _tile(kernel, gpu_class(q.device), max(q.shape[-1], v.shape[-1]), q.element_size(), rich)
+
+
+@functools.cache
+def _tile(kernel: str, gpu: str, width: int, itemsize: int, rich: bool) -> Tile:
+    table = FP32[kernel] if itemsize == 4 else TILES[gpu][kernel]
+    plain, with_more = next(tiles for widest, tiles in table.items() if width <= widest)
+    return with_more if rich else plain

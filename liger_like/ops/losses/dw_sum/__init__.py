@@ -1,0 +1,169 @@
+"""Sums of matrix products over chunks, stored in 16 bits at nearly the accuracy of fp32, and scaled at the end.
+
+A weight's gradient over chunks of tokens is a sum of products a^T b. A sum in bf16 would be rounded to 8 bits after
+every chunk; a sum in fp32 would take twice the memory of the result. Here each block of a row (``exponent_block``
+columns) is stored in fp16, with an 11-bit significand, in units of one power of two that is chosen for the block's
+largest element. 16 chunks then add less error than the single rounding to bf16 at the end. The last product does that
+rounding, in the same memory. The products run on the tensor cores and accumulate in fp32: on Hopper in Gluon
+(``hopper``), on Blackwell in the kernel of this file.
+"""
+
+import functools
+from typing import Any
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+from torch.utils._python_dispatch import _disable_current_modes
+from triton.tools.tensor_descriptor import TensorDescriptor
+
+from liger_like.runtime.fallback import BROKEN, NotCompiledError, gluon_module
+from liger_like.runtime.launcher import launch
+from liger_like.runtime.registry import op
+from liger_like.runtime.support import architecture, num_programs, refused
+from liger_like.runtime.versions import newer_than_tested
+
+HOPPER = "liger_like.ops.losses.dw_sum.hopper"
+MAX_ROUNDS = 16
+TILE = {"BLOCK_M": 128, "BLOCK_N": 128, "BLOCK_K": 64, "num_warps": 8, "num_stages": 3}
+
+
+@triton.jit(do_not_specialize=["K"])
+def _add_products_kernel(
+    a_desc, b_desc, sum_desc, out_desc, exponent_ptr, factor_ptr, M, N, K,
+    AGAIN: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr,
+):  # fmt: skip
+    tiles_n = tl.cdiv(N, BLOCK_N)
+    # flatten: the loads of a tile overlap the end of the tile before
+    for tile in tl.range(tl.program_id(0), tl.cdiv(M, BLOCK_M) * tiles_n, tl.num_programs(0), flatten=True):
+        row = tile // tiles_n * BLOCK_M
+        col = tile % tiles_n * BLOCK_N
+        acc = tl.zeros((BLOCK_M, BLOCK_N), tl.float32)
+        for k in range(0, tl.cdiv(K, BLOCK_K)):
+            a = a_desc.load([k * BLOCK_K, row])
+            b = b_desc.load([k * BLOCK_K, col])
+            acc = tl.dot(a.T, b, acc)
+        offs_m = row + tl.arange(0, BLOCK_M)
+        exponent_ptrs = exponent_ptr + offs_m.to(tl.int64) * tiles_n + tile % tiles_n
+        if AGAIN:
+            exponent = tl.load(exponent_ptrs, mask=offs_m < M, other=127).to(tl.int32)
+            unit = (exponent << 23).to(tl.float32, bitcast=True)
+            acc += sum_desc.load([row, col]).to(tl.float32) * unit[:, None]
+        if factor_ptr is not None:
+            rounded = (acc * tl.load(factor_ptr)).to(tl.bfloat16).to(tl.float16, bitcast=True)
+        else:
+            # in units of 2^-14 of the row's leading power of two the largest element is in [2^14, 2^15)
+            top = tl.max(tl.abs(acc), axis=1).to(tl.int32, bitcast=True) >> 23
+            exponent = tl.minimum(tl.maximum(top - 14, 16), 240)
+            inverse = ((254 - exponent) << 23).to(tl.float32, bitcast=True)
+            rounded = (acc * inverse[:, None]).to(tl.float16)
+            tl.store(exponent_ptrs, exponent.to(tl.uint8), mask=offs_m < M)
+        out_desc.store([row, col], rounded)
+
+
+@triton.jit
+def _scale_rows_kernel(
+    src_ptr, out_ptr, order_ptr, factor_ptr, stride_sm, stride_om, N, ADD: tl.constexpr, BLOCK_N: tl.constexpr
+):
+    pid = tl.program_id(0).to(tl.int64)
+    row = pid
+    if order_ptr is not None:
+        row = tl.load(order_ptr + pid).to(tl.int64)
+    factor = tl.load(factor_ptr).to(tl.float32)
+    for n in range(0, N, BLOCK_N):
+        offs_n = n + tl.arange(0, BLOCK_N)
+        mask = offs_n < N
+        value = tl.load(src_ptr + pid * stride_sm + offs_n, mask=mask, other=0.0).to(tl.float32)
+        value *= factor
+        out_ptrs = out_ptr + row * stride_om + offs_n
+        if ADD:
+            value += tl.load(out_ptrs, mask=mask, other=0.0).to(tl.float32)
+        tl.debug_barrier()  # out may lie in the memory of src
+        tl.store(out_ptrs, value, mask=mask)
+
+
+def has_products(device: torch.device) -> bool:
+    """True if ``add_products`` is fast on ``device``: older GPUs lack TMA, smaller GPUs shared memory for a tile."""
+    on_device = architecture(device) in (9, 10)
+    return on_device or refused("dw is summed in fp32: sums in 16 bits need a data center GPU, Hopper or Blackwell")
+
+
+def _hopper_kernel(device: torch.device) -> Any:
+    """Return the module of the Hopper kernel, or False on other GPUs and if the kernel does not compile."""
+    if architecture(device) != 9:
+        return False
+    if newer_than_tested("triton"):
+        _try_hopper_kernel(device)
+    return (HOPPER not in BROKEN or refused(f"{HOPPER} {BROKEN[HOPPER]}")) and gluon_module(HOPPER)
+
+
+@functools.cache
+def _try_hopper_kernel(device: torch.device) -> None:
+    """Fall back now if the Hopper kernel does not compile, since the layout of ``exponents_like`` depends on it."""
+    with _disable_current_modes():  # torch.compile calls this under a mode of fake tensors
+        a, factor = (torch.zeros(64, n, dtype=torch.bfloat16, device=device) for n in (64, 1))
+        total, exponents = torch.zeros_like(a, dtype=torch.float16), torch.zeros_like(a, dtype=torch.uint8)
+        try:
+            for last in (None, factor[0].float()):
+                gluon_module(HOPPER).add_products(total, total, exponents, last, a, a, again=True)
+        except NotCompiledError as error:
+            error.fall_back()
+
+
+def exponent_block(device: torch.device) -> int:
+    """Return the number of columns that share an exponent, the columns of a tile."""
+    hopper = _hopper_kernel(device)
+    return hopper.BLOCK_N if hopper else TILE["BLOCK_N"]
+
+
+def exponents_like(total: Tensor) -> Tensor:
+    """Return an uninitialised uint8 tensor [M, blocks] for the exponents of ``total`` [M, N]."""
+    return total.new_empty((total.shape[0], -(-total.shape[1] // exponent_block(total.device))), dtype=torch.uint8)
+
+
+def add_products(
+    total: Tensor,
+    exponents: Tensor,
+    a: Tensor,
+    b: Tensor,
+    *,
+    again: bool,
+    out: Tensor | None = None,
+    factor: Tensor | None = None,
+) -> None:
+    """Store a^T b in ``total``, or add it to ``total`` if ``again``, for ``a`` [K, M] and ``b`` [K, N].
+
+    ``total`` [M, N] is fp16 in the units of ``exponents``. With ``factor`` [1] this is the last product: the new total
+    times ``factor`` goes to ``out`` [M, N] in bf16, which may share the memory of ``total``. ``a`` and ``b`` are bf16
+    or fp16, and all rows start at multiples of 16 bytes.
+    """
+    out = total if out is None else out.view(torch.float16)
+    if hopper := _hopper_kernel(a.device):
+        hopper.add_products(total, out, exponents, factor, a, b, again=again)
+        return
+    (K, M), N = a.shape, b.shape[1]
+    block_m, block_n, block_k = TILE["BLOCK_M"], TILE["BLOCK_N"], TILE["BLOCK_K"]
+    programs = min(num_programs(a.device, 1), triton.cdiv(M, block_m) * triton.cdiv(N, block_n))
+    descriptors = (
+        TensorDescriptor(a, [K, M], [a.stride(0), 1], [block_k, block_m]),
+        TensorDescriptor(b, [K, N], [b.stride(0), 1], [block_k, block_n]),
+        TensorDescriptor(total, [M, N], [N, 1], [block_m, block_n]),
+        TensorDescriptor(out, [M, N], [N, 1], [block_m, block_n]),
+    )
+    launch(_add_products_kernel, (programs,), (exponents, factor), (M, N, K), (), descriptors, AGAIN=again, **TILE)
+
+
+@op("scale_rows(Tensor src, Tensor? order, Tensor factor, Tensor(a!) out, bool add) -> ()", lambda *args: None)
+def scale_rows(src: Tensor, order: Tensor | None, factor: Tensor, out: Tensor, add: bool) -> None:
+    """Store row i of ``src`` [M, N] times ``factor`` [1] in row ``order[i]`` (None: i) of ``out``, or ``add`` it.
+
+    The result is rounded once. ``out`` may share the memory of ``src`` in a dtype of equal or smaller size, if their
+    rows start at the same addresses.
+    """
+    M, N = src.shape
+    block_n = min(triton.next_power_of_2(N), 4096)
+    if M:
+        sizes = src.stride(0), out.stride(0), N
+        warps = max(1, block_n // 512)
+        launch(_scale_rows_kernel, (M,), (src, out, order, factor), sizes, ADD=add, BLOCK_N=block_n, num_warps=warps)

@@ -1,0 +1,377 @@
+"""Linear layer and cross-entropy in one: the logits [T, V] are never materialised as a whole.
+
+x is [T, H], weight [V, H], bias [V]. The forward computes the logits of one chunk of tokens at a time, in a reused
+buffer. The cross-entropy kernel reads them once and overwrites them with their gradient; two more products turn that
+into dx and the chunk's share of dw. A scalar loss has one unknown upstream factor, so the forward leaves these
+gradients unscaled and the backward multiplies by the factor. The factor 1/N thus never meets the fp16 gradient of the
+logits, which would underflow. Until then dx is kept in fp32, and a bf16 dw in 16 bits with an 11-bit significand
+(``dw_sum``); both are rounded once.
+
+Per-token upstream gradients (reduction "none", "logprob", "entropy") are known only in the backward. It recomputes the
+logits of all tokens in slices of the vocabulary; each slice's rows of dw are final. This takes a third more work and
+the least memory, so ``recompute`` selects it, too.
+
+Ignored tokens take no part in the products. Their number is known on the GPU only; the host asks for it after it has
+queued the first chunk, so the GPU has work while the host waits.
+"""
+
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+from torch.nn.functional import linear
+
+from liger_like.ops.losses.chunks import linear_cross_entropy_bwd, linear_cross_entropy_fwd, linear_cross_entropy_last
+from liger_like.ops.losses.dw_sum import scale_rows
+from liger_like.ops.losses.rows import (
+    Options,
+    RowLosses,
+    check_class_weight,
+    check_target,
+    checked_num_items,
+    checked_options,
+    reduce_loss,
+    row_losses_ref,
+)
+from liger_like.ops.losses.units import unit, unit_of_weights
+from liger_like.ops.losses.vocab_shards import WHOLE, Shard, all_words, summed_gradient
+from liger_like.runtime.autograd import apply, is_last_backward, once_differentiable
+from liger_like.runtime.checks import require, require_choice, require_integer, require_number
+from liger_like.runtime.registry import on_shards
+from liger_like.runtime.support import autocast_dtype, use_kernel
+
+OUTPUTS = ("logprob", "lse", "entropy", "argmax", "correct")
+
+Lora = tuple[Tensor, Tensor, float] | tuple[Tensor, Tensor]
+
+
+class LossOutput(NamedTuple):
+    """Loss and the per-token results that ``outputs`` names, shaped like the target; the others are None.
+
+    Ignored tokens have 0 (argmax -1, correct False).
+    """
+
+    loss: Tensor
+    logprob: Tensor | None = None
+    lse: Tensor | None = None
+    entropy: Tensor | None = None
+    argmax: Tensor | None = None
+    correct: Tensor | None = None
+
+
+def fused_linear_cross_entropy_ref(
+    x: Tensor,
+    weight: Tensor,
+    target: Tensor,
+    bias: Tensor | None = None,
+    *,
+    ignore_index: int = -100,
+    reduction: str = "mean",
+    label_smoothing: float = 0.0,
+    z_loss: float = 0.0,
+    softcap: float | None = None,
+    logit_scale: float = 1.0,
+    class_weight: Tensor | None = None,
+    num_items: float | Tensor | None = None,
+    lora: Lora | None = None,
+    accum_dtype: torch.dtype | None = None,
+    chunk_rows: int | None = None,
+    outputs: tuple[str, ...] = (),
+    recompute: bool = False,
+    accumulate_grad: bool = False,
+    shard: Shard = WHOLE,
+) -> Tensor | LossOutput:
+    """Compute ``fused_linear_cross_entropy`` in plain torch; this defines the op.
+
+    ``accum_dtype``, ``chunk_rows``, ``recompute`` and ``accumulate_grad`` do not change the definition.
+    """
+    x = x.reshape(-1, x.shape[-1])
+    logits = linear(summed_gradient(x, shard) if shard.reduce_dx else x, weight, bias)
+    if lora is not None:
+        u, b = _low_rank(x, lora, shard)
+        logits = torch.addmm(logits, u, b.t())
+    if shard:
+        logits = all_words(logits, shard)
+    options = Options(ignore_index, label_smoothing, z_loss, softcap, logit_scale)
+    rows = row_losses_ref(logits, target.reshape(-1), class_weight, options)
+    return _finish(rows, reduction, target, class_weight, ignore_index, num_items, outputs)
+
+
+def _low_rank(x: Tensor, lora: Lora, shard: Shard) -> tuple[Tensor, Tensor]:
+    """Return the factors u [T, r] and b [V, r] of the logits u b^T that ``lora`` adds for ``x`` [T, H].
+
+    A vocabulary shard computes a part of their gradients: the gradient of u is summed over the processes, or that of A
+    if dx is not.
+    """
+    if len(lora) == 2:
+        u = lora[0].reshape(-1, lora[0].shape[-1])
+    else:
+        parts_meet_here = shard and not shard.reduce_dx  # else the gradient of u is summed
+        u = linear(x, summed_gradient(lora[0], shard) if parts_meet_here else lora[0]) * lora[2]
+    return summed_gradient(u, shard) if shard.reduce_dx else u, lora[1]
+
+
+def _finish(
+    rows: RowLosses,
+    reduction: str,
+    target: Tensor,
+    class_weight: Tensor | None,
+    ignore_index: int,
+    num_items: float | Tensor | None,
+    outputs: tuple[str, ...],
+) -> Tensor | LossOutput:
+    if reduction == "none":
+        loss = rows.loss.view(target.shape)
+    else:
+        loss = reduce_loss(rows.loss.sum(), reduction, target, class_weight, ignore_index, num_items)
+    if not outputs:
+        return loss
+    results = rows._asdict()
+    if "correct" in outputs:
+        results["correct"] = rows.argmax == target.reshape(-1)
+    return LossOutput(loss, **{name: results[name].view(target.shape) for name in outputs})
+
+
+class _FusedLinearCrossEntropy(torch.autograd.Function):
+    @staticmethod
+    def forward(
+        ctx: Any,
+        x: Tensor,
+        weight: Tensor,
+        bias: Tensor | None,
+        u: Tensor | None,
+        b: Tensor | None,
+        target: Tensor,
+        class_weight: Tensor | None,
+        grads_now: bool,
+        accumulate_grad: bool,
+        wants_entropy: bool,
+        wants_argmax: bool,
+        chunk_rows: int | None,
+        accum_dtype: torch.dtype | None,
+        shard: Shard,
+        *scalars: Any,
+    ) -> Any:
+        weight_unit = unit_of_weights(target, class_weight, Options(*scalars), x.dtype) if grads_now else None
+        inputs = x, weight.to(x.dtype), target, bias, u, b, class_weight, weight_unit
+        needs = [grads_now and needed for needed in ctx.needs_input_grad[:5]]
+        wants = needs, wants_entropy, wants_argmax, chunk_rows, accum_dtype, weight.dtype
+        outs = linear_cross_entropy_fwd(*inputs, *wants, *shard, *scalars)
+        loss, logprob, lse, entropy, argmax, lse_rest, order, kept = outs[:8]
+        ctx.set_materialize_grads(False)
+        ctx.grads_now, ctx.accumulate_grad, ctx.shard, ctx.scalars = grads_now, accumulate_grad, shard, scalars
+        ctx.like = x.dtype, weight.dtype, x.shape[1]
+        rows = (logprob, lse, entropy if wants_entropy else None, argmax if wants_argmax else None)
+        if grads_now:
+            ctx.mark_non_differentiable(*(t for t in rows if t is not None))
+            ctx.save_for_backward(weight, weight_unit, order, kept, *outs[8:])
+            return loss.sum(), *rows
+        ctx.mark_non_differentiable(*(t for t in (lse, rows[3]) if t is not None))
+        ctx.save_for_backward(x, weight, target, bias, u, b, class_weight, order, kept, lse, lse_rest, entropy)
+        return loss, *rows
+
+    @staticmethod
+    @once_differentiable
+    def backward(
+        ctx: Any, dloss: Tensor | None, dlogprob: Tensor | None, _lse: None, dentropy: Tensor | None, _argmax: None
+    ) -> Any:
+        if dloss is None and dlogprob is None and dentropy is None:
+            return (None,) * (14 + len(ctx.scalars))
+        grads = _scaled(ctx, dloss) if ctx.grads_now else _recomputed(ctx, dloss, dlogprob, dentropy)
+        kept = (grad if needed else None for grad, needed in zip(grads, ctx.needs_input_grad[:5], strict=True))
+        return *kept, *(None,) * (9 + len(ctx.scalars))
+
+
+def _grad_to_add_to(ctx: Any, weight: Tensor) -> Tensor | None:
+    """Return the weight's ``grad`` if it exists and the backward may add to it in place, else None."""
+    if not ctx.accumulate_grad or not ctx.needs_input_grad[1] or torch.compiler.is_compiling() or not weight.is_leaf:
+        return None
+    grad = weight.grad
+    return grad if grad is not None and grad.is_contiguous() else None
+
+
+def _scaled(ctx: Any, dloss: Tensor) -> tuple[Tensor | None, ...]:
+    """Return the forward's gradients times the upstream gradient, rounded once.
+
+    In the last backward dw takes the memory of its sum where it fits, and the last chunk's logits are freed.
+    """
+    weight, weight_unit, order, kept, *saved = ctx.saved_tensors
+    dx_sum, dw_sum, exponents, last_logits, last_x, dbias, du_sum, db = saved
+    dtype, dw_dtype, H = ctx.like
+    needs_dx, needs_dw, _, needs_du, _ = ctx.needs_input_grad[:5]
+    factor = (dloss / unit(Options(*ctx.scalars))).reshape(1)
+    factor = factor if weight_unit is None else factor / weight_unit
+    last_use = is_last_backward()
+    dx = du = dw = None
+    if needs_dw and exponents.numel():
+        dw = dw_sum.view(dw_dtype) if last_use else torch.empty_like(dw_sum, dtype=dw_dtype)
+        dx_sum = dx_sum if last_use else dx_sum.clone()
+        linear_cross_entropy_last(dx_sum, dw_sum, exponents, last_logits, last_x, weight, kept, factor, dw)
+        if last_use:
+            last_logits.untyped_storage().resize_(0)
+    elif needs_dw and (grad := _grad_to_add_to(ctx, weight)) is not None:
+        scale_rows(dw_sum, None, factor, grad, True)
+    elif needs_dw:
+        fits = last_use and dw_sum.itemsize == dw_dtype.itemsize
+        dw = dw_sum.view(dw_dtype) if fits else torch.empty_like(dw_sum, dtype=dw_dtype)
+        scale_rows(dw_sum, None, factor, dw, False)
+    if needs_dx:
+        dx = dx_sum.new_empty((dx_sum.shape[0], H), dtype=dtype)
+        scale_rows(dx_sum[:, :H], order, factor, dx, False)
+    if needs_du:
+        du = torch.empty_like(du_sum, dtype=dtype)
+        scale_rows(du_sum, order, factor, du, False)
+    return dx, dw, (dbias * factor).to(dtype), du, (db * factor).to(dtype)
+
+
+def _recomputed(
+    ctx: Any, dloss: Tensor | None, dlogprob: Tensor | None, dentropy: Tensor | None
+) -> tuple[Tensor | None, ...]:
+    """Return the gradients for per-token upstream gradients, from recomputed logits."""
+    x, weight, *rest = ctx.saved_tensors
+    dtype, dw_dtype, H = ctx.like
+    if dloss is None:
+        dloss = torch.zeros_like(dentropy if dlogprob is None else dlogprob)
+    dw_sum = _grad_to_add_to(ctx, weight)
+    upstream = dloss, dlogprob, dentropy
+    needs = list(ctx.needs_input_grad[:5])
+    dx, dw, dbias, du, db = linear_cross_entropy_bwd(
+        x, weight.to(dtype), *rest, *upstream, dw_sum, needs, dw_dtype, *ctx.shard, *ctx.scalars
+    )
+    if dtype != torch.float32:
+        dx = dx.view(dtype)[:, H:]
+    return dx, None if dw_sum is not None else dw, dbias.to(dtype), du.to(dtype), db.to(dtype)
+
+
+def _check(
+    x: Tensor, weight: Tensor, weight_dtype: torch.dtype, bias: Tensor | None, lora: Lora | None, shard: Shard
+) -> None:
+    """Raise unless the operands of the logits have matching dtypes, shapes and devices."""
+    H, V = x.shape[-1], weight.shape[0]
+    if weight.dim() != 2:
+        raise ValueError(f"weight must have shape [V, {H}], got {list(weight.shape)}")
+    if V == 0:
+        raise ValueError(f"weight must have at least one row, got shape {list(weight.shape)}")
+    if not isinstance(shard, Shard):
+        raise TypeError(f"shard must be a Shard, got {type(shard).__name__}")
+    operands: list[tuple[str, Tensor, torch.dtype, tuple[int, ...]]] = [("weight", weight, weight_dtype, (V, H))]
+    if bias is not None:
+        operands.append(("bias", bias, x.dtype, (V,)))
+    if lora is not None:
+        first = lora[0].shape
+        shape, rank = ((first[0], H), first[0]) if len(lora) == 3 else ((*x.shape[:-1], first[-1]), first[-1])
+        operands += [("lora[0]", lora[0], x.dtype, shape), ("lora[1]", lora[1], x.dtype, (V, rank))]
+    for name, tensor, dtype, shape in operands:
+        require(name, tensor, like=x, shape=shape)
+        if tensor.dtype != dtype:
+            raise TypeError(f"{name} must have the dtype of x, {dtype}, got {tensor.dtype}")
+
+
+def _checked_lora(lora: Any) -> Lora | None:
+    """Return ``lora`` with its scaling as a Python float. Raise unless its form is valid; ``_check`` checks shapes."""
+    if lora is None:
+        return None
+    if not isinstance(lora, tuple | list) or len(lora) not in (2, 3):
+        raise TypeError(f"lora must be (A, B, scaling) or (u, B), got {_kind(lora)}")
+    for i, matrix in enumerate(lora[:2]):
+        require(f"lora[{i}]", matrix)
+    return (*lora[:2], *(require_number("lora[2]", scaling) for scaling in lora[2:]))  # type: ignore[return-value]
+
+
+def _kind(value: Any) -> str:
+    """Return the name of the type of ``value``, and of the types in a tuple or list."""
+    name = type(value).__name__
+    return f"{name} of {[_kind(item) for item in value]}" if isinstance(value, tuple | list) else name
+
+
+def _checked_outputs(outputs: Any) -> tuple[str, ...]:
+    """Return ``outputs`` as a tuple. Raise unless all of them are known."""
+    if not isinstance(outputs, tuple | list):
+        raise TypeError(f"outputs must be a tuple out of {OUTPUTS}, got {_kind(outputs)}")
+    unknown = [name for name in outputs if not isinstance(name, str) or name not in OUTPUTS]
+    if unknown:
+        raise ValueError(f"outputs must be out of {OUTPUTS}, got {unknown}")
+    return tuple(outputs)
+
+
+@on_shards("liger_like.parallel.vocab_parallel_cross_entropy")
+def fused_linear_cross_entropy(
+    x: Tensor,
+    weight: Tensor,
+    target: Tensor,
+    bias: Tensor | None = None,
+    *,
+    ignore_index: int = -100,
+    reduction: str = "mean",
+    label_smoothing: float = 0.0,
+    z_loss: float = 0.0,
+    softcap: float | None = None,
+    logit_scale: float = 1.0,
+    class_weight: Tensor | None = None,
+    num_items: float | Tensor | None = None,
+    lora: Lora | None = None,
+    accum_dtype: torch.dtype | None = None,
+    chunk_rows: int | None = None,
+    outputs: tuple[str, ...] = (),
+    recompute: bool = False,
+    accumulate_grad: bool = False,
+    shard: Shard = WHOLE,
+) -> Tensor | LossOutput:
+    """Return the cross-entropy of ``x weight^T + bias`` and ``target``, without materialising all logits.
+
+    ``x`` is [..., H], ``weight`` [V, H], ``bias`` [V], ``target`` [...]. The loss options are those of
+    ``cross_entropy`` (``class_weight`` [V] is its ``weight``); the loss is in fp32. ``lora=(A, B, scaling)`` with
+    A [r, H] and B [V, r] adds ``scaling * x A^T B^T`` to the logits, ``lora=(u, B)`` with u [..., r] adds ``u B^T``.
+    With ``outputs``, a tuple out of "logprob", "lse", "entropy", "argmax", "correct", the op returns a ``LossOutput``
+    of per-token results [...]; "logprob" and "entropy" are differentiable.
+
+    The forward computes the gradients, for ``chunk_rows`` tokens at a time (None: 2048, or more for a small vocabulary
+    or over 16 times that many tokens). Until the backward it keeps the gradients, that of x in fp32, and for a bf16
+    ``weight`` the last chunk's logits. ``accum_dtype``: dtype in which the gradient of ``weight`` is summed over
+    chunks, torch.float32 or x.dtype (None: as accurately as one product over all tokens; in the gradient's own memory
+    for a bf16 ``weight`` on a Hopper or Blackwell GPU and up to 16 chunks, else in fp32). ``recompute``: the backward
+    recomputes the logits and computes the gradients, which takes a third more time and little memory but dx in fp32;
+    reduction "none" and differentiable outputs do so, too. ``accumulate_grad``: the backward may add the weight's
+    gradient to an existing ``weight.grad`` in place, in its dtype, which with ``recompute`` needs no memory of its own;
+    hooks on the weight (DDP, FSDP) then do not run. ``shard`` is set by
+    ``liger_like.parallel.vocab_parallel_cross_entropy``.
+
+    Under autocast the operands are cast to its dtype. The kernel takes bf16, fp16 and fp32; other dtypes and devices
+    run the plain-torch reference, which materialises all logits.
+
+    Raises TypeError or ValueError for invalid arguments (all operands share a dtype), ValueError also for a label
+    outside [0, V): at once on the CPU, in the next call on a GPU.
+    """
+    for name, tensor in (("x", x), ("weight", weight)):
+        require(name, tensor)
+    if bias is not None:
+        require("bias", bias)
+    lora, outputs = _checked_lora(lora), _checked_outputs(outputs)
+    chunk_rows = None if chunk_rows is None else require_integer("chunk_rows", chunk_rows, 1)
+    weight_dtype = x.dtype
+    if dtype := autocast_dtype(x.device):  # the kernel path casts the weight itself: its gradient needs no cast
+        weight_dtype = weight.dtype
+        x, bias = x.to(dtype), None if bias is None else bias.to(dtype)
+        lora = None if lora is None else (lora[0].to(dtype), lora[1].to(dtype), *lora[2:])
+    _check(x, weight, weight_dtype, bias, lora, shard)
+    require_choice("accum_dtype", accum_dtype, (None, *dict.fromkeys((torch.float32, x.dtype))))
+    require_choice("recompute", recompute, (False, True))
+    require_choice("accumulate_grad", accumulate_grad, (False, True))
+    options = checked_options(ignore_index, label_smoothing, z_loss, softcap, logit_scale)
+    num_items = checked_num_items(num_items, reduction)
+    check_target(target, x, x.shape[:-1])
+    check_class_weight("class_weight", class_weight, x, shard.words or weight.shape[0])
+    if not use_kernel(x):
+        others = {"reduction": reduction, "class_weight": class_weight, "num_items": num_items, "lora": lora}
+        others |= {"outputs": outputs, "shard": shard, **options._asdict()}
+        return fused_linear_cross_entropy_ref(x, weight.to(x.dtype), target, bias, **others)
+    x = x.reshape(-1, x.shape[-1])
+    u, b = (None, None) if lora is None else _low_rank(x, lora, shard)
+    per_token = reduction == "none" or "logprob" in outputs or "entropy" in outputs
+    grads_now = torch.is_grad_enabled() and not (per_token or recompute)
+    rows = apply(
+        _FusedLinearCrossEntropy,
+        x, weight, bias, u, b, target.reshape(-1), class_weight, grads_now, accumulate_grad, "entropy" in outputs,
+        "argmax" in outputs or "correct" in outputs, chunk_rows, accum_dtype, shard, *options,
+    )  # fmt: skip
+    return _finish(RowLosses(*rows), reduction, target, class_weight, ignore_index, num_items, outputs)

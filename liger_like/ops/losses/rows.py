@@ -1,0 +1,216 @@
+"""Common parts of the losses: their options, their definition per row, checks, and the reduction."""
+
+import functools
+from typing import Any, NamedTuple
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from liger_like.runtime.checks import require, require_choice, require_integer, require_number
+from liger_like.runtime.launcher import launch
+from liger_like.runtime.layout import packed
+from liger_like.runtime.registry import op
+
+SOFTCAP_MAX = 1e30  # logits divided by a larger softcap would underflow in fp32
+SOFTCAP_MUST = f"must be positive and at most {SOFTCAP_MAX:g}, or None"
+REDUCTIONS = ("mean", "sum", "none")
+OPTIONS_SCHEMA = "int ignore_index, float label_smoothing, float z_loss, float? softcap, float logit_scale"
+
+
+class Options(NamedTuple):
+    """Scalar options of the loss, in the order of ``OPTIONS_SCHEMA``."""
+
+    ignore_index: int
+    label_smoothing: float
+    z_loss: float
+    softcap: float | None
+    logit_scale: float
+
+
+class RowLosses(NamedTuple):
+    """Results per row, [...] each, in floating point but for the int64 argmax."""
+
+    loss: Tensor
+    logprob: Tensor
+    lse: Tensor
+    entropy: Tensor
+    argmax: Tensor
+
+
+def check_labels(target: Tensor, V: int, ignore_index: int) -> None:
+    """Raise if a label on the CPU is neither in [0, V) nor ``ignore_index``; traced code leaves this to ``gather``."""
+    if target.device.type == "cpu" and not torch.compiler.is_compiling():
+        bad = target[(target != ignore_index) & ((target < 0) | (target >= V))]
+        if bad.numel():
+            raise ValueError(
+                f"target holds label {bad[0].item()}, which is neither in [0, {V}) nor ignore_index = {ignore_index}"
+            )
+
+
+@functools.cache
+def bad_label(device_type: str) -> Tensor:
+    """Return the host memory into which kernels write a label that is out of range."""
+    with torch.inference_mode(False):
+        return torch.zeros(1, dtype=torch.int64, pin_memory=device_type == "cuda")
+
+
+def raise_bad_label(device: torch.device) -> None:
+    """Raise if a kernel met a label out of range since the last call; 0 means none, since 0 is always in range."""
+    flag = bad_label(device.type)
+    label = flag.item()
+    if label:
+        flag.zero_()
+        raise ValueError(f"target held label {label}, which is neither in [0, V) nor ignore_index; its row was ignored")
+
+
+def row_losses_ref(logits: Tensor, target: Tensor, weight: Tensor | None, options: Options) -> RowLosses:
+    """Compute every per-row result in plain torch; this defines the losses."""
+    check_labels(target, logits.shape[-1], options.ignore_index)
+    z = logits.to(torch.promote_types(logits.dtype, torch.float32)) * options.logit_scale
+    argmax = z.argmax(-1)  # before the softcap, which is monotonic but rounds large scores together
+    if options.softcap is not None:
+        z = options.softcap * torch.tanh(z / options.softcap)
+    ignored = target == options.ignore_index
+    label = target.masked_fill(ignored, 0).long()
+    logp, lse = z.log_softmax(-1), z.logsumexp(-1)
+    w = z.new_ones(z.shape[-1]) if weight is None else weight.to(z.dtype)
+    logprob = logp.gather(-1, label.unsqueeze(-1)).squeeze(-1)
+    loss = -(1 - options.label_smoothing) * w[label] * logprob + options.z_loss * lse.square()
+    if options.label_smoothing:
+        loss = loss - options.label_smoothing / z.shape[-1] * (logp * w).sum(-1)
+    p = logp.exp()
+    entropy = -(p * logp.where(p > 0, 0)).sum(-1)
+    floats = (t.masked_fill(ignored, 0) for t in (loss, logprob, lse.detach(), entropy))
+    return RowLosses(*floats, argmax.masked_fill(ignored, -1))
+
+
+def reduce_loss(
+    total: Tensor,
+    reduction: str,
+    target: Tensor,
+    weight: Tensor | None,
+    ignore_index: int,
+    num_items: float | Tensor | None,
+) -> Tensor:
+    """Return ``total``, the sum of the rows' losses, or its mean: 0, not 0 / 0, if no row counts."""
+    if reduction == "sum":
+        return total
+    if num_items is None:
+        counted = target != ignore_index
+        num_items = counted.sum() if weight is None else (weight[target.clamp(0, weight.shape[0] - 1)] * counted).sum()
+    if not isinstance(num_items, Tensor):
+        return total / (num_items or 1)
+    num_items = num_items.to(total.device)
+    return total / num_items.where(num_items != 0, 1)
+
+
+@triton.jit(do_not_specialize=["M"])
+def _reduce_rows_kernel(
+    loss_ptr, target_ptr, w_ptr, items_ptr, out_ptr, factor_ptr, M, V, ignore_index, divisor,
+    COUNT: tl.constexpr, BLOCK_M: tl.constexpr,
+):  # fmt: skip
+    total, counted = tl.zeros((BLOCK_M,), tl.float32), tl.zeros((BLOCK_M,), tl.float32)
+    for m in range(0, M, BLOCK_M):
+        rows = m + tl.arange(0, BLOCK_M).to(tl.int64)
+        total += tl.load(loss_ptr + rows, mask=rows < M, other=0.0)
+        if COUNT:
+            label = tl.load(target_ptr + rows, mask=rows < M, other=0).to(tl.int64)
+            counts = (rows < M) & (label != ignore_index)
+            if w_ptr is None:
+                counted += counts.to(tl.float32)
+            else:
+                label = tl.minimum(tl.maximum(label, 0), V - 1)
+                counted += tl.load(w_ptr + label, mask=counts, other=0.0).to(tl.float32)
+    items = divisor
+    if COUNT:
+        items = tl.sum(counted, axis=0)
+    if items_ptr is not None:
+        items = tl.load(items_ptr).to(tl.float32)
+    items = tl.where(items == 0.0, 1.0, items)
+    tl.store(out_ptr, tl.sum(total, axis=0) / items)
+    tl.store(factor_ptr, 1.0 / items)
+
+
+@op(
+    "reduce_rows(Tensor loss, Tensor target, Tensor? weight, Tensor? items, int ignore_index, float divisor,"
+    " bool count) -> (Tensor out, Tensor factor)",
+    lambda loss, *args: (loss.new_empty(()), loss.new_empty(())),
+)
+def _reduce_rows(
+    loss: Tensor, target: Tensor, weight: Tensor | None, items: Tensor | None, ignore_index: int, divisor: float,
+    count: bool,
+) -> tuple[Tensor, Tensor]:  # fmt: skip
+    """Return sum(loss) / n and 1 / n.
+
+    n is ``items`` if given, else with ``count`` the (weighted) number of rows not ignored, else ``divisor``; 1 for 0.
+    """
+    out, factor = loss.new_empty(()), loss.new_empty(())
+    tensors = loss, packed(target.reshape(-1)), packed(weight), items, out, factor
+    sizes = loss.numel(), 0 if weight is None else weight.numel(), ignore_index
+    launch(_reduce_rows_kernel, (1,), tensors, sizes, (divisor,), COUNT=count, BLOCK_M=4096, num_warps=16)
+    return out, factor
+
+
+def reduce_rows(
+    loss: Tensor,
+    reduction: str,
+    target: Tensor,
+    weight: Tensor | None,
+    ignore_index: int,
+    num_items: float | Tensor | None,
+) -> tuple[Tensor, Tensor]:
+    """Return ``reduce_loss`` of all rows' losses and the factor that it multiplies each loss by, in one kernel."""
+    items = num_items.to(loss.device) if isinstance(num_items, Tensor) else None
+    divisor = 1 if num_items is None or items is not None else num_items
+    count = reduction == "mean" and num_items is None
+    return _reduce_rows(loss, target, weight, items, ignore_index, float(divisor), count)
+
+
+def check_target(target: Tensor, like: Tensor, shape: tuple[int, ...]) -> None:
+    """Raise unless ``target`` holds integer labels of the given shape on the device of ``like``."""
+    if not isinstance(target, Tensor) or target.dtype not in (torch.int64, torch.int32):
+        raise TypeError(f"target must be int64 or int32, got {getattr(target, 'dtype', type(target).__name__)}")
+    if target.shape != shape:
+        raise ValueError(f"target must have shape {list(shape)}, got {list(target.shape)}")
+    if target.device != like.device:
+        raise ValueError(f"target must be on {like.device}, got {target.device}")
+
+
+def checked_options(ignore_index: Any, label_smoothing: Any, z_loss: Any, softcap: Any, logit_scale: Any) -> Options:
+    """Return the options as Python numbers. Raise if an option is not a number or is out of range."""
+    if softcap is not None:
+        softcap = require_number("softcap", softcap, SOFTCAP_MUST, 1 / SOFTCAP_MAX, SOFTCAP_MAX)
+    return Options(
+        require_integer("ignore_index", ignore_index),
+        require_number("label_smoothing", label_smoothing, "must be in [0, 1]", 0.0, 1.0),
+        require_number("z_loss", z_loss),
+        softcap,
+        require_number("logit_scale", logit_scale),
+    )
+
+
+def checked_num_items(num_items: Any, reduction: str) -> float | Tensor | None:
+    """Return ``num_items`` as a Python number or a tensor []. Raise unless it is valid and fits ``reduction``."""
+    require_choice("reduction", reduction, REDUCTIONS)
+    if num_items is None:
+        return None
+    if reduction != "mean":
+        raise ValueError(f"num_items divides the loss of reduction='mean' only, got reduction={reduction!r}")
+    if not isinstance(num_items, Tensor):
+        return require_number("num_items", num_items, "must be finite and not negative", 0.0)
+    if num_items.numel() != 1 or num_items.dtype == torch.bool or num_items.is_complex():
+        got = f"{num_items.dtype} of shape {list(num_items.shape)}"
+        raise ValueError(f"num_items must be a number or a tensor of one number, got a tensor of {got}")
+    if num_items.requires_grad:
+        raise ValueError("num_items must not require a gradient: the loss is not differentiated by it")
+    return num_items.reshape(())
+
+
+def check_class_weight(name: str, weight: Tensor | None, like: Tensor, V: int) -> None:
+    """Raise unless the class weights, the caller's argument ``name``, are [``V``] and require no gradient."""
+    if weight is not None:
+        require(name, weight, like=like, shape=(V,))
+        if weight.requires_grad:
+            raise ValueError(f"{name} must not require a gradient: the loss is not differentiated by class weights")

@@ -1,0 +1,73 @@
+"""Check arguments: each error names the argument, what was expected and what came."""
+
+import math
+import numbers
+from typing import Any
+
+import torch
+from torch import Tensor
+
+FLOAT_MAX = torch.finfo(torch.float32).max
+
+
+def require(name: str, value: Tensor, *, like: Tensor | None = None, shape: tuple[int, ...] | None = None) -> None:
+    """Raise unless ``value`` is a floating-point tensor on the device of ``like`` with the given ``shape``."""
+    if not isinstance(value, Tensor):
+        raise TypeError(f"{name} must be a tensor, got {type(value).__name__}")
+    if not value.is_floating_point():
+        raise TypeError(f"{name} must be floating point, got {value.dtype}")
+    if value.dim() == 0 or value.shape[-1] == 0:
+        raise ValueError(f"{name} must have a last dimension of at least 1, got shape {list(value.shape)}")
+    if like is not None and value.device != like.device:
+        raise ValueError(f"{name} must be on {like.device}, got {value.device}")
+    if shape is not None and value.shape != shape:
+        raise ValueError(f"{name} must have shape {list(shape)}, got {list(value.shape)}")
+
+
+def require_type(name: str, value: object, kind: type) -> None:
+    """Raise unless ``value`` is a ``kind``."""
+    if not isinstance(value, kind):
+        raise TypeError(f"{name} must be a {kind.__name__}, got {type(value).__name__}")
+
+
+def require_choice(name: str, value: object, choices: tuple[object, ...]) -> None:
+    """Raise unless ``value`` is one of ``choices``, and of its type: True is not 1."""
+    alike = (c for c in choices if isinstance(value, type(c)) and isinstance(value, bool) == isinstance(c, bool))
+    if not any(value == choice for choice in alike):
+        raise ValueError(f"{name} must be one of {', '.join(map(repr, choices))}, got {value!r}")
+
+
+def require_number(
+    name: str, value: Any, must: str = "must be finite", low: float = -FLOAT_MAX, high: float = FLOAT_MAX
+) -> float:
+    """Return ``value`` as a Python float. Raise unless it is a number, of Python or NumPy, in [``low``, ``high``]."""
+    if not isinstance(value, int | float) and not isinstance(value, torch.SymInt | torch.SymFloat | numbers.Real):
+        raise TypeError(f"{name} must be a number, got {type(value).__name__}")
+    if not torch.compiler.is_compiling() and not low <= value <= high:  # a traced number may have no value
+        raise ValueError(f"{name} {must}, got {value}")
+    return value if isinstance(value, float) else float(value)
+
+
+def require_positive(name: str, value: Any) -> float:
+    """Return ``value`` as a Python float. Raise unless it is a positive, finite number."""
+    return require_number(name, value, "must be positive and finite", low=math.ulp(0.0))
+
+
+def require_eps(eps: Any) -> float:
+    """Return ``eps`` as a Python float. Raise unless it is a non-negative number."""
+    eps = require_number("eps", eps)
+    if eps < 0:
+        raise ValueError(f"eps must not be negative, got {eps}")
+    return eps
+
+
+def require_integer(name: str, value: Any, low: int | None = None) -> int:
+    """Return ``value`` as a Python int. Raise unless it is an integer, of Python or NumPy, and at least ``low``."""
+    if isinstance(value, bool) or not isinstance(value, int | torch.SymInt | numbers.Integral):
+        raise TypeError(f"{name} must be an integer, got {type(value).__name__}")
+    if not torch.compiler.is_compiling():  # a traced number may have no value
+        if low is not None and value < low:
+            raise ValueError(f"{name} must be at least {low}, got {value}")
+        if not -(1 << 63) <= value < 1 << 63:
+            raise ValueError(f"{name} must be an integer of 64 bits, got {value}")
+    return value if isinstance(value, int | torch.SymInt) else int(value)

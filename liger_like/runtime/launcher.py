@@ -1,0 +1,88 @@
+"""Launch a Triton kernel in less host time than Triton does."""
+
+import contextlib
+from collections.abc import Iterator
+from typing import Any
+
+import torch
+import triton
+from torch import Tensor
+
+from liger_like.runtime import support
+from liger_like.runtime.fallback import start
+
+# the versions whose launcher ``launch`` calls as Triton itself does
+DIRECT = torch.version.hip is None and triton.__version__.startswith(("3.6.", "3.7.", "3.8.", "3.9."))
+# Options of every launch unless it passes its own. Whether a product and a sum are rounded once or twice would else be
+# decided by the version: fused up to Triton 3.9, not fused from 3.10 on.
+OPTIONS = {"enable_fp_fusion": True}
+_RUNTIME = triton.knobs.runtime
+_recorded: list[tuple[Any, tuple[int, ...], dict[str, Any]]] | None = None  # while ``recorded`` is entered
+_COMPILED: dict[tuple[Any, ...], tuple[Any, ...]] = {}
+
+
+@contextlib.contextmanager
+def recorded() -> Iterator[list[tuple[Any, tuple[int, ...], dict[str, Any]]]]:
+    """Collect (kernel, grid, options) of every launch within the context, in order; not for several threads at once."""
+    global _recorded
+    _recorded = launches = []
+    try:
+        yield launches
+    finally:
+        _recorded = None
+
+
+def launch(
+    kernel: Any,
+    grid: tuple[int, ...],
+    tensors: tuple[Tensor | None, ...],
+    sizes: tuple[int, ...],
+    floats: tuple[float, ...] = (),
+    descriptors: tuple[Any, ...] = (),
+    **options: Any,
+) -> None:
+    """Run ``kernel[grid](*descriptors, *tensors, *sizes, *floats, **options)`` in less host time.
+
+    ``options`` holds the kernel's constants and Triton's launch options. The dtype and the block of a descriptor
+    determine its layout.
+
+    Triton inspects all arguments at every call to find the compiled kernel. This function looks it up by a key of all
+    that Triton specialises on, and runs it the way Triton does. Sizes and floats are converted first, since Triton
+    would compile another kernel for an int where a float is meant. Triton itself launches in the interpreter, under
+    hooks, with tensors that are not aligned to 16 bytes, on AMD (which also specialises on tensor sizes), and in
+    versions that ``DIRECT`` does not list.
+    """
+    options = OPTIONS | options
+    sizes, floats = (*map(int, sizes),), (*map(float, floats),)
+    # with types: 1, 1.0 and True are equal, but not to a kernel
+    key, pointers, bits = [id(kernel), *options, *options.values(), *map(type, options.values())], [], 0
+    for tensor in tensors:
+        pointer = dtype = None
+        if tensor is not None:
+            pointer, dtype = tensor.data_ptr(), tensor.dtype
+            bits |= pointer
+        pointers.append(pointer)
+        key.append(dtype)
+    for descriptor in descriptors:
+        key += descriptor.base.dtype, *descriptor.block_shape
+    for size in sizes:
+        key.append(size if size < 2 else 16 | size & 15 | size >> 31 << 5)
+    given = *descriptors, *tensors, *sizes, *floats
+    hooked = _recorded is not None or _RUNTIME.launch_enter_hook.calls or _RUNTIME.launch_exit_hook.calls
+    if support.INTERPRET or not DIRECT or bits & 15 or hooked or kernel.pre_run_hooks:
+        start(kernel, grid, given, options)
+        if _recorded is not None:
+            _recorded.append((kernel, grid, options))
+        return
+    device = tensors[0].get_device()  # type: ignore[union-attr]
+    known = device, *key
+    found = _COMPILED.get(known)
+    if found:
+        run, function, metadata, constants = found
+        stream = torch._C._cuda_getCurrentRawStream(device)
+        grid += (1,) * (3 - len(grid))
+        run(*grid, stream, function, metadata, None, None, None, *descriptors, *pointers, *sizes, *floats, *constants)
+    else:
+        compiled = start(kernel, grid, given, options)
+        constants = [options[param.name] for param in kernel.params[len(given) :]]
+        _COMPILED[known] = compiled.run, compiled.function, compiled.packed_metadata, constants

@@ -1,0 +1,84 @@
+"""Register an op with torch's dispatcher, and let it take DTensors."""
+
+import functools
+from collections.abc import Callable
+from typing import Any, TypeVar
+
+import torch
+from torch import Tensor
+from torch.utils.flop_counter import register_flop_formula
+
+from liger_like.runtime.fallback import NotCompiledError
+
+LIBRARY = torch.library.Library("liger_like", "DEF")
+_PLAIN = {Tensor, torch.nn.Parameter, int, float, str, bool, list, type(None)}
+F = TypeVar("F", bound=Callable[..., Any])
+
+
+def op(
+    schema: str, fake: Callable[..., Any], *tags: torch.Tag, flops: Callable[..., int] | None = None
+) -> Callable[[Callable[..., Any]], Callable[..., Any]]:
+    """Register the decorated launcher as ``torch.ops.liger_like.<name>``.
+
+    ``fake`` returns outputs without data. ``flops``, for an op that multiplies matrices, returns what torch's
+    FlopCounterMode counts. The launcher runs on the GPU of its first tensor, so that models spread over several GPUs
+    launch on the right one. It runs again where a newer Triton cannot compile the Gluon kernel that it chose. The
+    returned function calls it directly, or through the dispatcher if a mode or a profiler is active.
+    """
+
+    def register(launch: Callable[..., Any]) -> Callable[..., Any]:
+        @functools.wraps(launch)
+        def on_device(x: Tensor, *args: Any) -> Any:
+            if x.is_cuda and x.get_device() != torch._C._cuda_getDevice():
+                with torch.cuda.device(x.device):
+                    return on_device(x, *args)
+            while True:
+                try:
+                    return launch(x, *args)
+                except NotCompiledError as error:
+                    error.fall_back()
+
+        name = schema.partition("(")[0]
+        LIBRARY.define(schema, tags=(torch.Tag.pt2_compliant_tag, *tags))
+        LIBRARY.impl(name, on_device, "CompositeExplicitAutograd")
+        torch.library.register_fake(f"liger_like::{name}", fake, lib=LIBRARY)
+        packet = getattr(torch.ops.liger_like, name)
+        dispatched = packet.default
+        if flops is not None:
+            register_flop_formula(packet, get_raw=True)(lambda *args, out_val: flops(*args))
+
+        @functools.wraps(launch)
+        def run(*args: Any) -> Any:
+            return dispatched(*args) if torch.compiler.is_compiling() or _heard(args) else on_device(*args)
+
+        return run
+
+    return register
+
+
+def _heard(args: tuple[Any, ...]) -> bool:
+    """Whether the dispatcher has more to do than to call the launcher: for a mode, a profiler, a tensor subclass or a
+    tensor without data, which the first argument would be.
+    """
+    listens = torch._C._len_torch_dispatch_stack() or torch._C._autograd._profiler_enabled() or args[0].is_meta
+    return listens or not _PLAIN.issuperset(map(type, args))
+
+
+def on_shards(rule: Callable[..., Any] | str) -> Callable[[F], F]:
+    """Let the decorated op take DTensors by a ``rule`` of ``liger_like.parallel``, a function of the op's arguments; or
+    refuse them, and say what to use instead.
+    """
+
+    def decorate(function: F) -> F:
+        @functools.wraps(function)
+        def run(*args: Any, **kwargs: Any) -> Any:
+            kinds = {*map(type, args), *map(type, kwargs.values())}
+            if not any(kind.__name__ == "DTensor" for kind in kinds - _PLAIN):  # of a name, torch 2.11 can compile it
+                return function(*args, **kwargs)
+            from liger_like.runtime.dtensor import run_on_shards
+
+            return run_on_shards(function, rule, args, kwargs)
+
+        return run
+
+    return decorate

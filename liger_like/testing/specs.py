@@ -1,0 +1,367 @@
+"""Table of the ops, and the comparison rule for accuracy; tests, benchmarks and the README use both.
+
+The rule: for every output and every gradient under a random upstream gradient,
+``||kernel - fp64|| <= k ||torch in the same dtype - fp64|| + 1e-6 ||fp64||``, with k = 2 for attention, else k = 1.1.
+"""
+
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from liger_like import ops
+from liger_like.ops.attention import flash_attention_ref, flash_attention_varlen_ref
+from liger_like.ops.glu import geglu_ref, swiglu_ref
+from liger_like.ops.layer_norm import layer_norm_ref
+from liger_like.ops.losses.cross_entropy import cross_entropy_ref
+from liger_like.ops.losses.linear_cross_entropy import OUTPUTS, fused_linear_cross_entropy_ref
+from liger_like.ops.qk_norm_rope import qk_norm_rope_ref
+from liger_like.ops.rms_norm import add_rms_norm_ref, rms_norm_ref
+from liger_like.ops.rope import rope_ref
+from liger_like.testing.inputs import (
+    Cost,
+    Inputs,
+    attention_cost,
+    attention_inputs,
+    attention_varlen_cost,
+    attention_varlen_inputs,
+    glu_cost,
+    glu_inputs,
+    linear_loss_cost,
+    linear_loss_inputs,
+    loss_cost,
+    loss_inputs,
+    norm_cost,
+    norm_inputs,
+    rope_cost,
+    rope_inputs,
+    with_longest,
+    with_lora,
+)
+
+
+@dataclass(frozen=True)
+class OpSpec:
+    """Row of the table: an op, its definition ``ref``, test and benchmark shapes, and its cost.
+
+    ``inputs(dtype, device, **shape)`` returns random arguments; differentiable ones require a gradient.
+    ``cost(itemsize, **shape, **options)`` returns the bytes that the forward must move, the bytes that the backward
+    must move (each input read once, each output written once) and the FLOPs of the matrix products of both. ``k`` is
+    the factor of the comparison rule.
+    """
+
+    name: str
+    formula: str
+    fn: Callable[..., Any]
+    ref: Callable[..., Any]
+    inputs: Callable[..., Inputs]
+    options: tuple[dict[str, Any], ...]
+    test_shapes: tuple[dict[str, Any], ...]
+    bench_shapes: tuple[dict[str, Any], ...]
+    cost: Callable[..., Cost]
+    paper: str
+    k: float = 1.1
+
+
+@dataclass(frozen=True)
+class Comparison:
+    """Error norms of one output or gradient against float64, and the norm of the float64 result."""
+
+    name: str
+    kernel: float
+    torch: float
+    norm: float
+
+    def allowed(self, k: float = 1.1) -> float:
+        """Return the largest error that the rule allows."""
+        return k * self.torch + 1e-6 * self.norm
+
+    def passes(self, k: float = 1.1) -> bool:
+        """Return True if the rule holds; it never holds for a NaN."""
+        return self.kernel <= self.allowed(k)
+
+
+def run(fn: Callable[..., Any], inputs: Mapping[str, Tensor], options: Mapping[str, Any], seed: int = 0) -> Inputs:
+    """Return the outputs of ``fn`` and its inputs' gradients by name, for upstream gradients drawn from ``seed``."""
+    leaves = {name: t.detach().clone().requires_grad_(t.requires_grad) for name, t in inputs.items()}
+    result = fn(**leaves, **options)
+    outputs = [t for t in (result if isinstance(result, tuple) else (result,)) if t is not None]
+    generator = torch.Generator().manual_seed(seed)
+    upstream = [torch.randn(t.shape, generator=generator, dtype=torch.float64).to(t) for t in outputs]
+    pairs = [(t, g) for t, g in zip(outputs, upstream, strict=True) if t.requires_grad]
+    torch.autograd.backward([t for t, _ in pairs], [g for _, g in pairs])
+    grads = {f"d{name}": t.grad for name, t in leaves.items() if t.requires_grad and t.grad is not None}
+    return {f"out{i}": t.detach() for i, t in enumerate(outputs)} | grads
+
+
+def _error(a: Tensor, b: Tensor) -> float:
+    """Return the squared norm of a - b; for integers the number of unequal elements."""
+    return float((a.double() - b).square().sum() if b.is_floating_point() else (a != b).sum())
+
+
+def compare(
+    fn: Callable[..., Any],
+    ref: Callable[..., Any],
+    make_inputs: Callable[[], Inputs],
+    options: Mapping[str, Any],
+    draws: int = 1,
+) -> list[Comparison]:
+    """Return the errors of ``fn`` and of ``ref`` in the dtype of the inputs, against ``ref`` in float64.
+
+    The norms run over ``draws`` independent inputs and upstream gradients: on small tensors the rounding errors of a
+    single draw are mostly chance. Raises AssertionError if shapes or dtypes differ.
+    """
+    sums: dict[str, list[float]] = {}
+    for seed in range(draws):
+        inputs = make_inputs()
+        double = {
+            name: t.detach().double().requires_grad_(t.requires_grad) if t.is_floating_point() else t
+            for name, t in inputs.items()
+        }
+        got, same, exact = (run(f, i, options, seed) for f, i in ((fn, inputs), (ref, inputs), (ref, double)))
+        if {n: (t.shape, t.dtype) for n, t in got.items()} != {n: (t.shape, t.dtype) for n, t in same.items()}:
+            raise AssertionError(f"shapes and dtypes differ: {got} against {same}")
+        for name, t in exact.items():
+            new = _error(got[name], t), _error(same[name], t), _error(t, torch.zeros_like(t))
+            sums[name] = [a + b for a, b in zip(sums.get(name, [0.0] * 3), new, strict=True)]
+    return [Comparison(name, *(s**0.5 for s in three)) for name, three in sums.items()]
+
+
+def assert_accurate(
+    fn: Callable[..., Any],
+    ref: Callable[..., Any],
+    make_inputs: Callable[[], Inputs],
+    options: Mapping[str, Any],
+    draws: int = 1,
+    k: float = 1.1,
+) -> None:
+    """Raise AssertionError if an output or gradient breaks the rule."""
+    failures = [c for c in compare(fn, ref, make_inputs, options, draws) if not c.passes(k)]
+    assert not failures, "\n".join(
+        f"{c.name}: {c.kernel:.3e}, torch {c.torch:.3e}, norm {c.norm:.3e}" for c in failures
+    )
+
+
+def _product(axes: Iterable[dict[str, Any]], *more: Iterable[dict[str, Any]]) -> tuple[dict[str, Any], ...]:
+    rest = _product(*more) if more else ({},)
+    return tuple(a | b for a in axes for b in rest)
+
+
+# 0 and 1 rows, a prime, several leading dimensions; widths around the tiles' 4096 columns
+_ROWS = ({"lead": (0,)}, {"lead": (1,)}, {"lead": (2, 3, 5)}, {"lead": (37,)})
+_NORM_SHAPES = (
+    *_product(_ROWS, ({"N": 97}, {"N": 128})),
+    *({"lead": (5,), "N": n} for n in (8, 4095, 4096, 4097, 9001)),
+)
+_NORM_BENCH = tuple(
+    {"lead": (m,), "N": n} for m, n in ((16384, 2048), (16384, 4096), (8192, 8192), (8192, 16384), (262144, 128))
+)
+_CASTING: tuple[dict[str, Any], ...] = (
+    {},
+    {"casting_mode": "gemma", "offset": 1.0, "eps": 1e-5},
+    {"casting_mode": "none", "offset": 0.5},
+)
+_WEIGHT = {"weight": True}
+_HEADS = {"B": 2, "H": 6, "Hk": 2, "S": 7, "D": 24}
+_HF_HEADS = {"B": 4, "H": 32, "Hk": 8, "S": 4096, "D": 128, "R": 128}
+_GLU_SHAPES = (
+    *_product((*_ROWS, {"lead": (3,)}), ({"N": 63},), ({}, {"packed": True})),
+    *_product(({"lead": (1,)}, {"lead": (3,)}), ({"N": 1025},), ({}, {"packed": True})),  # more than a block
+)
+_GLU_BENCH = _product(({"lead": (16384,), "N": 14336},), ({}, {"packed": True}))
+_LOSS_OPTIONS: tuple[dict[str, Any], ...] = (
+    {},
+    {"reduction": "sum", "z_loss": 1e-2},
+    {"reduction": "none", "label_smoothing": 0.1},
+    {"label_smoothing": 0.1, "z_loss": 1e-3, "softcap": 5.0, "logit_scale": 1.1},
+    {"num_items": 11, "reduction": "mean"},
+)
+_MASKS: tuple[dict[str, Any], ...] = (
+    {"causal": True, "return_lse": True},
+    {"window": (9, 4), "softcap": 3.0, "scale": 0.3},
+)
+_FEW = {"H": 2, "Hk": 1, "D": 48, "Dv": 16}
+_GROUPS = {"H": 32, "Hk": 8}
+_DOCUMENTS = (5000, 137, 3000, 1024, 2911, 64, 3500, 748)  # 16384 tokens
+
+
+SPECS = (
+    OpSpec(
+        "rms_norm",
+        "x * rsqrt(mean(x^2) + eps) * (w + offset)",
+        ops.rms_norm,
+        rms_norm_ref,
+        norm_inputs,
+        _CASTING,
+        (*_product(_NORM_SHAPES, (_WEIGHT,)), {"lead": (7,), "N": 64}),
+        _product(_NORM_BENCH, (_WEIGHT,)),
+        norm_cost(1),
+        "arXiv:1910.07467",
+    ),
+    OpSpec(
+        "add_rms_norm",
+        "s = x + residual; rms_norm(s), s",
+        ops.add_rms_norm,
+        add_rms_norm_ref,
+        norm_inputs,
+        _CASTING,
+        _product(_NORM_SHAPES, ({"weight": True, "residual": True},)),
+        _product(_NORM_BENCH[1:3], ({"weight": True, "residual": True},)),
+        norm_cost(1, residual=1),
+        "arXiv:1910.07467",
+    ),
+    OpSpec(
+        "layer_norm",
+        "(x - mean(x)) * rsqrt(var(x) + eps) * w + b",
+        ops.layer_norm,
+        layer_norm_ref,
+        norm_inputs,
+        ({}, {"eps": 1e-3}),
+        (
+            *_product(_NORM_SHAPES, ({"weight": True, "bias": True},)),
+            {"lead": (7,), "N": 64, "weight": True},
+            {"lead": (7,), "N": 64},
+        ),
+        _product(_NORM_BENCH[1:3], ({"weight": True, "bias": True},)),
+        norm_cost(2),
+        "arXiv:1607.06450",
+    ),
+    OpSpec(
+        "rope",
+        "x * cos + rotate(x) * sin, for q and k",
+        ops.rope,
+        rope_ref,
+        rope_inputs,
+        ({}, {"layout": "interleaved"}, {"layout": "interleaved_in_half_out"}),
+        (
+            *_product((_HEADS,), ({"R": 24}, {"R": 10, "batched": False})),
+            {"B": 1, "H": 33, "Hk": 1, "S": 1, "D": 64, "R": 64},
+            {"B": 0, "H": 2, "Hk": 1, "S": 3, "D": 8, "R": 8},
+        ),
+        (_HF_HEADS,),
+        rope_cost,
+        "arXiv:2104.09864",
+    ),
+    OpSpec(
+        "qk_norm_rope",
+        "rope(rms_norm(q), rms_norm(k))",
+        ops.qk_norm_rope,
+        qk_norm_rope_ref,
+        rope_inputs,
+        ({}, {"casting_mode": "gemma", "offset": 1.0, "layout": "interleaved"}),
+        (
+            {**_HEADS, "R": 24, "weights": True},
+            {**_HEADS, "R": 10, "weights": True},
+            {"B": 1, "H": 2, "Hk": 1, "S": 3, "D": 264, "R": 128, "weights": True},
+        ),
+        ({**_HF_HEADS, "weights": True},),
+        rope_cost,
+        "arXiv:2302.05442",
+    ),
+    OpSpec(
+        "swiglu",
+        "silu(gate) * up",
+        ops.swiglu,
+        swiglu_ref,
+        glu_inputs,
+        ({},),
+        _GLU_SHAPES,
+        _GLU_BENCH,
+        glu_cost,
+        "arXiv:2002.05202",
+    ),
+    OpSpec(
+        "geglu",
+        "gelu(gate) * up",
+        ops.geglu,
+        geglu_ref,
+        glu_inputs,
+        ({}, {"approximate": "none"}),
+        _GLU_SHAPES,
+        _GLU_BENCH,
+        glu_cost,
+        "arXiv:2002.05202",
+    ),
+    OpSpec(
+        "cross_entropy",
+        "logsumexp(z) - z[target], with smoothing, z-loss, softcap, class weights",
+        ops.cross_entropy,
+        cross_entropy_ref,
+        loss_inputs,
+        _LOSS_OPTIONS,
+        (
+            *_product(_ROWS, ({"V": 53}, {"V": 128, "weighted": True, "int32": True})),
+            *({"lead": (3,), "V": v} for v in (4095, 4096, 4097, 9001)),
+        ),
+        ({"lead": (8192,), "V": 32000}, {"lead": (8192,), "V": 128256}, {"lead": (4096,), "V": 256000}),
+        loss_cost,
+        "arXiv:1512.00567",
+    ),
+    OpSpec(
+        "fused_linear_cross_entropy",
+        "cross_entropy(x W^T + b), in chunks of tokens",
+        with_lora(ops.fused_linear_cross_entropy),
+        with_lora(fused_linear_cross_entropy_ref),
+        linear_loss_inputs,
+        (
+            {},
+            *({"chunk_rows": 16, **options} for options in _LOSS_OPTIONS),
+            {"chunk_rows": 8, "outputs": OUTPUTS, "label_smoothing": 0.1, "softcap": 8.0},
+            {"chunk_rows": 16, "recompute": True, "label_smoothing": 0.1, "z_loss": 1e-3},
+            {"chunk_rows": 16, "outputs": ("lse", "correct")},
+        ),
+        (
+            *_product(_ROWS, ({"H": 32, "V": 101},)),
+            {"lead": (4, 9), "H": 24, "V": 128, "bias": True, "weighted": True},
+            {"lead": (41,), "H": 24, "V": 97, "bias": True, "rank": 4},
+            {"lead": (5,), "H": 16, "V": 4097},
+        ),
+        tuple(
+            {"lead": (t,), "H": h, "V": v}
+            for t, h, v in ((8192, 4096, 128256), (16384, 2048, 128256), (8192, 2304, 256000), (16384, 4096, 32000))
+        ),
+        linear_loss_cost,
+        "arXiv:2410.10989",
+    ),
+    OpSpec(
+        "flash_attention",
+        "softmax(softcap(scale q k^T) + bias) v, with causal mask, window, sinks, padding",
+        ops.flash_attention,
+        flash_attention_ref,
+        attention_inputs,
+        ({}, *_MASKS),
+        (
+            {"B": 2, "S": 12, "Sk": 40, **_FEW, "sinks": True, "bias": "hk", "padded": True},
+            {"B": 1, "S": 70, "Sk": 70, "H": 1, "Hk": 1, "D": 32},
+            {"B": 0, "S": 5, "Sk": 5, "H": 2, "Hk": 1, "D": 16},
+        ),
+        (
+            *_product(({"B": 4, "S": 4096, "Sk": 4096, **_GROUPS},), ({"D": d} for d in (128, 64, 96))),
+            {"B": 4, "S": 4096, "Sk": 4096, "H": 16, "Hk": 8, "D": 256},
+            {"B": 4, "S": 4096, "Sk": 4096, "H": 16, "Hk": 16, "D": 192, "Dv": 128},
+            {"B": 1, "S": 16384, "Sk": 16384, **_GROUPS, "D": 128},
+            {"B": 16, "S": 1024, "Sk": 1024, **_GROUPS, "D": 128},
+        ),
+        attention_cost,
+        "arXiv:2307.08691",
+        k=2,
+    ),
+    OpSpec(
+        "flash_attention_varlen",
+        "flash_attention within each of the packed sequences",
+        with_longest(ops.flash_attention_varlen),
+        with_longest(flash_attention_varlen_ref),
+        attention_varlen_inputs,
+        ({}, *_MASKS),
+        (
+            {"lengths": ((14, 40), (0, 7), (3, 9)), **_FEW, "sinks": True},
+            {"lengths": ((17, 17), (38, 38)), "H": 2, "Hk": 2, "D": 32},
+        ),
+        ({"lengths": tuple((n, n) for n in _DOCUMENTS), **_GROUPS, "D": 128},),
+        attention_varlen_cost,
+        "arXiv:2307.08691",
+        k=2,
+    ),
+)

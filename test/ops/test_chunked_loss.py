@@ -1,0 +1,419 @@
+"""How the fused loss makes its gradients: sums over chunks, slices of the vocabulary, ignored tokens, memory reused."""
+
+import pytest
+import torch
+from torch.utils import checkpoint
+
+from liger_like import ops
+from liger_like.ops.losses import chunks, dw_sum, linear_cross_entropy
+from liger_like.ops.losses.dw_sum import add_products, exponent_block, exponents_like, scale_rows
+from liger_like.ops.losses.dw_sum import hopper as dw_sum_hopper
+from liger_like.ops.losses.vocab_shards import Shard
+from liger_like.runtime import support
+from liger_like.testing import SPECS, assert_accurate, run
+
+LINEAR = next(s for s in SPECS if s.name == "fused_linear_cross_entropy")
+each_recompute = pytest.mark.parametrize("recompute", [False, True])
+
+
+@pytest.fixture(params=["portable", pytest.param("hopper", marks=pytest.mark.gpu)])
+def kernel(request, monkeypatch, device):
+    """Both kernels, with fewer programs than tiles."""
+    if request.param == "portable":
+        monkeypatch.setattr(dw_sum, "architecture", lambda device: 10)
+    elif support.architecture(torch.device(device)) != 9:
+        pytest.skip("needs a Hopper GPU")
+    for module in (dw_sum, dw_sum_hopper):
+        monkeypatch.setattr(module, "num_programs", lambda *args: 3)
+
+
+def decoded(total, exponents):
+    unit = torch.ldexp(torch.ones_like(exponents, dtype=torch.float64), exponents.int() - 127)
+    return total.double() * unit.repeat_interleave(exponent_block(total.device), 1)[:, : total.shape[1]]
+
+
+def operand(*shape, dtype, device):
+    """Random, with rows that start at multiples of 16 bytes."""
+    return torch.randn(shape[0], -(-shape[1] // 8) * 8, device=device).to(dtype)[:, : shape[1]]
+
+
+class Sum:
+    """What ``add_products`` has added up, in memory that held garbage."""
+
+    def __init__(self, M, N, device):
+        self.total = torch.full((M, N), float("nan"), dtype=torch.float16, device=device)
+        blocks = exponents_like(self.total).shape
+        self.memory = torch.full((blocks.numel() + 64,), 255, dtype=torch.uint8, device=device)
+        self.exponents = self.memory[:-64].view(blocks)
+        self.rounds = 0
+
+    def add(self, a, b):
+        add_products(self.total, self.exponents, a, b, again=self.rounds > 0)
+        self.rounds += 1
+        assert self.memory[-64:].eq(255).all()
+        return decoded(self.total, self.exponents)
+
+
+def relative_error(got, exact):
+    return ((got - exact).norm(dim=-1) / exact.norm(dim=-1)).max()
+
+
+@pytest.mark.parametrize("dtype", [torch.float16, pytest.param(torch.bfloat16, marks=pytest.mark.gpu)], ids=str)
+@pytest.mark.parametrize(("K", "M", "N"), [(33, 500, 8), (70, 140, 264)])
+def test_sum_of_products(kernel, K, M, N, dtype, device):
+    summed, exact = Sum(M, N, device), 0
+    for rounds in range(1, 17):
+        a, b = operand(K, M, dtype=dtype, device=device), operand(K, N, dtype=dtype, device=device)
+        got, exact = summed.add(a, b), exact + a.double().T @ b.double()
+        assert relative_error(got.flatten(), exact.flatten()) <= 2.2e-4 * rounds**0.5
+    bf16, best = ((t.bfloat16().double() - exact).norm() for t in (got, exact))
+    assert bf16 <= 1.1 * best
+
+    a, b = operand(K, M, dtype=dtype, device=device), operand(K, N, dtype=dtype, device=device)
+    factor, before = torch.tensor([-0.3], device=device), summed.total.clone()
+    out, exact = torch.full_like(before, float("nan"), dtype=torch.bfloat16), -0.3 * (exact + a.double().T @ b.double())
+    for target in (out, summed.total.view(torch.bfloat16)):  # beside it, and in its memory
+        assert torch.equal(summed.total, before)
+        add_products(summed.total, summed.exponents, a, b, again=True, out=target, factor=factor)
+        best = (exact.bfloat16().double() - exact).norm()
+        assert (target.double() - exact).norm() <= best * (1.1 if device == "cuda" else 2.2)  # interpreted: truncated
+
+
+def test_rows_of_a_sum_do_not_touch(kernel, device):
+    """Rows from 1e-20 to 1e20, one of zeros, one with a huge element; and then inf and NaN in two more."""
+    dtype = torch.float32 if device == "cpu" else torch.bfloat16
+    a, b = operand(40, 136, dtype=dtype, device=device), operand(40, 200, dtype=dtype, device=device)
+    a *= torch.logspace(-20, 20, 136, device=device)
+    a[:, 100] = a[0] = b[0] = 0
+    a[0, 7] = b[0, 3] = a[:, 7].abs().max() ** 0.5 * 1e3
+    summed, exact = Sum(136, 200, device), a.double().T @ b.double()
+    for rounds in (1, 2):
+        got = summed.add(a, b)
+        rows = torch.arange(136, device=device) != 100
+        assert relative_error(got[rows], rounds * exact[rows]) <= 4e-4
+        others = torch.arange(200, device=device) != 3
+        assert relative_error(got[7, others], rounds * exact[7, others]) <= 4e-4
+        assert got[100].eq(0).all()
+    broken = a.clone()
+    broken[2, 5], broken[2, 130] = float("inf"), float("nan")
+    got, want = summed.add(broken, b), 3 * exact
+    finite = got.isfinite().all(1)
+    assert (~finite).nonzero().flatten().tolist() == [5, 130]
+    assert not got[~finite].isfinite().any()
+    assert relative_error(got[finite & rows], want[finite & rows]) <= 4e-4
+
+
+@pytest.mark.parametrize("ordered", [False, True])
+@pytest.mark.parametrize("add", [False, True])
+def test_scale_rows(ordered, add, device):
+    src, factor = torch.randn(37, 208, device=device)[:, :200], torch.tensor([0.3], device=device)
+    order = torch.randperm(37, device=device) if ordered else None
+    for dtype in (torch.float32, torch.float16):
+        out = torch.randn(37, 203, device=device).to(dtype)[:, 1:201]
+        want = out.float() * add
+        want[slice(None) if order is None else order] += src * factor
+        scale_rows(src, order, factor, out, add)
+        torch.testing.assert_close(out, want.to(dtype), rtol=0, atol=1e-6)
+
+
+def test_scale_rows_in_their_own_memory(device):
+    factor = torch.tensor([0.3], device=device)
+    pairs = [(torch.float32, torch.float32), (torch.float32, torch.float16), (torch.float16, torch.bfloat16)]
+    for src_dtype, dtype in pairs if device == "cuda" else pairs[:2]:
+        src = torch.randn(3, 9000, device=device).to(src_dtype)  # several blocks
+        want = (src * factor).to(dtype)
+        out = src.view(dtype)[:, :9000]
+        scale_rows(src, None, factor, out, False)
+        assert torch.equal(out, want)
+
+
+def test_size_of_chunks(monkeypatch):
+    monkeypatch.setattr(chunks, "has_products", lambda device: True)
+
+    def planned(T, H, V, dw=True, chunk_rows=None, dtype=torch.bfloat16):
+        x = torch.empty(T, H, dtype=dtype, device="meta")
+        return chunks._chunks(x, V, [True, dw, False, False, False], chunk_rows, None, dtype)
+
+    assert planned(8192, 4096, 128256) == (2048, True)
+    assert planned(100, 4096, 128256) == (100, True)
+    assert planned(65536, 4096, 128256) == (4096, True)  # no more than 16 rounds
+    assert planned(131072, 4096, 128256) == (2048, False)  # unless dw in fp32 takes less memory than the chunks
+    assert planned(65536, 4096, 128256, dw=False) == (2048, False)
+    assert planned(65536, 4096, 128256, dtype=torch.float16) == (2048, False)
+    assert planned(65536, 4096, 1000) == (33554, True)  # 64 MiB of logits
+    assert planned(8192, 4096, 128256, chunk_rows=512) == (512, True)
+    assert planned(8192, 4096, 128256, chunk_rows=511) == (511, False)
+
+
+def products(monkeypatch, H, V):
+    """A list that gets the number of tokens of every product of the loss."""
+    tokens = []
+
+    def counted(fn, out, a, b, *again):
+        tokens.append(a.shape[0] * a.shape[1] * b.shape[1] // (H * V))
+        return fn(a, b, out=out) if fn is mm else fn(out, a, b, *again)
+
+    mm, addmm = torch.mm, chunks._addmm
+    monkeypatch.setattr(torch, "mm", lambda a, b, out: counted(mm, out, a, b))
+    monkeypatch.setattr(chunks, "_addmm", lambda *args: counted(addmm, *args))
+    return tokens
+
+
+@pytest.mark.parametrize("options", [{}, {"recompute": True}, {"reduction": "none"}], ids=str)
+def test_ignored_tokens_take_no_part(options, device, monkeypatch):
+    H, V, chunk = 24, 101, 16
+    backward = 1 if options else 0  # makes the logits again
+    for kept in (0, 5, 20, 64):
+        x = torch.randn(64, H, device=device, requires_grad=True)
+        w = torch.randn(V, H, device=device, requires_grad=True)
+        y = torch.full((64,), -100, device=device)
+        index = torch.randperm(64, device=device)[:kept]
+        y[index] = torch.randint(0, V, (kept,), device=device)
+        with monkeypatch.context() as patched:
+            tokens = products(patched, H, V)
+            loss = ops.fused_linear_cross_entropy(x, w, y, chunk_rows=chunk, **options)
+            forward = max(kept, chunk)  # the first chunk is queued before their number is known
+            assert sum(tokens) == forward * (1 if backward else 3)
+            upstream = torch.randn_like(loss)
+            got = torch.autograd.grad(loss, (x, w), upstream)
+            assert sum(tokens) == (forward + 3 * kept if backward else 3 * forward)
+        same = ops.fused_linear_cross_entropy(x[index], w, y[index], **options)
+        want = torch.autograd.grad(same, (x, w), upstream[index] if same.dim() else upstream)
+        assert kept == 0 or loss.any()
+        torch.testing.assert_close((loss[index] if same.dim() else loss, *got), (same, *want))
+
+
+def slices(monkeypatch, columns):
+    """A list that gets, for every slice of the vocabulary, whether its logits lie behind the rows of dw."""
+    behind = []
+
+    def logits_behind(dw, end, *args):
+        z = room(dw, end, *args)
+        behind.append(z.untyped_storage().data_ptr() == dw.untyped_storage().data_ptr() if dw.numel() else False)
+        return z
+
+    room = chunks._logits_behind
+    monkeypatch.setattr(chunks, "_logits_behind", logits_behind)
+    monkeypatch.setattr(chunks, "SLICE_COLUMNS", columns)
+    return behind
+
+
+ALL = {"label_smoothing": 0.1, "softcap": 8.0, "logit_scale": 1.1, "z_loss": 1e-3, "num_items": 30}
+
+
+@pytest.mark.parametrize(
+    ("dtype", "flags", "options"),
+    [
+        (torch.float32, {"bias": True, "weighted": True, "rank": 3}, ALL),
+        (torch.float16, {}, {}),
+        pytest.param(torch.bfloat16, {}, {}, marks=pytest.mark.gpu),
+    ],
+    ids=["all", "fp16", "bf16"],
+)
+def test_recompute_in_slices(dtype, flags, options, device, monkeypatch, poisoned):
+    options = options | {"recompute": True, "chunk_rows": 16}
+    draws = 1 if dtype == torch.float32 else 8 if device == "cpu" else 60
+    behind = slices(monkeypatch, 32)
+    if dtype == torch.float32:  # half precision is not judged on what cuBLAS makes of small products
+        monkeypatch.setattr(chunks, "SMALL_PRODUCT", 0)
+    make = lambda: LINEAR.inputs(dtype, device, lead=(37,), H=31, V=333, **flags)  # noqa: E731
+    assert_accurate(LINEAR.fn, LINEAR.ref, make, options, draws)
+    assert {*behind} == {True, False}
+
+    def frozen():
+        return {n: t.detach().requires_grad_(n == "x") if n in ("x", "weight") else t for n, t in make().items()}
+
+    behind.clear()
+    assert_accurate(LINEAR.fn, LINEAR.ref, frozen, options, draws)
+    assert behind == [False, False, False] * draws
+
+
+def test_recompute_equals_the_default(device):
+    for shape in ({"lead": (2, 9), "H": 16, "V": 40}, {"lead": (37,), "H": 15, "V": 301, "bias": True, "rank": 2}):
+        inputs = LINEAR.inputs(torch.float32, device, **shape)
+        leaves = [t for t in inputs.values() if t.requires_grad]
+        for options in ({"chunk_rows": 16}, {"label_smoothing": 0.1}, {"chunk_rows": 8, "outputs": ("argmax", "lse")}):
+            results = []
+            for recompute in (False, True):
+                out = LINEAR.fn(**inputs, **options, recompute=recompute)
+                loss, *outs = [t for t in out if t is not None] if isinstance(out, tuple) else [out]
+                results.append((loss, *outs, *torch.autograd.grad(loss, leaves, torch.full_like(loss, -0.3))))
+            torch.testing.assert_close(*results)
+
+
+@each_recompute
+def test_accumulate_grad(recompute, device):
+    inputs = LINEAR.inputs(torch.float32, device, lead=(37,), H=16, V=40)
+    options = {"recompute": recompute, "chunk_rows": 16}
+    x, w = inputs["x"], inputs["weight"]
+    expected = torch.autograd.grad(ops.fused_linear_cross_entropy(**inputs, **options), (x, w))
+    seen = []
+    w.register_hook(lambda grad: seen.append(grad))
+    for rounds in (1, 2, 3):
+        before = w.grad
+        ops.fused_linear_cross_entropy(**inputs, **options, accumulate_grad=True).backward()
+        assert w.grad is before or before is None
+        torch.testing.assert_close(w.grad, rounds * expected[1])
+        torch.testing.assert_close(x.grad, rounds * expected[0])
+    assert len([grad for grad in seen if grad is not None]) == 1  # the first; autograd added nothing afterwards
+
+    x.grad = w.grad = None
+    doubled = w * 2.0
+    for rounds in (1, 2):  # not a leaf: the ordinary gradient
+        ops.fused_linear_cross_entropy(x, doubled, inputs["target"], accumulate_grad=True, **options).backward(
+            retain_graph=True
+        )
+        ordinary = ops.fused_linear_cross_entropy(x, w * 2.0, inputs["target"], **options)
+        torch.testing.assert_close(w.grad, rounds * torch.autograd.grad(ordinary, w)[0])
+
+
+@each_recompute
+@pytest.mark.parametrize("dtype", [torch.float16, pytest.param(torch.bfloat16, marks=pytest.mark.gpu)])
+def test_autocast_never_rounds_the_gradient_of_an_fp32_weight(recompute, dtype, device):
+    """Gradients of 1e-10, which are 0 in fp16; and sums of them to which bf16 would add nothing."""
+    inputs = LINEAR.inputs(torch.float32, device, lead=(37,), H=16, V=40)
+    w = inputs["weight"]
+    half = {n: t.detach().to(dtype).double() if t.is_floating_point() else t for n, t in inputs.items()}
+    half["weight"].requires_grad_()
+    exact = torch.autograd.grad(LINEAR.ref(**half), half["weight"])[0]
+    for rounds in range(1, 5):
+        with torch.autocast(device, dtype=dtype):
+            loss = ops.fused_linear_cross_entropy(**inputs, recompute=recompute, accumulate_grad=True, chunk_rows=16)
+        (loss * 1e-10).backward()
+        assert relative_error(w.grad.double().flatten(), rounds * 1e-10 * exact.flatten()) <= torch.finfo(dtype).eps
+    assert w.grad.ne(w.grad.to(torch.bfloat16)).float().mean() > 0.9
+
+
+@pytest.mark.parametrize("recompute", [False, True])
+@pytest.mark.parametrize("bias", [False, True])
+def test_autocast_to_another_dtype_than_that_of_the_weight(recompute, bias, kernel, device):
+    """Autocast casts a bf16 weight to fp16, as it does for a linear layer; its gradient is rounded to bf16."""
+    x, w, b = (torch.randn(shape, device=device) for shape in ((50, 64), (72, 64), (72,)))
+    leaves = [
+        t.to(dtype).requires_grad_() for t, dtype in ((x, torch.float32), (w, torch.bfloat16), (b, torch.bfloat16))
+    ]
+    leaves = leaves if bias else leaves[:2]
+    y = torch.randint(0, 72, (50,), device=device)
+    with torch.autocast(device, torch.float16):
+        loss = ops.fused_linear_cross_entropy(leaves[0], leaves[1], y, *leaves[2:], chunk_rows=16, recompute=recompute)
+        logits = torch.nn.functional.linear(*leaves)
+    assert logits.dtype == torch.float16
+    expected = torch.nn.functional.cross_entropy(logits.float(), y)
+    torch.testing.assert_close(loss, expected, rtol=1e-3, atol=1e-3)
+    pairs = zip(torch.autograd.grad(loss, leaves), torch.autograd.grad(expected, leaves), strict=True)
+    for leaf, (got, want) in zip(leaves, pairs, strict=True):
+        assert got.dtype == leaf.dtype
+        assert relative_error(got.double().flatten(), want.double().flatten()) <= 8e-3
+
+
+@pytest.mark.gpu
+@each_recompute
+@pytest.mark.parametrize("weight_dtype", [torch.float32, torch.float16, torch.bfloat16])
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
+def test_every_autocast_dtype_with_every_weight_dtype(dtype, weight_dtype, recompute, device):
+    """The products are large enough for cuBLAS to store them in the dtype of the gradient."""
+    x = torch.randn(4096, 512, device=device, requires_grad=True)
+    w = (torch.randn(16384, 512, device=device) / 16).to(weight_dtype).requires_grad_()
+    y = torch.randint(0, 16384, (4096,), device=device)
+    with torch.autocast(device, dtype):
+        loss = ops.fused_linear_cross_entropy(x, w, y, recompute=recompute)
+        expected = torch.nn.functional.cross_entropy(torch.nn.functional.linear(x, w).float(), y)
+    pairs = zip(torch.autograd.grad(loss, (x, w)), torch.autograd.grad(expected, (x, w)), strict=True)
+    assert all(relative_error(a.double().flatten(), b.double().flatten()) <= 2e-2 for a, b in pairs)
+
+
+@each_recompute
+def test_activation_checkpointing(recompute, device, monkeypatch):
+    launches, launch = [], chunks.launch_fwd
+    monkeypatch.setattr(chunks, "launch_fwd", lambda *args: (launches.append(1), launch(*args)))
+    inputs = LINEAR.inputs(torch.float32, device, lead=(12,), H=16, V=40)
+    leaves = inputs["x"], inputs["weight"]
+
+    def loss(x, w):
+        return ops.fused_linear_cross_entropy(x.sin(), w, inputs["target"], recompute=recompute)
+
+    def selected():
+        return checkpoint.create_selective_checkpoint_contexts([torch.ops.liger_like.linear_cross_entropy.default])
+
+    expected = torch.autograd.grad(loss(*leaves), leaves)
+    for options, forwards in ({"context_fn": selected}, 1), ({}, 2):
+        launches.clear()
+        out = checkpoint.checkpoint(loss, *leaves, use_reentrant=False, **options)
+        got = torch.autograd.grad(out, leaves)
+        assert len(launches) == forwards
+        torch.testing.assert_close(got, expected, rtol=0, atol=0)
+
+
+@each_recompute
+@pytest.mark.parametrize("tokens", [0, 1, 37])
+def test_no_token_to_learn_from(tokens, recompute, device, poisoned):
+    for dtype in (torch.float32, torch.float16) + ((torch.bfloat16,) if device == "cuda" else ()):
+        inputs = LINEAR.inputs(dtype, device, lead=(tokens,), H=16, V=40, bias=True, rank=2)
+        inputs["target"] = torch.full((tokens,), -100, device=device)
+        for chunk_rows in (16, None):
+            loss = LINEAR.fn(**inputs, recompute=recompute, chunk_rows=chunk_rows)
+            leaves = [t for t in inputs.values() if t.requires_grad]
+            assert loss == 0
+            assert all(grad.eq(0).all() for grad in torch.autograd.grad(loss, leaves))
+
+
+@pytest.mark.parametrize("options", [{}, {"recompute": True}, {"reduction": "none"}], ids=str)
+def test_nan_and_inf_stay_in_their_row(options, device):
+    for dtype in (torch.float32, torch.float16):
+        inputs = LINEAR.inputs(dtype, device, lead=(37,), H=16, V=40)
+        inputs["target"].clamp_(min=0)
+        with torch.no_grad():
+            inputs["x"][3, 5], inputs["x"][20, 0] = float("nan"), float("inf")
+        out = ops.fused_linear_cross_entropy(**inputs, chunk_rows=16, outputs=("lse", "argmax"), **options)
+        (dx,) = torch.autograd.grad(out.loss.sum(), inputs["x"])
+        for rows in (out.lse, dx.sum(1)) + ((out.loss,) if out.loss.dim() else ()):
+            assert (~rows.isfinite()).nonzero().flatten().tolist() == [3, 20]
+        assert out.loss.dim() or out.loss.isnan()
+
+
+@each_recompute
+def test_strided_inputs(recompute, device):
+    x, w = torch.randn(16, 37, device=device).T, torch.randn(40, 50, device=device)[:, 7:23]
+    y = torch.randint(0, 40, (74,), device=device)[::2]
+    leaves = [t.detach().requires_grad_() for t in (x, w)]
+    packed = [t.contiguous().requires_grad_() for t in (x, w)]
+    results = []
+    for operands, labels in ((leaves, y), (packed, y.contiguous())):
+        loss = ops.fused_linear_cross_entropy(*operands, labels, chunk_rows=16, recompute=recompute)
+        results.append((loss, *torch.autograd.grad(loss, operands)))
+    assert not leaves[0].is_contiguous()
+    torch.testing.assert_close(*results)
+
+
+def test_of_no_tokens_no_chunk_is_left(monkeypatch, device, poisoned):
+    """The backward reads, from memory that nobody may have written, which rows of the last chunk it has to multiply."""
+    true, kept = linear_cross_entropy.linear_cross_entropy_fwd, []
+
+    def forward(*args):
+        outs = true(*args)
+        kept.append(outs[7].tolist())
+        return outs
+
+    monkeypatch.setattr(linear_cross_entropy, "linear_cross_entropy_fwd", forward)
+    inputs = LINEAR.inputs(torch.float32, device, lead=(0,), H=8, V=16)
+    run(LINEAR.fn, inputs, {})
+    assert kept == [[0, 0, 0]]
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("x_needs_grad", [True, False])
+def test_weight_may_be_gone_in_the_backward(dtype, x_needs_grad, kernel, device):
+    x, w = (torch.randn(n, 64, device=device).to(dtype) for n in (50, 72))
+    y = torch.randint(0, 72, (50,), device=device)
+    y[::5] = -100
+    results = []
+    for released in (False, True):
+        leaf, weight = x.clone().requires_grad_(x_needs_grad), w.clone().requires_grad_()
+        options = {"chunk_rows": 16, "shard": Shard(released=released)}
+        loss = ops.fused_linear_cross_entropy(leaf, weight, y, **options)
+        if released:
+            weight.untyped_storage().resize_(0)
+        loss.backward()
+        results.append((loss, leaf.grad, weight.grad))
+    for t, other in zip(*results, strict=True):
+        assert t is other or torch.equal(t, other)

@@ -1,0 +1,81 @@
+"""The ops skip torch's dispatcher only where it would do nothing but call them; for modes see test_opcheck, too."""
+
+import pytest
+import torch
+from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
+from torch.profiler import profile
+from torch.utils._pytree import tree_map
+
+import liger_like
+from liger_like.ops.rms_norm import _rms_norm_fwd as rms_norm_fwd
+from liger_like.runtime import registry
+
+OPS = ["liger_like::rms_norm_fwd", "liger_like::rms_norm_bwd"]
+
+
+class Wrapped(torch.Tensor):
+    """A tensor that hands each op to the tensor it holds, and notes its name."""
+
+    @staticmethod
+    def __new__(cls, held, seen):
+        return torch.Tensor._make_wrapper_subclass(cls, held.shape, dtype=held.dtype, device=held.device)
+
+    def __init__(self, held, seen):
+        self.held, self.seen = held, seen
+
+    @classmethod
+    def __torch_dispatch__(cls, func, types, args=(), kwargs=None):
+        seen = next(x.seen for x in args if isinstance(x, cls))
+        seen.append(func.name())
+        out = func(*tree_map(lambda x: x.held if isinstance(x, cls) else x, args), **(kwargs or {}))
+        return tree_map(lambda x: cls(x, seen) if isinstance(x, torch.Tensor) else x, out)
+
+
+def step(x):
+    """A forward and a backward of an op."""
+    weight = torch.nn.Parameter(torch.ones(x.shape[-1], device=x.device))
+    y = liger_like.rms_norm(x, weight)
+    y.backward(torch.ones_like(y))
+    return y
+
+
+@pytest.fixture
+def x(device):
+    return torch.randn(4, 32, device=device, requires_grad=True)
+
+
+def test_nobody_listens(x, monkeypatch):
+    """Neither forward nor backward takes the way through the dispatcher."""
+    calls = []
+    heard = registry._heard
+    monkeypatch.setattr(registry, "_heard", lambda args: calls.append(heard(args)) or calls[-1])
+    step(x)
+    assert [bool(call) for call in calls] == [False, False]
+
+
+def test_the_profiler_sees_the_ops(x):
+    with profile() as prof:
+        step(x)
+    assert [name for name in OPS if any(event.key == name for event in prof.key_averages())] == OPS
+
+
+def test_subclasses_see_the_ops(x):
+    seen = []
+    y = liger_like.rms_norm(Wrapped(x.detach(), seen))
+    assert OPS[0] in seen
+    torch.testing.assert_close(y.held, liger_like.rms_norm(x).detach())
+
+
+def test_fake_tensors(x):
+    """With the mode that made them, and without."""
+    with FakeTensorMode() as mode:
+        fake = mode.from_tensor(x)
+        assert isinstance(step(fake), FakeTensor)
+    y = liger_like.rms_norm(fake.detach())
+    assert isinstance(y, FakeTensor)
+    assert y.shape == x.shape
+
+
+def test_tensors_without_data():
+    y, rstd = rms_norm_fwd(torch.empty(4, 32, device="meta"), None, 1e-6, 0.0, "llama")
+    assert (y.shape, y.device.type, rstd.shape, rstd.device.type) == ((4, 32), "meta", (4,), "meta")

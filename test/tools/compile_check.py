@@ -1,0 +1,408 @@
+"""Compiles every kernel, with every tile that an op picks, for GPUs that are not here, and reads off what it costs.
+
+    python test/tools/compile_check.py               for every GPU of TARGETS
+    python test/tools/compile_check.py sm_90 gfx942    for some
+    python test/tools/compile_check.py --every 3       one in three, other ones for each minor version of Triton
+
+Nothing lists the kernels: the ops of ``testing.SPECS`` run forward and backward with their launches recorded, not made.
+Each launch is then specialised and compiled by Triton as it would be on the target. Exit code 1: a kernel does not
+compile, spills registers, or needs more shared memory than the GPU has.
+"""
+
+import argparse
+import functools
+import itertools
+import multiprocessing
+import os
+import re
+import subprocess
+import sys
+import tempfile
+from collections import defaultdict
+from collections.abc import Iterable, Iterator, Mapping
+from concurrent.futures import Future, ProcessPoolExecutor
+from concurrent.futures.process import BrokenProcessPool
+from typing import Any, NamedTuple
+from unittest.mock import patch
+
+import torch
+import triton
+from rich.console import Console
+from rich.progress import track
+from rich.table import Table
+from torch import Tensor
+from triton.backends.compiler import GPUTarget
+from triton.compiler import ASTSource, make_backend
+from triton.experimental.gluon._runtime import GluonASTSource
+from triton.runtime.jit import JITFunction, create_function_from_signature
+
+from liger_like import testing
+from liger_like.ops.attention import choice
+from liger_like.ops.attention import tiles as attention_tiles
+from liger_like.ops.attention.hopper import backward as hopper_backward
+from liger_like.ops.attention.hopper import backward_256 as hopper_backward_256
+from liger_like.ops.attention.hopper import forward as hopper_forward
+from liger_like.ops.glu import GLUS, glu_linear
+from liger_like.ops.losses import dw_sum
+from liger_like.ops.losses.dw_sum import hopper as dw_sum_hopper
+from liger_like.runtime import support, tiles
+from liger_like.testing import inputs as random_inputs
+
+# GPU -> what Triton compiles for, and the KiB of shared memory (LDS) that one program can have there
+TARGETS = {
+    "sm_80": (GPUTarget("cuda", 80, 32), 163),
+    "sm_86": (GPUTarget("cuda", 86, 32), 99),
+    "sm_89": (GPUTarget("cuda", 89, 32), 99),
+    "sm_90": (GPUTarget("cuda", 90, 32), 227),
+    "sm_100": (GPUTarget("cuda", 100, 32), 227),
+    "sm_120": (GPUTarget("cuda", 120, 32), 99),
+    "gfx90a": (GPUTarget("hip", "gfx90a", 64), 64),
+    "gfx942": (GPUTarget("hip", "gfx942", 64), 64),
+    "gfx950": (GPUTarget("hip", "gfx950", 64), 160),
+}
+DTYPES = (torch.float32, torch.float16, torch.bfloat16)
+WIDTHS = [*(2**k for k in range(1, 16)), *(3 * 2**k for k in range(3, 14))]  # blocks that are full, and that are not
+HEAD_WIDTHS = [2**k for k in range(1, 10)]
+ATTENTION_WIDTHS = ((16, 16), (80, 80), (96, 96), (128, 128), (192, 128), (256, 128))
+TILE_OPTIONS = ("BLOCK", "num_", "STAGES", "EVEN", "ONE_BLOCK")
+SHARE = 4  # variants of a tile, where it is for fewer GPUs
+# what ``ops.attention`` calls them when it picks a tile
+CLASSES = {
+    "hopper": ("sm_90",),
+    "large": ("sm_80", "sm_100", "gfx950"),
+    "small": ("sm_86", "sm_89", "sm_120", "gfx90a", "gfx942"),
+}
+# kernels that not every GPU gets
+ONLY = {
+    dw_sum._add_products_kernel: ("sm_90", "sm_100"),
+    dw_sum_hopper._add_products_hopper_kernel: ("sm_90",),
+    hopper_forward._attention_fwd_hopper_kernel: ("sm_90",),
+    hopper_backward._attention_bwd_hopper_kernel: ("sm_90",),
+    hopper_backward._scale_kernel: ("sm_90",),
+    hopper_backward_256._attention_dkv_hopper_kernel: ("sm_90",),
+    hopper_backward_256._attention_dq_hopper_kernel: ("sm_90",),
+}
+# Kernels on an architecture, of which one in so many instructions of a loop may move a register to memory or back.
+# The backward on Hopper holds 208 sums and products in 240 registers: of what is the same in every turn, a softcap,
+# spans (the most, with a softcap) and packed sequences have some read again. Triton 3.9 keeps more of that in registers
+# than versions before: with it one in 40 instructions of heads of 64 moves a register, without any of these.
+# The portable dk and dv on Hopper hold 192 sums and products in 255 registers, for 64 queries, 128 keys and heads of
+# 128; packed sequences without a causal mask spill the most. With 32 queries nothing spills, but heads of 96 take 8 %
+# longer and those of 128 17 %.
+MAY_SPILL = {("_attention_bwd_hopper_kernel", 90): 16, ("_attention_dkv_kernel", 90): 7}
+# Of kernels that multiply no matrices one in so many: ptxas spills a register or two so that one more program fits on a
+# multiprocessor. The norms of width 256 then use 96 of 255 registers, and they wait for memory anyway.
+BOUND_BY_MEMORY = 32
+PRODUCT = re.compile(r"(?<![.\w])\w+MMA\b")  # of matrices, as HMMA, HGMMA, UTCHMMA; HFMA2.MMA is none
+
+
+@functools.cache
+def binder(kernel: JITFunction[Any], target: GPUTarget) -> Any:
+    """What Triton's launcher calls with the arguments of ``kernel``."""
+    return create_function_from_signature(kernel.signature, kernel.params, make_backend(target))
+
+
+class Launch(NamedTuple):
+    """A kernel, what it was called with, and the GPUs that it may be called on like that."""
+
+    kernel: JITFunction[Any]
+    args: tuple[Any, ...]
+    options: dict[str, Any]
+    gpus: tuple[str, ...]
+
+    def bind(self, target: GPUTarget) -> tuple[dict[str, Any], list[Any], dict[str, Any]]:
+        """The arguments, what Triton specialises on of each, and the options: what it tells kernels apart by."""
+        return binder(self.kernel, target)(*self.args, **self.options, debug=False)
+
+    def specialise(self, target: GPUTarget) -> tuple[ASTSource, dict[str, Any]]:
+        """The source and options that Triton's launcher would compile on ``target``."""
+        bound, specialization, options = self.bind(target)
+        options, *source = self.kernel._pack_args(make_backend(target), options, bound, specialization, options)
+        kind = GluonASTSource if self.kernel.is_gluon() else ASTSource
+        return kind(self.kernel, *source), options.__dict__
+
+
+class Cost(NamedTuple):
+    """Registers per thread, bytes of registers spilled to memory, KiB of shared memory.
+
+    Of a kernel that multiplies matrices the loops decide: what is kept for after them costs nothing in memory.
+    """
+
+    registers: int
+    spilled: int
+    shared: float
+
+
+@functools.lru_cache(2)  # of the last kernel, which may be asked for twice
+def dump(kernel: Any, option: str) -> str:
+    """What is in the machine code of a compiled kernel."""
+    with tempfile.NamedTemporaryFile(suffix=".cubin") as file:
+        file.write(kernel.asm["cubin"])
+        file.flush()
+        command = triton.knobs.nvidia.cuobjdump.path, option, file.name
+        return subprocess.run(command, capture_output=True, text=True, check=True).stdout
+
+
+def cost(kernel: Any) -> Cost:
+    """Read the cost of a compiled kernel off its machine code."""
+    shared = kernel.metadata.shared / 1024
+    if "amdgcn" in kernel.asm:
+        vgprs, scratch = (
+            int(re.search(rf"\.{field}:\s+(\d+)", kernel.asm["amdgcn"])[1])
+            for field in ("vgpr_count", "private_segment_fixed_size")
+        )
+        return Cost(vgprs, scratch, shared)
+    usage = dump(kernel, "--dump-resource-usage")
+    registers, stack = (int(re.search(rf"{field}:(\d+)", usage)[1]) for field in ("REG", "STACK"))
+    # a stack frame may be more than spills (or less: alignment): what counts is whether the code uses it
+    one_in = MAY_SPILL.get((kernel.metadata.name, kernel.metadata.target.arch), sys.maxsize)
+    return Cost(registers, stack if stack and spills(dump(kernel, "-sass"), one_in) else 0, shared)
+
+
+def spills(sass: str, one_in: int) -> bool:
+    """Whether too many instructions move a register to memory or back.
+
+    They may be one in ``BOUND_BY_MEMORY``, but of code that multiplies matrices one in ``one_in``, in each loop that is
+    not around another one.
+
+    Where warps have parts of their own, what the parts share is kept from the start, and the one with the fewest
+    registers has no room for it: there, of a loop that multiplies.
+    """
+    code = [(int(at, 16), text) for at, text in re.findall(r"/\*([0-9a-f]{4,})\*/\s+(.*?);", sass)]
+    moves = [at for at, text in code if re.search(r"\b(STL|LDL)\b", text)]
+    if not any(PRODUCT.search(text) for _, text in code):
+        return len(moves) > len(code) // BOUND_BY_MEMORY
+    jumps = ((at, re.search(r"\bBRA\b.*?0x([0-9a-f]+)", text)) for at, text in code)
+    loops = [range(int(to[1], 16), at) for at, to in jumps if to and int(to[1], 16) < at]
+    if "USETMAXREG" in sass:
+        ends = [at for at, text in code if re.search(r"\bEXIT\b", text)]  # behind it are the retries of waits
+        products = [at for at, text in code if PRODUCT.search(text)]
+        loops = [loop for loop in loops if any(at in loop for at in products) and not any(at in loop for at in ends)]
+    around = [a for a, b in itertools.permutations(loops, 2) if b[0] in a and b[-1] in a]
+    inner = [loop for loop in loops if loop not in around]
+    return any(sum(at in loop for at in moves) > sum(at in loop for at, _ in code) // one_in for loop in inner)
+
+
+def calls() -> Iterator[tuple[testing.OpSpec, torch.dtype, dict[str, Any], dict[str, Any]]]:
+    """Every op, dtype, shape and options; few rows but real widths, since a tile depends on the width, not the rows."""
+    for spec in testing.SPECS:
+        if "attention" in spec.name:
+            continue
+        shapes = []
+        for shape in (*spec.test_shapes, *spec.bench_shapes):
+            few = shape | ({"lead": (2,)} if "lead" in shape else {"B": 1, "S": 2})
+            if "V" in shape and "H" in shape:
+                few["H"] = 32  # goes into GEMMs only
+            if few not in shapes:
+                shapes.append(few)
+            for width in HEAD_WIDTHS if "D" in shape else WIDTHS:
+                wide = few | {key: width for key in ("N", "V", "D") if key in shape}
+                if "R" in shape:
+                    wide["R"] = max(
+                        2, width * shape["R"] // shape["D"] // 2 * 2
+                    )  # the same share of the features turns
+                    wide["R"] *= 2 if 2 * wide["R"] == width else 1  # half of them would need an option
+                if wide not in shapes:
+                    shapes.append(wide)
+        for dtype, shape, options in itertools.product(DTYPES, shapes, spec.options):
+            yield spec, dtype, shape, options
+
+
+def attention_calls(
+    widths: Iterable[tuple[int, int]] = ATTENTION_WIDTHS, dtypes: Iterable[torch.dtype] = DTYPES
+) -> Iterator[tuple[testing.OpSpec, torch.dtype, dict[str, Any], dict[str, Any]]]:
+    """Attention with heads of every width, over long rows, in spans, one row and many keys, and packed sequences."""
+    heads: dict[str, Any] = {"H": 4, "Hk": 2}
+    shapes: dict[str, list[dict[str, Any]]] = {
+        "flash_attention": [
+            heads | {"B": 1, "S": 200, "Sk": 200},
+            heads | {"B": 1, "S": 200, "Sk": 200, "bias": "hsk", "padded": True, "sinks": True},
+            heads | {"B": 1, "S": 200, "Sk": 200, "spans": True},
+            heads | {"B": 1, "S": 200, "Sk": 200, "spans": True, "bias": "hsk", "padded": True},
+            heads | {"B": 1, "S": 1, "Sk": 2000, "padded": True},
+        ],
+        "flash_attention_varlen": [heads | {"lengths": ((150, 150), (50, 60)), "sinks": True}],
+    }
+    flags = ({"deterministic": False}, {"deterministic": True})
+    for spec in testing.SPECS:
+        for shape, (D, Dv), dtype in itertools.product(shapes.get(spec.name, ()), widths, dtypes):
+            for options, flag in itertools.product(spec.options, flags):
+                yield spec, dtype, shape | {"D": D, "Dv": Dv}, options | flag
+
+
+def unfilled(*shape: int, dtype: torch.dtype, grad: bool = True, **_: Any) -> Tensor:
+    """In place of random numbers."""
+    return torch.empty(shape, dtype=dtype, requires_grad=grad)
+
+
+def differentiate(
+    spec: testing.OpSpec, dtype: torch.dtype, shape: Mapping[str, Any], options: Mapping[str, Any]
+) -> None:
+    """Run an op forward and backward, on tensors that start where tensors of their own do."""
+    inputs = {name: t if t.requires_grad else t.clone() for name, t in spec.inputs(dtype, "cpu", **shape).items()}
+    result = spec.fn(**inputs, **options)
+    outputs = [t for t in (result if isinstance(result, tuple) else (result,)) if t is not None and t.requires_grad]
+    torch.autograd.backward(outputs, [t.new_empty(t.shape) for t in outputs])
+
+
+def run_glu_linear(dtypes: Iterable[torch.dtype]) -> None:
+    """Gated units before a linear layer, which have another backward; packed is one tensor of twice the width."""
+    for dtype, width, act, packed in itertools.product(dtypes, WIDTHS, GLUS, (1, 2)):
+        gates = torch.empty(3 - packed, 2, packed * width, dtype=dtype, requires_grad=True)
+        glu_linear(act, torch.nn.Linear(width, 8, dtype=dtype), *gates).sum().backward()
+
+
+def record() -> list[Launch]:
+    """Run the ops over dtypes, options and widths; return their launches, each specialisation once."""
+    launches: dict[tuple[Any, ...], Launch] = {}
+    made: list[Launch] = []
+    gpus: tuple[str, ...] = tuple(TARGETS)
+
+    def run(kernel: JITFunction[Any], *args: Any, grid: Any, warmup: bool, **options: Any) -> None:
+        made.append(Launch(kernel, args, options, ONLY.get(kernel, gpus)))
+        launches.setdefault((kernel, *map(str, made[-1].bind(TARGETS["sm_90"][0])[1:])), made[-1])
+
+    # on CPU tensors, which nobody fills, the ops launch what they believe to be the interpreter
+    with (
+        patch.object(JITFunction, "run", run),
+        patch.object(support, "INTERPRET", True),
+        patch.object(random_inputs, "_randn", unfilled),
+    ):
+        for spec, dtype, shape, options in calls():
+            made.clear()
+            differentiate(spec, dtype, shape, options)
+            if not made:
+                sys.exit(f"{spec.name} launched no kernel for {dtype}, {shape}, {options}")
+        run_glu_linear(DTYPES)
+        gpus = ("sm_90",)
+        with patch.object(tiles, "architecture", lambda device: 9), patch.dict(tiles._CHOSEN, clear=True):
+            for spec, dtype, shape, options in calls():
+                if dtype != torch.float32 and "V" not in shape:
+                    differentiate(spec, dtype, shape, options)
+            run_glu_linear(choice.DTYPES)
+        for name, members in CLASSES.items():
+            gpus = members
+            with patch.object(attention_tiles, "gpu_class", lambda device, name=name: name):
+                for spec, dtype, shape, options in attention_calls():
+                    differentiate(spec, dtype, shape, options)
+        gpus = ("sm_90",)
+        with (
+            patch.object(attention_tiles, "gpu_class", lambda device: "hopper"),
+            patch.multiple(choice, architecture=lambda device: 9, INTERPRET=False),
+        ):
+            whole = attention_calls(choice.WIDTHS, choice.DTYPES)
+            for spec, dtype, shape, options in (*whole, *attention_calls([(96, 96), (160, 80)], [torch.bfloat16])):
+                differentiate(spec, dtype, shape, options)
+        # products that on a CPU are torch's; M and N with and without 16 as a divisor
+        flags, factors = (False, True), (None, torch.ones(1))
+        for architecture, again, factor, M, N in itertools.product((9, 10), flags, factors, (128, 136), (64, 72)):
+            a, b = (torch.empty(32, columns, dtype=torch.bfloat16) for columns in (M, N))
+            total = torch.empty(M, N, dtype=torch.float16)
+            with patch.object(dw_sum, "architecture", lambda device, it=architecture: it):
+                exponents = dw_sum.exponents_like(total)
+                dw_sum.add_products(total, exponents, a, b, again=again, factor=factor)
+    return list(launches.values())
+
+
+def compile_for(index: int, gpu: str) -> Cost:
+    """Compile launch ``index`` in a worker."""
+    source, options = LAUNCHES[index].specialise(TARGETS[gpu][0])
+    kernel = triton.compile(source, target=TARGETS[gpu][0], options=options)
+    if LAUNCHES[index].kernel.is_gluon():  # for a warp that loads by TMA, and others that multiply
+        missing = [part for part in ("cp.async.bulk.tensor", "wgmma", "setmaxnreg") if part not in kernel.asm["ptx"]]
+        if missing:
+            raise RuntimeError(f"no {', '.join(missing)}")
+        products = re.findall(r"\bHGMMA\b.*?;", dump(kernel, "-sass"))
+        if 2 * sum("gsb0" in product for product in products) > len(products):  # for want of registers, for example
+            raise RuntimeError("each product waits for the one before it")
+    return cost(kernel)
+
+
+def verdict(gpu: str, future: Future[Cost]) -> tuple[Cost | None, str]:
+    """The cost, and what is wrong with it."""
+    if error := future.exception():
+        if isinstance(error, BrokenProcessPool):
+            return None, "not compiled: the compiler crashed on this launch or on another one"
+        return None, f"{type(error).__name__}: {str(error).strip().splitlines()[-1]}"
+    result = future.result()
+    if result.spilled:
+        return result, f"spills {result.spilled} bytes"
+    if result.shared > TARGETS[gpu][1]:
+        return result, f"needs {result.shared:.0f} KiB of shared memory, {gpu} has {TARGETS[gpu][1]}"
+    return result, ""
+
+
+def variant(launch: Launch) -> str:
+    """What tells launches of a kernel apart, but for which of the dtypes of two bytes it is."""
+    return str(launch.bind(TARGETS["sm_90"][0])[1:]).replace("bf16", "fp16")
+
+
+def plan() -> list[tuple[int, str]]:
+    """Launches and GPUs to compile: every tile for every GPU that may get it.
+
+    The variants of a tile (dtypes, options, alignments) are spread over the GPUs: all for all would take an hour. Of
+    kernels for few GPUs, which were chosen with care, each variant is compiled, for bf16 and fp16 in turn: registers
+    and shared memory were the same for both.
+    """
+    variants_of = defaultdict(list)
+    for index, launch in enumerate(LAUNCHES):
+        tile = {key: value for key, value in launch.options.items() if key.startswith(TILE_OPTIONS)}
+        variants_of[launch.kernel, str(tile), variant(launch) if launch.kernel in ONLY else launch.gpus].append(index)
+    jobs = []
+    for turn, variants in enumerate(variants_of.values()):
+        gpus = LAUNCHES[variants[0]].gpus
+        if LAUNCHES[variants[0]].kernel in ONLY:
+            jobs += [(variants[turn % len(variants)], gpu) for gpu in gpus]
+            continue
+        if LAUNCHES[variants[0]].kernel.__name__.startswith("_attention"):
+            gpus = (gpus[turn % len(gpus)],)  # these take seconds: one GPU of a class in turn
+        turns = max(len(gpus), min(len(variants), SHARE))
+        jobs += [(variants[i * len(variants) // turns], gpus[i % len(gpus)]) for i in range(turns)]
+    return jobs
+
+
+def main() -> None:
+    """Compile what ``plan`` says, print a table of the costs, and exit with 1 if a kernel fails."""
+    parser = argparse.ArgumentParser(prog="compile_check.py")
+    parser.add_argument("gpus", nargs="*", metavar="GPU", help=f"some of {', '.join(TARGETS)}; else all")
+    parser.add_argument("--every", type=int, default=1, metavar="N", help="compile one in N")
+    arguments = parser.parse_args()
+    if unknown := {*arguments.gpus} - TARGETS.keys():
+        parser.error(f"no GPUs to compile for: {', '.join(unknown)}; there are {', '.join(TARGETS)}")
+    jobs = [(index, gpu) for index, gpu in plan() if gpu in (arguments.gpus or TARGETS)]
+    jobs = jobs[int(triton.__version__.split(".")[1]) // 2 % arguments.every :: arguments.every]
+    fork = multiprocessing.get_context("fork")  # the launches hold what cannot be pickled
+    with ProcessPoolExecutor(os.cpu_count(), fork) as pool:
+        futures = [pool.submit(compile_for, *job) for job in jobs]
+        for future in track(futures, "compiling"):
+            future.exception()
+
+    costs, failures = defaultdict(list), []
+    for (index, gpu), future in zip(jobs, futures, strict=True):
+        kernel = LAUNCHES[index].kernel.__name__
+        result, fault = verdict(gpu, future)
+        if result:
+            costs[kernel, gpu].append(result)
+        if fault:
+            failures.append(f"{kernel} {LAUNCHES[index].options} on {gpu}: {fault}")
+
+    console = Console(width=160)
+    table = Table(
+        "kernel", "variants", *TARGETS, title=f"Triton {triton.__version__}: most registers / KiB of shared memory"
+    )
+    for kernel in dict.fromkeys(launch.kernel.__name__ for launch in LAUNCHES):
+        cells = [costs[kernel, gpu] for gpu in TARGETS]
+        most = [
+            f"{max(c.registers for c in cell)} / {max(c.shared for c in cell):.1f}" if cell else "-" for cell in cells
+        ]
+        table.add_row(kernel, str(sum(launch.kernel.__name__ == kernel for launch in LAUNCHES)), *most)
+    console.print(table)
+    console.print(*failures, sep="\n", markup=False, soft_wrap=True)
+    console.print(f"{len(jobs)} compiled, {len(failures)} failed or spilled or too large")
+    sys.exit(bool(failures))
+
+
+if __name__ == "__main__":
+    torch.set_num_threads(1)  # the workers are forked
+    LAUNCHES = record()
+    main()

@@ -1,0 +1,89 @@
+"""Bugs, as in mutants.py, in launches, in what keeps losses exact and in what refuses bad arguments.
+
+Each is (file, old, new, why), and -k for the GPU tests that it must fail if only a GPU shows it.
+"""
+
+EXACT = [
+    ("runtime/launcher.py", "16 | size & 15", "16", "a kernel for strides divisible by 16 is run with others"),
+    (
+        "runtime/launcher.py",
+        "bits & 15 or",
+        "",
+        "a kernel for aligned memory is run with memory that is not",
+        "test_launch",
+    ),
+    ("runtime/launcher.py", ", (*map(float, floats),)", ", floats", "a kernel for the int 1 is run with other floats"),
+    ("runtime/launcher.py", "(*map(int, sizes),),", "sizes,", "a kernel for the size 1 is run with True"),
+    ("runtime/launcher.py", ", *map(type, options.values())]", "]", "a kernel for the constant 1 is run for 1.0"),
+    ("runtime/launcher.py", "[id(kernel), *options,", "[id(kernel),", "a kernel of two stages is run for two warps"),
+    ("runtime/autograd.py", "arg.view_as(arg) if again else arg", "arg", "torch.compile sees a tensor in two places"),
+    ("ops/losses/cross_entropy.py", "(z - lse) - lse_rest", "z - lse", "the gradient takes lse as one rounded number"),
+    (
+        "ops/losses/cross_entropy.py",
+        "rest = (a - (total - b_part)) + (b - b_part)",
+        "rest = a - total",
+        "a wrong rest of lse",
+    ),
+    (
+        "ops/losses/cross_entropy.py",
+        "seen * log_total - smooth",
+        "V * log_total - smooth",
+        "smoothing forgets class weights",
+    ),
+    (
+        "ops/losses/cross_entropy.py",
+        "smooth += moved * seen +",
+        "smooth +=",
+        "smoothing forgets that the top has moved",
+    ),
+    ("ops/losses/chunks.py", "factor=weight_unit", "factor=None", "gradients are not of the unit that is divided out"),
+    (
+        "ops/losses/units.py",
+        "of_label = size[target.clamp(0, size.shape[0] - 1)]",
+        "of_label = size.amax()",
+        "class weights without a label make the gradients of others vanish",
+    ),
+    (
+        "ops/losses/units.py",
+        "None else dloss * size)",
+        "None else dloss)",
+        "weights left out of fp16's unit",
+    ),
+    (
+        "ops/losses/units.py",
+        "math.frexp(SLOPE * abs(options.z_loss) / label)[1]",
+        "0",
+        "a large z-loss overflows in fp16",
+    ),
+    (
+        "ops/losses/chunks.py",
+        "dx[start:end].view(z.dtype)",
+        "dx[start:end].view(weight.dtype)",
+        "autocast's x is read in the dtype of the weight",
+    ),
+    (
+        "ops/losses/linear_cross_entropy.py",
+        "factor if weight_unit is None else factor / weight_unit",
+        "factor",
+        "the unit of class weights stays in the gradients",
+    ),
+    ("runtime/autograd.py", "*(given or [", "*([", "a second derivative by the inputs alone is zero"),
+    (
+        "runtime/autograd.py",
+        "(given or [made[0].new_empty(0, requires_grad=True)])",
+        "given",
+        "a linear op hides a second backward",
+    ),
+    ("runtime/autograd.py", 'getattr(ctx, "grads_now", False)', "False", "the fused loss hides a second backward"),
+    (
+        "ops/rope.py",
+        "rotary_dim is None and 2 * width == D",
+        "False",
+        "a table for half of the features passes as whole",
+    ),
+    ("ops/losses/rows.py", "num_items.numel() != 1", "False", "of several num_items the first is taken"),
+    ("ops/losses/rows.py", "total += tl.load(loss_ptr", "total = tl.load(loss_ptr", "the sum of the last rows alone"),
+    ("ops/losses/rows.py", "(rows < M) & (label != ignore_index)", "rows < M", "ignored labels count in the mean"),
+    ("ops/losses/rows.py", "items = tl.where(items == 0.0, 1.0, items)", "pass", "the mean of no label is NaN"),
+    ("ops/losses/rows.py", "tl.store(factor_ptr, 1.0 / items)", "tl.store(factor_ptr, 1.0)", "the gradient of the sum"),
+]

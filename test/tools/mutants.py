@@ -1,0 +1,179 @@
+"""Plants one bug at a time in a copy of the tree and runs the tests there: each bug must fail one of them.
+
+    python test/tools/mutants.py [WORD ...]      # only the bugs whose file or reason holds one of the words
+    python test/tools/mutants.py --cpu           # as where there is no GPU: in as many processes as there are cores
+    python test/tools/mutants.py --workers 32 --limit 600    # processes; seconds for the tests of one bug
+    python test/tools/mutants.py --rest          # those that MUTANTS.md does not have as caught
+
+Exit code 1: a planted bug survived. A bug that only a GPU shows is planted where there is one. The fate of each goes to
+MUTANTS.md as soon as it is known; those of bugs that were not planted now stay there.
+"""
+
+import argparse
+import os
+import shutil
+import subprocess
+import sys
+import tempfile
+from concurrent.futures import ThreadPoolExecutor, as_completed
+from pathlib import Path
+from typing import NamedTuple
+
+import torch
+from attention_mutants import ATTENTION
+from exact_mutants import EXACT
+from hopper_mutants import HOPPER, HOPPER_TESTS
+from mutants_report import CAUGHT, NEEDS_GPU, SURVIVED, TIMED_OUT, Fate, keep, known
+from ops_mutants import OPS
+from rich.progress import track
+
+ROOT = Path(__file__).parents[2]
+PACKAGE = "liger_like"
+FILES = (
+    "test/ops/test_glu_linear.py",
+    "test/ops/test_chunked_loss.py",
+    "test/ops/test_losses.py",
+    "test/ops/test_norms_and_rope.py",
+    "test/runtime/test_tiles.py",
+    "test/attention/test_attention_check.py",
+    "test/attention/test_attention_extremes.py",
+    "test/attention/test_attention_programs.py",
+    "test/attention/test_attention_varlen.py",
+    "test/attention/test_attention_spans.py",
+    "test/attention/test_attention.py",
+    "test/ops/test_ops.py",
+    "test/ops/test_errors.py",
+    "test/attention/test_attention_hopper_backward.py",
+    "test/attention/test_attention_hopper.py",
+    "test/ops/test_gpu.py",
+)  # the quickest first
+
+
+class Mutant(NamedTuple):
+    """A bug: ``old`` occurs once in ``file``, which is below liger_like/.
+
+    ``gpu_tests``: where only a GPU shows it, pytest's -k for the tests there that it must fail, instead of the file's.
+    """
+
+    file: str
+    old: str
+    new: str
+    why: str
+    gpu_tests: str = ""
+
+    def tests(self) -> str:
+        """pytest's -k for the tests that it must fail."""
+        return self.gpu_tests or TESTS[self.file]
+
+
+RUNTIME = ("autograd", "blocks", "checks", "launcher", "layout", "registry", "support")
+# file -> pytest's -k for the tests that its bugs must fail
+TESTS = {
+    **{f"runtime/{file}.py": "test_ops or test_tiles" for file in RUNTIME},
+    "runtime/tiles.py": "test_ops or test_tiles",
+    "ops/rms_norm.py": "rms_norm or norms",
+    "ops/layer_norm.py": "layer_norm or norms",
+    "ops/rope.py": "rope",
+    "ops/qk_norm_rope.py": "qk_norm_rope",
+    "ops/glu.py": "glu",
+    "ops/losses/rows.py": "cross_entropy or test_losses or test_errors",
+    "ops/losses/cross_entropy.py": "cross_entropy or test_losses",
+    "ops/losses/linear_cross_entropy.py": "linear_cross_entropy or test_losses or test_chunked_loss",
+    "ops/losses/chunks.py": "test_losses or test_chunked_loss",
+    "ops/losses/units.py": "test_losses",
+    "ops/losses/dw_sum/__init__.py": "test_chunked_loss",
+    **{file: "attention" for file, *_ in ATTENTION},
+    "ops/attention/portable/bias.py": "attention and (bias or parts or position)",
+    "ops/attention/hopper/buffers.py": "descriptors",
+}
+MUTANTS = [
+    Mutant(*bug) for bug in (*OPS, *EXACT, *ATTENTION, *((file, *bug, HOPPER_TESTS[file]) for file, *bug in HOPPER))
+]
+
+
+def plant(mutant: Mutant | None, folder: Path) -> None:
+    """Copy the tree to ``folder`` with the bug in it."""
+    shutil.copytree(
+        ROOT, folder, symlinks=True, ignore=shutil.ignore_patterns(".*", "build", "*.egg-info", "__pycache__")
+    )
+    if mutant is None:
+        return
+    path = folder / PACKAGE / mutant.file
+    source = path.read_text()
+    if source.count(mutant.old) != 1:
+        sys.exit(f"{mutant.file}: {mutant.old!r} occurs {source.count(mutant.old)} times, not once")
+    path.write_text(source.replace(mutant.old, mutant.new))
+
+
+def first_failure(tree: Path, words: str, limit: float, cpu: bool) -> str:
+    """Run the tests that pytest's -k finds by ``words``, and return the first that fails, or nothing.
+
+    ``cpu``: without a GPU, so that kernels are interpreted; what is written goes beside the tree, where no other tests
+    write. On a GPU one bug follows the other, and what the compilers keep serves the next.
+    """
+    command = [sys.executable, "-m", "pytest", "-x", "--tb=no", "-p", "no:cacheprovider", *FILES, "-k", words]
+    path = os.pathsep.join([str(tree), os.environ.get("PYTHONPATH", "")])
+    env = os.environ | {"PYTHONPATH": path, "PYTEST_ADDOPTS": "", "OMP_NUM_THREADS": "1", "COLUMNS": "200"}
+    if cpu:
+        own = {"TMPDIR": str(tree.parent), "TRITON_CACHE_DIR": str(tree.parent / "triton")}
+        env |= own | {"CUDA_VISIBLE_DEVICES": ""}
+    run = subprocess.run(command, cwd=tree, env=env, capture_output=True, text=True, timeout=limit)
+    if run.returncode < 0:
+        return "the process crashed"
+    if run.returncode > 1:
+        sys.exit(f"pytest could not run\n{run.stdout}{run.stderr}")
+    return next(
+        (line.split("::")[1].split(" - ")[0] for line in run.stdout.splitlines() if line.startswith("FAILED")), ""
+    )
+
+
+def hunt(mutant: Mutant | None, words: str, limit: float, cpu: bool) -> Fate:
+    """The fate of a bug; without one, of the tests themselves."""
+    if mutant and mutant.gpu_tests and cpu:
+        return Fate(NEEDS_GPU)
+    with tempfile.TemporaryDirectory() as folder:
+        tree = Path(folder, "tree")
+        plant(mutant, tree)
+        try:
+            test = first_failure(tree, words, limit, cpu)
+        except subprocess.TimeoutExpired:
+            return Fate(TIMED_OUT)
+    return Fate(CAUGHT, test) if test else Fate(SURVIVED)
+
+
+def main() -> None:
+    """Plant every bug that the command line names, and exit with 1 if one survived."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("words", nargs="*", default=[""])
+    parser.add_argument("--cpu", action="store_true", default=not torch.cuda.is_available())
+    parser.add_argument("--workers", type=int)
+    parser.add_argument("--limit", type=float, default=1800, help="seconds")
+    parser.add_argument("--rest", action="store_true", help="those that MUTANTS.md does not have as caught")
+    args = parser.parse_args()
+    caught = {key for key, fate in known().items() if args.rest and fate.fate == CAUGHT}
+    mutants = [m for m in MUTANTS if any(word in m.file or word in m.why for word in args.words)]
+    mutants = [m for m in mutants if (m.file, m.why) not in caught]
+    tests = {m.tests(): None for m in mutants if not (m.gpu_tests and args.cpu)}
+    workers = args.workers or (os.cpu_count() if args.cpu else 1)
+    fates = []
+    with ThreadPoolExecutor(workers) as pool:
+        whole = {pool.submit(hunt, None, words, args.limit, args.cpu): words for words in tests}
+        slowest_first = reversed(mutants)
+        hunts = {pool.submit(hunt, m, m.tests(), args.limit, args.cpu): m for m in slowest_first}
+        try:
+            for future in track(as_completed([*whole, *hunts]), "planting", len(whole) + len(hunts)):
+                fate = future.result()
+                if mutant := hunts.get(future):
+                    keep((mutant.file, mutant.why), fate, [(m.file, m.why) for m in MUTANTS])
+                    fates.append(fate.fate)
+                    print(mutant.file, mutant.why, *fate, sep=", ", flush=True)
+                elif fate.fate == CAUGHT:
+                    sys.exit(f"{fate.by} fails without a planted bug")
+        finally:
+            pool.shutdown(cancel_futures=True)
+    print(*(f"{fates.count(fate)} {fate}" for fate in sorted({*fates})), sep=", ")
+    sys.exit(SURVIVED in fates)
+
+
+if __name__ == "__main__":
+    main()
