@@ -28,7 +28,7 @@ COMPACT_BELOW = 0.75  # if a smaller share of the tokens counts, the backward ga
 
 
 def _addmm(out: Tensor, a: Tensor, b: Tensor, again: bool) -> None:
-    """Store a @ b in ``out``, or add it to ``out`` if ``again``; the result is rounded to the dtype of ``out`` only."""
+    """Store a @ b in ``out``, or add it to ``out`` if ``again``; the sum is kept in the dtype of ``out``."""
     if out.dtype == a.dtype:
         torch.addmm(out, a, b, beta=int(again), out=out)
     elif a.is_cuda:
@@ -354,9 +354,9 @@ def _even(rest: int, step: int) -> int:
 def _kept_first(target: Tensor, ignore_index: int, order: Tensor, *, many: bool) -> Callable[[], int]:
     """Fill ``order`` with the tokens, and return a function that returns how many of them are computed.
 
-    With ``many`` chunks the tokens that are not ignored come first, and only they are computed. On a GPU the function
-    waits until the stream has counted them; call it after a chunk of products is queued, so that the GPU stays busy. A
-    graph under capture cannot wait: it computes all tokens.
+    With ``many`` chunks the tokens that are not ignored come first, so that the rest can be skipped. On a GPU the
+    function waits until the stream has counted them; call it after a chunk of products is queued, so that the GPU stays
+    busy. A graph under capture cannot wait: it computes all tokens.
     """
     T = target.shape[0]
     if not many or (target.is_cuda and torch.cuda.is_current_stream_capturing()):
