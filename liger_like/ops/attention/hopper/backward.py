@@ -1,21 +1,22 @@
-"""The backward of ``_backward`` in one pass for Hopper, in Gluon: one warp loads by TMA, two warp groups multiply.
+"""Attention backward in one pass for Hopper, in Gluon: one warp loads by TMA, and two warp groups multiply.
 
-A program owns 128 keys of a key head, 64 for each warp group, and walks over the blocks of queries that see them, those
-of all its query heads. Scores stand as [keys, queries], so that p and ds are multiplied from registers for dv and dk.
-ds goes to shared memory, too, where each group takes of both what its half of dq needs, which TMA adds up in fp32 in
-memory (Shah et al., arXiv:2407.08608). That is done a block later, so that neither group waits for the other's softmax,
-and while the scores of the next block are multiplied.
-Queries come into a ring of STAGES buffers, and ds has one of two.
+A program owns 128 keys of a key head, 64 for each warp group, and loops over the blocks of queries that see them, for
+each of its query heads. Scores are [keys, queries], so that p and ds are multiplied from registers for dv and dk. ds
+also goes to shared memory, where each group reads both halves for its part of dq; TMA adds dq up in global memory in
+fp32 (Shah et al., arXiv:2407.08608). This happens one block later, so that no group waits for the softmax of the other,
+and during the products of the next scores. Queries come into a ring of STAGES buffers, ds into a ring of two.
 """
+
+from typing import NamedTuple
 
 import triton
 import triton.language as tl
 from torch import Tensor
 
 from liger_like.ops.attention.choice import widths_of
-from liger_like.ops.attention.hopper.buffers import FAR, ROWS, at, barriers, buffers, descriptor, load_rows
+from liger_like.ops.attention.hopper.buffers import FAR, ROWS, Sequence, at, barriers, buffers, descriptor, load_rows
 from liger_like.ops.attention.hopper.products import store_rows
-from liger_like.ops.attention.hopper.rows import bounds, hide, keys_of
+from liger_like.ops.attention.hopper.rows import Problem, bounds, hide, keys_of
 from liger_like.ops.attention.masking import Masking, section_of_keys
 from liger_like.ops.attention.softmax import LOG2E, scores, unit_of_scores
 from liger_like.ops.attention.visibility import load_spans
@@ -39,33 +40,42 @@ BLOCK_M = {(64, 64): (128, 64), (128, 128): (64, 64)}
 STAGES = 2
 
 
+class Buffers(NamedTuple):
+    """Shared memory for blocks of q, k, v and dout, and for lse and delta of each query."""
+
+    q: gl.tensor
+    k: gl.tensor
+    v: gl.tensor
+    dout: gl.tensor
+    lse: gl.tensor
+    delta: gl.tensor
+
+
 @gluon.jit
 def _load(
     block, descs, rows_ptr, bufs, kv_full, full, empty, B, PADDED, H: gl.constexpr, BLOCK_M: gl.constexpr,
     STAGES: gl.constexpr,
 ):  # fmt: skip
-    b, hk, row, end_k, end_q, _, start, end, _, _, first_head, heads = block
     q_desc, k_desc, v_desc, dout_desc = descs
-    q_s, k_s, v_s, dout_s, lse_s, delta_s = bufs
-    keys = b, end_k
-    queries = b, end_q
-    load_rows(k_desc, keys, hk, row, k_s, 0, kv_full, 1)
-    load_rows(v_desc, keys, hk, row, v_s, 0, kv_full, 1)
+    keys = Sequence(block.batch, block.end_k)
+    queries = Sequence(block.batch, block.end_q)
+    load_rows(k_desc, keys, block.head, block.row, bufs.k, 0, kv_full, 1)
+    load_rows(v_desc, keys, block.head, block.row, bufs.v, 0, kv_full, 1)
     use = 0
     offs = gl.arange(0, BLOCK_M, gl.BlockedLayout([1], [32], [1], [0]))
-    for h in range(first_head, first_head + heads):
-        lse_ptr = rows_ptr + (b * H + h).to(gl.int64) * PADDED
+    for h in range(block.first_head, block.first_head + block.heads):
+        lse_ptr = rows_ptr + (block.batch * H + h).to(gl.int64) * PADDED
         delta_ptr = lse_ptr + B.to(gl.int64) * H * PADDED
-        for m in range(start, end, BLOCK_M):
+        for m in range(block.start, block.end, BLOCK_M):
             s = use % STAGES
             mbarrier.wait(empty.index(s), use // STAGES & 1 ^ 1)
             # not by TMA, for which a packed sequence would have to start at a multiple of 16 bytes
-            cp_async(lse_s.index(s), lse_ptr + m + offs)
+            cp_async(bufs.lse.index(s), lse_ptr + m + offs)
             # 0 times what the next sequence has may be NaN
-            cp_async(delta_s.index(s), delta_ptr + gl.minimum(m + offs, end_q - 1))
+            cp_async(bufs.delta.index(s), delta_ptr + gl.minimum(m + offs, block.end_q - 1))
             cp_async_arrive(full.index(s), increment_count=False)
-            load_rows(q_desc, queries, h, m, q_s, s, full.index(s), STAGES)
-            load_rows(dout_desc, queries, h, m, dout_s, s, full.index(s), STAGES)
+            load_rows(q_desc, queries, h, m, bufs.q, s, full.index(s), STAGES)
+            load_rows(dout_desc, queries, h, m, bufs.dout, s, full.index(s), STAGES)
             use += 1
 
 
@@ -78,75 +88,78 @@ def _operands(k_s, v_s, index, g: gl.constexpr, first_col: gl.constexpr, WIDTH: 
 
 
 @gluon.jit
-def _add_dq(dq, desc, buf, rows, h, row, col):
-    """Add to what is in memory from ``row`` and ``col`` on, as soon as the buffer's last content is there."""
+def _add_dq(dq, desc, buf, sequence, h, row, col):
+    """Add dq to global memory from ``row`` and ``col`` on, once the last content of the buffer has left it."""
     tma_store_wait(0)
     buf.reshape(dq.shape).store(dq)
     fence_async_shared()
-    tma_add(desc, at(desc, rows, h, row, col), buf)
+    tma_add(desc, at(desc, sequence, h, row, col), buf)
 
 
 @gluon.jit
 def _multiply(
-    g: gl.constexpr, block, outputs, bufs, ds_s, dq_s, kv_full, full, empty, ds_full, ds_empty, spans_ptr, B, SK, left,
-    right, scale, HK: gl.constexpr, D: gl.constexpr, DV: gl.constexpr, SOFTCAP: gl.constexpr, HAS_LEFT: gl.constexpr,
+    g: gl.constexpr, block, problem, outputs, bufs, ds_s, dq_s, kv_full, full, empty, ds_full, ds_empty, scale,
+    HK: gl.constexpr, D: gl.constexpr, DV: gl.constexpr, SOFTCAP: gl.constexpr, HAS_LEFT: gl.constexpr,
     HAS_RIGHT: gl.constexpr, PACKED: gl.constexpr, BLOCK_M: gl.constexpr, STAGES: gl.constexpr,
 ):  # fmt: skip
-    b, hk, row, end_k, end_q, shift, start, end, inner_start, inner_end, first_head, heads = block
     dq_desc, dk_ptr, dv_ptr = outputs
-    q_s, k_s, v_s, dout_s, lse_s, delta_s = bufs
-    BLOCK_D: gl.constexpr = q_s.shape[-1]
+    start = block.start
+    end = block.end
+    end_k = block.end_k
+    spans_ptr = problem.spans_ptr
+    BLOCK_D: gl.constexpr = bufs.q.shape[-1]
     # the part of dq that a group makes: half of the queries if there are two times 64, else half of the features
     WIDTH: gl.constexpr = dq_s.shape[-1]
     first_row: gl.constexpr = 0 if WIDTH < BLOCK_D else g * ROWS
     first_col: gl.constexpr = g * WIDTH if WIDTH < BLOCK_D else 0
-    dtype: gl.constexpr = q_s.dtype
+    dtype: gl.constexpr = bufs.q.dtype
     layout_s: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, BLOCK_M, 16])
     layout_k: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, BLOCK_D, 16])
     layout_q: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, WIDTH, 16])
     operand: gl.constexpr = gl.DotOperandLayout(0, layout_k, 2)
     cols: gl.constexpr = gl.SliceLayout(0, layout_s)
-    none = gl.zeros([ROWS, BLOCK_M], gl.float32, layout_s)
+    no_scores = gl.zeros([ROWS, BLOCK_M], gl.float32, layout_s)
     zeros = gl.zeros([ROWS, WIDTH], gl.float32, layout_q)
     dk = gl.zeros([ROWS, BLOCK_D], gl.float32, layout_k)
     dv = gl.zeros([ROWS, BLOCK_D], gl.float32, layout_k)
-    queries = b, end_q
+    queries = Sequence(block.batch, block.end_q)
     mbarrier.wait(kv_full, 0)
-    row += g * ROWS
+    row = block.row + g * ROWS
     unit = unit_of_scores(scale, SOFTCAP, False)
+    inner_end = block.inner_end
     if row + ROWS > end_k:
         inner_end = start
     keys = (row + gl.arange(0, ROWS, gl.SliceLayout(1, layout_s)))[:, None]
     spans = None
     if spans_ptr is not None:
-        spans = load_spans(spans_ptr, b.to(gl.int64), B, SK, keys)
-    starts, ends = bounds(keys - shift, right, left, spans, end_q, HAS_RIGHT, HAS_LEFT)
+        spans = load_spans(spans_ptr, block.batch.to(gl.int64), problem.B, problem.SK, keys)
+    starts, ends = bounds(keys - block.shift, problem.right, problem.left, spans, block.end_q, HAS_RIGHT, HAS_LEFT)
     limits = gl.where(keys < end_k, starts, FAR), ends
     ENDS: gl.constexpr = PACKED or HAS_LEFT or spans_ptr is not None
-    steps = heads * gl.cdiv(end - start, BLOCK_M)
+    steps = block.heads * gl.cdiv(end - start, BLOCK_M)
     mbarrier.wait(full.index(0), 0, pred=steps > 0)
-    q = q_s.index(0).reshape([BLOCK_M, BLOCK_D])
-    k_first, _, k_last = _operands(k_s, v_s, 0, g, first_col, WIDTH)
-    s_acc = warpgroup_mma(k_first, q.permute((1, 0)), none, use_acc=False, is_async=True)
+    q = bufs.q.index(0).reshape([BLOCK_M, BLOCK_D])
+    k_first, _, k_last = _operands(bufs.k, bufs.v, 0, g, first_col, WIDTH)
+    s_acc = warpgroup_mma(k_first, q.permute((1, 0)), no_scores, use_acc=False, is_async=True)
     s_acc = warpgroup_mma_wait(0, deps=(s_acc,))
-    h, m = first_head, start
+    h, m = block.first_head, start
     mbarrier.arrive(ds_full.index(0), count=1)  # of the block before the first, of which nothing is added
-    last_h, last_m = first_head - 1, start - BLOCK_M
+    last_h, last_m = block.first_head - 1, start - BLOCK_M
     for use in range(0, steps):
         # an index that the compiler does not know to be 0: else what describes k and v to the tensor cores stays in
         # registers
-        k, v, k_part = _operands(k_s, v_s, use >> 30, g, first_col, WIDTH)
+        k, v, k_part = _operands(bufs.k, bufs.v, use >> 30, g, first_col, WIDTH)
         s = use % STAGES
         t = (use + 1) % STAGES
         phase = (use + 1) // STAGES & 1
-        q = q_s.index(s).reshape([BLOCK_M, BLOCK_D])
-        dout = dout_s.index(s).reshape([BLOCK_M, BLOCK_D])
+        q = bufs.q.index(s).reshape([BLOCK_M, BLOCK_D])
+        dout = bufs.dout.index(s).reshape([BLOCK_M, BLOCK_D])
         if SOFTCAP is None:
-            dp = warpgroup_mma(v, dout.permute((1, 0)), none, use_acc=False, is_async=True)
-        lse = lse_s.index(s).load(cols) * LOG2E
+            dp = warpgroup_mma(v, dout.permute((1, 0)), no_scores, use_acc=False, is_async=True)
+        lse = bufs.lse.index(s).load(cols) * LOG2E
         p, slopes = scores(s_acc, None, scale, SOFTCAP, False)
         p = gl.exp2(p * unit - lse[None, :])
-        edge = (m < inner_start) | (m + BLOCK_M > inner_end)
+        edge = (m < block.inner_start) | (m + BLOCK_M > inner_end)
         if SOFTCAP is not None and spans_ptr is None:
             edge = True  # a branch would keep both p and slopes in registers; spans need one all the same
         if edge:
@@ -154,10 +167,10 @@ def _multiply(
         p_operand = gl.convert_layout(p.to(dtype), operand)
         if SOFTCAP is not None:  # before, there are no registers for it
             p *= slopes
-            dp = warpgroup_mma(v, dout.permute((1, 0)), none, use_acc=False, is_async=True)
+            dp = warpgroup_mma(v, dout.permute((1, 0)), no_scores, use_acc=False, is_async=True)
         dv = warpgroup_mma(p_operand, dout, dv, is_async=True)
         dp = warpgroup_mma_wait(1, deps=(dp,))
-        ds = (p * (dp - delta_s.index(s).load(cols)[None, :])).to(dtype)
+        ds = (p * (dp - bufs.delta.index(s).load(cols)[None, :])).to(dtype)
         mbarrier.wait(ds_empty.index(t), phase ^ 1)
         ds_s.index(t).slice(g * ROWS, ROWS).store(ds)
         fence_async_shared()
@@ -169,8 +182,8 @@ def _multiply(
         dv, dk = warpgroup_mma_wait(1, deps=(dv, dk))
         mbarrier.arrive(empty.index(s), count=1)
         mbarrier.wait(full.index(t), phase, pred=use + 1 < steps)
-        q = q_s.index(t).reshape([BLOCK_M, BLOCK_D])
-        s_acc = warpgroup_mma(k, q.permute((1, 0)), none, use_acc=False, is_async=True)
+        q = bufs.q.index(t).reshape([BLOCK_M, BLOCK_D])
+        s_acc = warpgroup_mma(k, q.permute((1, 0)), no_scores, use_acc=False, is_async=True)
         dq = warpgroup_mma_wait(1, deps=(dq,))
         mbarrier.arrive(ds_empty.index(s), count=1)
         if use > 0:
@@ -187,18 +200,18 @@ def _multiply(
         dq = warpgroup_mma_wait(0, deps=(dq,))
         _add_dq(dq, dq_desc, dq_s.index(g), queries, last_h, last_m + first_row, first_col)
     tma_store_wait(0)
-    # the parts of a split group stand one behind the other
-    first = ((gl.program_id(1) * B + b).to(gl.int64) * SK + row) * HK + hk
+    # the sums of each split have memory of their own
+    first = ((gl.program_id(1) * problem.B + block.batch).to(gl.int64) * problem.SK + row) * HK + block.head
     store_rows(dk_ptr + first * D, dk * scale, end_k - row, HK, D)
     store_rows(dv_ptr + first * DV, dv, end_k - row, HK, DV)
 
 
-@gluon.jit(do_not_specialize=["B", "S", "SK", "PADDED", "count", "blocks", "section", "splits", "left", "right"])
+@gluon.jit(do_not_specialize=["B", "S", "SK", "PADDED", "count", "blocks", "heads_together", "splits", "left", "right"])
 def _attention_bwd_hopper_kernel(
     q_desc, k_desc, v_desc, dout_desc, dq_desc, rows_ptr, dk_ptr, dv_ptr, cu_q_ptr, cu_k_ptr, spans_ptr, B, S, SK,
-    PADDED, count, blocks, section, splits, left, right, scale, H: gl.constexpr, HK: gl.constexpr, D: gl.constexpr,
-    DV: gl.constexpr, SOFTCAP: gl.constexpr, HAS_LEFT: gl.constexpr, HAS_RIGHT: gl.constexpr, SEQUENCES: gl.constexpr,
-    BLOCK_M: gl.constexpr, STAGES: gl.constexpr,
+    PADDED, count, blocks, heads_together, splits, left, right, scale, H: gl.constexpr, HK: gl.constexpr, D:
+    gl.constexpr, DV: gl.constexpr, SOFTCAP: gl.constexpr, HAS_LEFT: gl.constexpr, HAS_RIGHT: gl.constexpr, SEQUENCES:
+    gl.constexpr, BLOCK_M: gl.constexpr, STAGES: gl.constexpr,
 ):  # fmt: skip
     ds_layout: gl.constexpr = gl.NVMMASharedLayout.get_default_for([2 * ROWS, BLOCK_M], q_desc.dtype)
     q_s = buffers(q_desc, STAGES)
@@ -216,19 +229,18 @@ def _attention_bwd_hopper_kernel(
     ds_full = barriers(STAGES, 2)
     ds_empty = barriers(STAGES, 2)
     fence_async_shared()
-    pointers = cu_q_ptr, cu_k_ptr, spans_ptr
-    sizes = SK, count, blocks, section, splits
-    block = keys_of(pointers, sizes, B, S, left, right, H, HK, HAS_LEFT, HAS_RIGHT, SEQUENCES, BLOCK_M, 2 * ROWS)
+    problem = Problem(B, S, SK, count, blocks, heads_together, splits, left, right, cu_q_ptr, cu_k_ptr, spans_ptr)
+    block = keys_of(problem, H, HK, HAS_LEFT, HAS_RIGHT, SEQUENCES, BLOCK_M, 2 * ROWS)
     descs = q_desc, k_desc, v_desc, dout_desc
     outputs = dq_desc, dk_ptr, dv_ptr
-    bufs = q_s, k_s, v_s, dout_s, lse_s, delta_s
+    bufs = Buffers(q_s, k_s, v_s, dout_s, lse_s, delta_s)
     PACKED: gl.constexpr = cu_k_ptr is not None
     gl.warp_specialize(
         [
-            (_multiply, (0, block, outputs, bufs, ds_s, dq_s, kv_full, full, empty, ds_full, ds_empty, spans_ptr, B,
-                         SK, left, right, scale, HK, D, DV, SOFTCAP, HAS_LEFT, HAS_RIGHT, PACKED, BLOCK_M, STAGES)),
-            (_multiply, (1, block, outputs, bufs, ds_s, dq_s, kv_full, full, empty, ds_full, ds_empty, spans_ptr, B,
-                         SK, left, right, scale, HK, D, DV, SOFTCAP, HAS_LEFT, HAS_RIGHT, PACKED, BLOCK_M, STAGES)),
+            (_multiply, (0, block, problem, outputs, bufs, ds_s, dq_s, kv_full, full, empty, ds_full, ds_empty, scale,
+                         HK, D, DV, SOFTCAP, HAS_LEFT, HAS_RIGHT, PACKED, BLOCK_M, STAGES)),
+            (_multiply, (1, block, problem, outputs, bufs, ds_s, dq_s, kv_full, full, empty, ds_full, ds_empty, scale,
+                         HK, D, DV, SOFTCAP, HAS_LEFT, HAS_RIGHT, PACKED, BLOCK_M, STAGES)),
             (_load, (block, descs, rows_ptr, bufs, kv_full, full, empty, B, PADDED, H, BLOCK_M, STAGES)),
         ],
         worker_num_warps=[4, 1],
@@ -246,7 +258,9 @@ def _scale_kernel(sum_ptr, out_ptr, N, scale, BLOCK: tl.constexpr):
 def add_gradients(
     dout: Tensor, q: Tensor, k: Tensor, v: Tensor, rows: Tensor, masking: Masking, splits: int, dk: Tensor, dv: Tensor
 ) -> Tensor:
-    """dq; dk and dv [splits, B, Sk, Hk, D] get what the parts of the query heads of a key head give."""
+    """Return dq, and fill dk and dv [splits, B, Sk, Hk, D] with the sums over each split of the query heads of a key
+    head.
+    """
     (B, S, H, D), (SK, HK, DV) = q.shape, v.shape[1:]
     widths = width, _ = widths_of(D, DV)
     block_m = BLOCK_M[widths][masking.softcap is not None]

@@ -1,13 +1,14 @@
-"""The backward of ``_backward`` for heads of 192 and 256 on Hopper, in Gluon: one warp loads by TMA, two warp groups
-multiply.
+"""Attention backward for heads of 192 and 256 on Hopper, in Gluon: one warp loads by TMA, and two warp groups multiply.
 
-Two kernels, as the portable backward has them, so that nothing is added up in memory: one pass would be bound by what
-goes through shared memory. For dk and dv a program owns 64 keys of a key head: one warp group makes p and sums dv, the
-other makes ds and sums dk. p goes from the first to the second by way of shared memory, in the dtype of the tensors and
-times the slopes of a softcap, so that only the first knows of masks. For dq a program owns 128 queries of a head, 64
-for each warp group, which need nothing of each other. In both the scores of a block are multiplied while what was made
-of the block before is summed.
+There are two kernels, as in the portable backward, so that nothing is added up in global memory: shared-memory traffic
+would bound a single pass. For dk and dv a program owns 64 keys of a key head. One warp group computes p and sums dv,
+the other computes ds and sums dk. p goes from the first to the second through shared memory, in the dtype of the
+tensors and times the slopes of a softcap, so that only the first group needs masks. For dq a program owns 128 queries
+of a head, 64 for each warp group, and the groups are independent. In both kernels the scores of a block are multiplied
+while the products of the block before are summed.
 """
+
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -15,6 +16,8 @@ from torch import Tensor
 from liger_like.ops.attention.choice import widths_of
 from liger_like.ops.attention.hopper.buffers import (
     ROWS,
+    Ring,
+    Sequence,
     barriers,
     buffers,
     descriptor,
@@ -23,8 +26,8 @@ from liger_like.ops.attention.hopper.buffers import (
     parts_of,
     rows_of,
 )
-from liger_like.ops.attention.hopper.products import add_product, contract, store_parts, wait_for, zero_parts
-from liger_like.ops.attention.hopper.rows import bounds, hide, keys_of, tile_of
+from liger_like.ops.attention.hopper.products import start_add_product, start_contract, store_sums, wait_for, zero_sums
+from liger_like.ops.attention.hopper.rows import Problem, bounds, hide, keys_of, tile_of
 from liger_like.ops.attention.masking import Masking, section_of, section_of_keys
 from liger_like.ops.attention.softmax import LOG2E, scores, unit_of_scores
 from liger_like.ops.attention.visibility import load_spans
@@ -46,146 +49,171 @@ BLOCK_M = 2 * ROWS.value  # queries of one for dq
 STAGES_V = {(192, 128): 2, (256, 256): 1}
 
 
-@gluon.jit
-def _fill(desc, rows, h, m, bufs, ptr, numbers, ring, use):
-    """Load rows, and with them a number of each, into the buffers that the use-th filling of a ring goes to.
+class DkvShared(NamedTuple):
+    """Shared memory of the kernel for dk and dv: rings of q and dout, blocks of k, v and p, lse and delta per query."""
 
-    Those behind the last, which are zeros, have the number of the last: that of another sequence may be NaN.
+    q: Ring
+    dout: Ring
+    k: gl.tensor
+    v: gl.tensor
+    lse: gl.tensor
+    delta: gl.tensor
+    p: gl.tensor
+    p_full: gl.tensor
+    kv_full: gl.tensor
+
+
+class DqShared(NamedTuple):
+    """Shared memory of the kernel for dq: blocks of q and dout, and rings of k and v."""
+
+    q: gl.tensor
+    dout: gl.tensor
+    k: Ring
+    v: Ring
+    q_full: gl.tensor
+    dout_full: gl.tensor
+
+
+@gluon.jit
+def _fill(desc, sequence, h, m, ring, ptr, numbers, use):
+    """Load queries, and the number of each at ``ptr`` (lse or delta), as the use-th filling of a ring.
+
+    TMA loads zeros past the end of the sequence. These rows get the number of the last query: the next sequence's may
+    be NaN.
     """
-    full, empty = ring
     s = use % STAGES
-    mbarrier.wait(empty.index(s), use // STAGES & 1 ^ 1)
+    mbarrier.wait(ring.empty.index(s), use // STAGES & 1 ^ 1)
     # not by TMA, for which a packed sequence would have to start at a multiple of 16 bytes
     offs = m + gl.arange(0, ROWS, gl.BlockedLayout([1], [32], [1], [0]))
-    cp_async(numbers.index(s), ptr + gl.minimum(offs, rows[1] - 1))
-    cp_async_arrive(full.index(s), increment_count=False)
-    load_rows(desc, rows, h, m, bufs, s, full.index(s), STAGES)
+    cp_async(numbers.index(s), ptr + gl.minimum(offs, sequence.end - 1))
+    cp_async_arrive(ring.full.index(s), increment_count=False)
+    load_rows(desc, sequence, h, m, ring.buffers, s, ring.full.index(s), STAGES)
 
 
 @gluon.jit
-def _load_queries(block, descs, rows_ptr, bufs, kv_full, q_ring, dout_ring, B, PADDED, H: gl.constexpr):
-    b, hk, row, end_k, end_q, _, start, end, _, _, first_head, heads = block
+def _load_queries(block, shared, descs, rows_ptr, B, PADDED, H: gl.constexpr):
     q_desc, k_desc, v_desc, dout_desc = descs
-    q_s, k_s, v_s, dout_s, lse_s, delta_s = bufs
-    keys = b, end_k
-    queries = b, end_q
-    load_rows(k_desc, keys, hk, row, k_s, 0, kv_full, 1)
-    load_rows(v_desc, keys, hk, row, v_s, 0, kv_full, 1)
+    keys = Sequence(block.batch, block.end_k)
+    queries = Sequence(block.batch, block.end_q)
+    load_rows(k_desc, keys, block.head, block.row, shared.k, 0, shared.kv_full, 1)
+    load_rows(v_desc, keys, block.head, block.row, shared.v, 0, shared.kv_full, 1)
     use = 0
-    for h in range(first_head, first_head + heads):
-        lse_ptr = rows_ptr + (b * H + h).to(gl.int64) * PADDED
+    for h in range(block.first_head, block.first_head + block.heads):
+        lse_ptr = rows_ptr + (block.batch * H + h).to(gl.int64) * PADDED
         delta_ptr = lse_ptr + B.to(gl.int64) * H * PADDED
-        for m in range(start, end, ROWS):
-            _fill(q_desc, queries, h, m, q_s, lse_ptr, lse_s, q_ring, use)
-            _fill(dout_desc, queries, h, m, dout_s, delta_ptr, delta_s, dout_ring, use)
+        for m in range(block.start, block.end, ROWS):
+            _fill(q_desc, queries, h, m, shared.q, lse_ptr, shared.lse, use)
+            _fill(dout_desc, queries, h, m, shared.dout, delta_ptr, shared.delta, use)
             use += 1
 
 
 @gluon.jit
 def _sum_dv(
-    block, dv_ptr, spans_ptr, bufs, p_s, kv_full, q_ring, dout_ring, p_full, B, SK, left, right, scale,
-    HK: gl.constexpr, DV: gl.constexpr, SOFTCAP: gl.constexpr, HAS_LEFT: gl.constexpr, HAS_RIGHT: gl.constexpr,
+    block, problem, shared, dv_ptr, scale, HK: gl.constexpr, DV: gl.constexpr, SOFTCAP: gl.constexpr,
+    HAS_LEFT: gl.constexpr, HAS_RIGHT: gl.constexpr,
 ):  # fmt: skip
-    b, hk, row, end_k, end_q, shift, start, end, inner_start, inner_end, _, heads = block
-    q_s, k_s, _, dout_s, lse_s, _ = bufs
-    q_full, q_empty = q_ring
-    dout_full, dout_empty = dout_ring
-    dtype: gl.constexpr = q_s.dtype
+    q_ring = shared.q
+    dout_ring = shared.dout
+    start = block.start
+    end = block.end
+    dtype: gl.constexpr = q_ring.buffers.dtype
     layout_s: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, ROWS, 16])
-    layout_v: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, dout_s.shape[-1], 16])
+    layout_v: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, dout_ring.buffers.shape[-1], 16])
     operand: gl.constexpr = gl.DotOperandLayout(0, layout_v, 2)
-    none = gl.zeros([ROWS, ROWS], gl.float32, layout_s)
-    dv = zero_parts(dout_s, STAGES, layout_v)
+    zeros = gl.zeros([ROWS, ROWS], gl.float32, layout_s)
+    dv = zero_sums(dout_ring.buffers, STAGES, layout_v)
     unit = unit_of_scores(scale, SOFTCAP, False)
-    keys = (row + gl.arange(0, ROWS, gl.SliceLayout(1, layout_s)))[:, None]
+    keys = (block.row + gl.arange(0, ROWS, gl.SliceLayout(1, layout_s)))[:, None]
     spans = None
-    if spans_ptr is not None:
-        spans = load_spans(spans_ptr, b.to(gl.int64), B, SK, keys)
-    # the parts of a split group stand one behind the other
-    dv_ptr += (((gl.program_id(1) * B + b).to(gl.int64) * SK + row) * HK + hk) * DV
-    length = end_k - row
-    limits = bounds(keys - shift, right, left, spans, end_q, HAS_RIGHT, HAS_LEFT)
-    steps = heads * gl.cdiv(end - start, ROWS)
-    mbarrier.wait(kv_full, 0)
-    mbarrier.wait(q_full.index(0), 0, pred=steps > 0)
-    s_acc = contract(parts_of(k_s, 0, 1), parts_of(q_s, 0, STAGES), none)
+    if problem.spans_ptr is not None:
+        spans = load_spans(problem.spans_ptr, block.batch.to(gl.int64), problem.B, problem.SK, keys)
+    # the sums of each split have memory of their own
+    dv_ptr += (
+        ((gl.program_id(1) * problem.B + block.batch).to(gl.int64) * problem.SK + block.row) * HK + block.head
+    ) * DV
+    length = block.end_k - block.row
+    limits = bounds(keys - block.shift, problem.right, problem.left, spans, block.end_q, HAS_RIGHT, HAS_LEFT)
+    steps = block.heads * gl.cdiv(end - start, ROWS)
+    mbarrier.wait(shared.kv_full, 0)
+    mbarrier.wait(q_ring.full.index(0), 0, pred=steps > 0)
+    s_acc = start_contract(parts_of(shared.k, 0, 1), parts_of(q_ring.buffers, 0, STAGES), zeros)
     s_acc = warpgroup_mma_wait(0, deps=(s_acc,))
     m = start
     for use in range(0, steps):
         s = use % STAGES
-        lse = lse_s.index(s).load(gl.SliceLayout(0, layout_s)) * LOG2E
+        lse = shared.lse.index(s).load(gl.SliceLayout(0, layout_s)) * LOG2E
         p, slopes = scores(s_acc, None, scale, SOFTCAP, False)
         p = gl.exp2(p * unit - lse[None, :])
-        edge = (m < inner_start) | (m + ROWS > inner_end)
+        edge = (m < block.inner_start) | (m + ROWS > block.inner_end)
         if SOFTCAP is not None:
             edge = True  # a branch would keep both p and slopes in registers
         if edge:
             p = hide(p, m, limits)
         p_operand = gl.convert_layout(p.to(dtype), operand)
         # free since the queries came here, for which the other group had to be done with those before
-        p_s.index(s).store((p * slopes).to(dtype))
-        mbarrier.arrive(p_full.index(s), count=1)
-        mbarrier.arrive(q_empty.index(s), count=1)
-        mbarrier.wait(dout_full.index(s), use // STAGES & 1)
-        dv = add_product(dv, p_operand, parts_of(dout_s, s, STAGES))
+        shared.p.index(s).store((p * slopes).to(dtype))
+        mbarrier.arrive(shared.p_full.index(s), count=1)
+        mbarrier.arrive(q_ring.empty.index(s), count=1)
+        mbarrier.wait(dout_ring.full.index(s), use // STAGES & 1)
+        dv = start_add_product(dv, p_operand, parts_of(dout_ring.buffers, s, STAGES))
         m += ROWS
         m = gl.where(m < end, m, start)
         t = (use + 1) % STAGES
-        mbarrier.wait(q_full.index(t), (use + 1) // STAGES & 1, pred=use + 1 < steps)
-        q = parts_of(q_s, t, STAGES)
+        mbarrier.wait(q_ring.full.index(t), (use + 1) // STAGES & 1, pred=use + 1 < steps)
+        q = parts_of(q_ring.buffers, t, STAGES)
         # an index that the compiler does not know to be 0: else what describes k to the tensor cores stays in registers
-        s_acc = contract(parts_of(k_s, use >> 30, 1), q, none)
+        s_acc = start_contract(parts_of(shared.k, use >> 30, 1), q, zeros)
         dv = wait_for(dv, len(q))
-        mbarrier.arrive(dout_empty.index(s), count=1)
+        mbarrier.arrive(dout_ring.empty.index(s), count=1)
         s_acc = warpgroup_mma_wait(0, deps=(s_acc,))
-    store_parts(dv_ptr, dv, length, HK, DV)
+    store_sums(dv_ptr, dv, length, HK, DV)
 
 
 @gluon.jit
-def _sum_dk(
-    block, dk_ptr, bufs, p_s, kv_full, q_ring, dout_ring, p_full, B, SK, scale, HK: gl.constexpr, D: gl.constexpr
-):
-    b, hk, row, end_k, _, _, start, end, _, _, _, heads = block
-    q_s, _, v_s, dout_s, _, delta_s = bufs
-    q_full, q_empty = q_ring
-    dout_full, dout_empty = dout_ring
+def _sum_dk(block, problem, shared, dk_ptr, scale, HK: gl.constexpr, D: gl.constexpr):
+    q_ring = shared.q
+    dout_ring = shared.dout
+    start = block.start
+    end = block.end
     layout_s: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, ROWS, 16])
-    layout_k: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, q_s.shape[-1], 16])
+    layout_k: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, q_ring.buffers.shape[-1], 16])
     operand: gl.constexpr = gl.DotOperandLayout(0, layout_k, 2)
-    none = gl.zeros([ROWS, ROWS], gl.float32, layout_s)
-    dk = zero_parts(q_s, STAGES, layout_k)
-    dk_ptr += (((gl.program_id(1) * B + b).to(gl.int64) * SK + row) * HK + hk) * D
-    length = end_k - row
-    steps = heads * gl.cdiv(end - start, ROWS)
-    mbarrier.wait(kv_full, 0)
-    mbarrier.wait(dout_full.index(0), 0, pred=steps > 0)
-    dp = contract(parts_of(v_s, 0, 1), parts_of(dout_s, 0, STAGES), none)
+    zeros = gl.zeros([ROWS, ROWS], gl.float32, layout_s)
+    dk = zero_sums(q_ring.buffers, STAGES, layout_k)
+    dk_ptr += (
+        ((gl.program_id(1) * problem.B + block.batch).to(gl.int64) * problem.SK + block.row) * HK + block.head
+    ) * D
+    length = block.end_k - block.row
+    steps = block.heads * gl.cdiv(end - start, ROWS)
+    mbarrier.wait(shared.kv_full, 0)
+    mbarrier.wait(dout_ring.full.index(0), 0, pred=steps > 0)
+    dp = start_contract(parts_of(shared.v, 0, 1), parts_of(dout_ring.buffers, 0, STAGES), zeros)
     dp = warpgroup_mma_wait(0, deps=(dp,))
     for use in range(0, steps):
         s = use % STAGES
         phase = use // STAGES & 1
-        delta = delta_s.index(s).load(gl.SliceLayout(0, layout_s))
-        mbarrier.wait(p_full.index(s), phase)
-        p = p_s.index(s).load(layout_s)
+        delta = shared.delta.index(s).load(gl.SliceLayout(0, layout_s))
+        mbarrier.wait(shared.p_full.index(s), phase)
+        p = shared.p.index(s).load(layout_s)
         dp -= delta[None, :]
         ds = (p.to(gl.float32) * dp).to(p.dtype)
-        mbarrier.arrive(dout_empty.index(s), count=1)
-        mbarrier.wait(q_full.index(s), phase)
-        dk = add_product(dk, gl.convert_layout(ds, operand), parts_of(q_s, s, STAGES))
+        mbarrier.arrive(dout_ring.empty.index(s), count=1)
+        mbarrier.wait(q_ring.full.index(s), phase)
+        dk = start_add_product(dk, gl.convert_layout(ds, operand), parts_of(q_ring.buffers, s, STAGES))
         t = (use + 1) % STAGES
-        mbarrier.wait(dout_full.index(t), (use + 1) // STAGES & 1, pred=use + 1 < steps)
-        dout = parts_of(dout_s, t, STAGES)
-        dp = contract(parts_of(v_s, use >> 30, 1), dout, none)
+        mbarrier.wait(dout_ring.full.index(t), (use + 1) // STAGES & 1, pred=use + 1 < steps)
+        dout = parts_of(dout_ring.buffers, t, STAGES)
+        dp = start_contract(parts_of(shared.v, use >> 30, 1), dout, zeros)
         dk = wait_for(dk, len(dout))
-        mbarrier.arrive(q_empty.index(s), count=1)
+        mbarrier.arrive(q_ring.empty.index(s), count=1)
         dp = warpgroup_mma_wait(0, deps=(dp,))
-    store_parts(dk_ptr, dk, length, HK, D, scale)
+    store_sums(dk_ptr, dk, length, HK, D, scale)
 
 
-@gluon.jit(do_not_specialize=["B", "S", "SK", "PADDED", "count", "blocks", "section", "splits", "left", "right"])
+@gluon.jit(do_not_specialize=["B", "S", "SK", "PADDED", "count", "blocks", "heads_together", "splits", "left", "right"])
 def _attention_dkv_hopper_kernel(
     q_desc, k_desc, v_desc, dout_desc, rows_ptr, dk_ptr, dv_ptr, cu_q_ptr, cu_k_ptr, spans_ptr, B, S, SK, PADDED, count,
-    blocks, section, splits, left, right, scale, H: gl.constexpr, HK: gl.constexpr, D: gl.constexpr,
+    blocks, heads_together, splits, left, right, scale, H: gl.constexpr, HK: gl.constexpr, D: gl.constexpr,
     DV: gl.constexpr, SOFTCAP: gl.constexpr, HAS_LEFT: gl.constexpr, HAS_RIGHT: gl.constexpr, SEQUENCES: gl.constexpr,
 ):  # fmt: skip
     PARTS: gl.constexpr = -(-D // q_desc.block_type.shape[-1])
@@ -201,21 +229,19 @@ def _attention_dkv_hopper_kernel(
     p_s = gl.allocate_shared_memory(dtype, [STAGES, ROWS, ROWS], p_layout)
     kv_full = barriers(1, 2).index(0)
     # full: lse or delta by the loading warp's threads, q or dout by one of them
-    q_ring = barriers(STAGES, 33), barriers(STAGES, 2)
-    dout_ring = barriers(STAGES, 33), barriers(STAGES, 2)
+    q_ring = Ring(q_s, barriers(STAGES, 33), barriers(STAGES, 2))
+    dout_ring = Ring(dout_s, barriers(STAGES, 33), barriers(STAGES, 2))
     p_full = barriers(STAGES, 1)
     fence_async_shared()
-    pointers = cu_q_ptr, cu_k_ptr, spans_ptr
-    sizes = SK, count, blocks, section, splits
-    block = keys_of(pointers, sizes, B, S, left, right, H, HK, HAS_LEFT, HAS_RIGHT, SEQUENCES, ROWS, ROWS)
+    problem = Problem(B, S, SK, count, blocks, heads_together, splits, left, right, cu_q_ptr, cu_k_ptr, spans_ptr)
+    block = keys_of(problem, H, HK, HAS_LEFT, HAS_RIGHT, SEQUENCES, ROWS, ROWS)
+    shared = DkvShared(q_ring, dout_ring, k_s, v_s, lse_s, delta_s, p_s, p_full, kv_full)
     descs = q_desc, k_desc, v_desc, dout_desc
-    bufs = q_s, k_s, v_s, dout_s, lse_s, delta_s
     gl.warp_specialize(
         [
-            (_sum_dv, (block, dv_ptr, spans_ptr, bufs, p_s, kv_full, q_ring, dout_ring, p_full, B, SK, left, right,
-                       scale, HK, DV, SOFTCAP, HAS_LEFT, HAS_RIGHT)),
-            (_sum_dk, (block, dk_ptr, bufs, p_s, kv_full, q_ring, dout_ring, p_full, B, SK, scale, HK, D)),
-            (_load_queries, (block, descs, rows_ptr, bufs, kv_full, q_ring, dout_ring, B, PADDED, H)),
+            (_sum_dv, (block, problem, shared, dv_ptr, scale, HK, DV, SOFTCAP, HAS_LEFT, HAS_RIGHT)),
+            (_sum_dk, (block, problem, shared, dk_ptr, scale, HK, D)),
+            (_load_queries, (block, shared, descs, rows_ptr, B, PADDED, H)),
         ],
         worker_num_warps=[4, 1],
         worker_num_regs=[240, 24],
@@ -223,90 +249,89 @@ def _attention_dkv_hopper_kernel(
 
 
 @gluon.jit
-def _load_keys(tile, descs, bufs, q_full, dout_full, k_ring, v_ring, H: gl.constexpr, HK: gl.constexpr):
-    b, h, row, start_q, length_q, start_k, length_k, start, end, _, _ = tile
+def _load_keys(tile, shared, descs, H: gl.constexpr, HK: gl.constexpr):
     q_desc, k_desc, v_desc, dout_desc = descs
-    q_s, k_s, v_s, dout_s = bufs
-    k_full, k_empty = k_ring
-    v_full, v_empty = v_ring
-    hk = h // (H // HK)
-    queries = b, start_q + length_q
-    keys = b, start_k + length_k
-    load_rows(q_desc, queries, h, start_q + row, q_s, 0, q_full, 1)
-    for use in range(0, gl.cdiv(end - start, ROWS)):
-        n = start_k + start + use * ROWS
-        fill(k_desc, keys, hk, n, k_s, k_full, k_empty, use, STAGES)
-        if use == 0:  # behind what is needed first
-            load_rows(dout_desc, queries, h, start_q + row, dout_s, 0, dout_full, 1)
-        fill(v_desc, keys, hk, n, v_s, v_full, v_empty, use, v_s.shape[0])
+    hk = tile.head // (H // HK)
+    queries = Sequence(tile.batch, tile.start_q + tile.length_q)
+    keys = Sequence(tile.batch, tile.start_k + tile.length_k)
+    row = tile.start_q + tile.row
+    load_rows(q_desc, queries, tile.head, row, shared.q, 0, shared.q_full, 1)
+    for use in range(0, gl.cdiv(tile.end - tile.start, ROWS)):
+        n = tile.start_k + tile.start + use * ROWS
+        fill(k_desc, keys, hk, n, shared.k, use, STAGES)
+        if use == 0:  # after q and k, which are needed first
+            load_rows(dout_desc, queries, tile.head, row, shared.dout, 0, shared.dout_full, 1)
+        fill(v_desc, keys, hk, n, shared.v, use, shared.v.buffers.shape[0])
 
 
 @gluon.jit
 def _sum_dq(
-    g: gl.constexpr, tile, dq_ptr, rows_ptr, spans_ptr, bufs, q_full, dout_full, k_ring, v_ring, B, S, PADDED, left,
-    right, scale, H: gl.constexpr, D: gl.constexpr, SOFTCAP: gl.constexpr, HAS_LEFT: gl.constexpr,
-    HAS_RIGHT: gl.constexpr,
+    g: gl.constexpr, tile, problem, shared, dq_ptr, rows_ptr, PADDED, scale, H: gl.constexpr, D: gl.constexpr,
+    SOFTCAP: gl.constexpr, HAS_LEFT: gl.constexpr, HAS_RIGHT: gl.constexpr,
 ):  # fmt: skip
-    b, h, row, start_q, length_q, _, length_k, start, end, inner_start, inner_end = tile
-    q_s, k_s, v_s, dout_s = bufs
-    k_full, k_empty = k_ring
-    v_full, v_empty = v_ring
-    STAGES_V: gl.constexpr = v_s.shape[0]
-    dtype: gl.constexpr = q_s.dtype
+    k_ring = shared.k
+    v_ring = shared.v
+    length_q = tile.length_q
+    length_k = tile.length_k
+    B = problem.B
+    b = tile.batch
+    STAGES_V: gl.constexpr = v_ring.buffers.shape[0]
+    dtype: gl.constexpr = shared.q.dtype
     layout_s: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, ROWS, 16])
-    layout_q: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, q_s.shape[-1], 16])
+    layout_q: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, shared.q.shape[-1], 16])
     operand: gl.constexpr = gl.DotOperandLayout(0, layout_q, 2)
-    none = gl.zeros([ROWS, ROWS], gl.float32, layout_s)
-    row += g * ROWS
+    zeros = gl.zeros([ROWS, ROWS], gl.float32, layout_s)
+    row = tile.row + g * ROWS
     queries = row + gl.arange(0, ROWS, gl.SliceLayout(1, layout_s))
     spans = None
-    if spans_ptr is not None:
-        spans = load_spans(spans_ptr, b.to(gl.int64), B, S, queries[:, None])
-    limits = bounds((queries + length_k - length_q)[:, None], left, right, spans, length_k, HAS_LEFT, HAS_RIGHT)
-    dq_ptr += ((b.to(gl.int64) * S + start_q + row) * H + h) * D
+    if problem.spans_ptr is not None:
+        spans = load_spans(problem.spans_ptr, b.to(gl.int64), B, problem.S, queries[:, None])
+    positions = (queries + length_k - length_q)[:, None]
+    limits = bounds(positions, problem.left, problem.right, spans, length_k, HAS_LEFT, HAS_RIGHT)
+    dq_ptr += ((b.to(gl.int64) * problem.S + tile.start_q + row) * H + tile.head) * D
     length = length_q - row
-    lse_ptrs = rows_ptr + (b * H + h).to(gl.int64) * PADDED + start_q + queries
-    mask = queries < length_q  # there may be no memory so far behind
+    lse_ptrs = rows_ptr + (b * H + tile.head).to(gl.int64) * PADDED + tile.start_q + queries
+    mask = queries < length_q  # the memory may end before the block does
     lse = gl.load(lse_ptrs, mask=mask, other=float("inf")) * LOG2E
     delta = gl.load(lse_ptrs + B.to(gl.int64) * H * PADDED, mask=mask, other=0.0)
     unit = unit_of_scores(scale, SOFTCAP, False)
-    dq = zero_parts(q_s, 1, layout_q)
-    steps = gl.cdiv(end - start, ROWS)
-    mbarrier.wait(q_full, 0)
-    mbarrier.wait(dout_full, 0)
-    mbarrier.wait(k_full.index(0), 0)
-    s_acc = contract(rows_of(parts_of(q_s, 0, 1), g * ROWS), parts_of(k_s, 0, STAGES), none)
+    dq = zero_sums(shared.q, 1, layout_q)
+    steps = gl.cdiv(tile.end - tile.start, ROWS)
+    mbarrier.wait(shared.q_full, 0)
+    mbarrier.wait(shared.dout_full, 0)
+    mbarrier.wait(k_ring.full.index(0), 0)
+    s_acc = start_contract(rows_of(parts_of(shared.q, 0, 1), g * ROWS), parts_of(k_ring.buffers, 0, STAGES), zeros)
     s_acc = warpgroup_mma_wait(0, deps=(s_acc,))
     for use in range(0, steps):
-        n = start + use * ROWS
+        n = tile.start + use * ROWS
         s = use % STAGES
-        mbarrier.wait(v_full.index(use % STAGES_V), use // STAGES_V & 1)
+        mbarrier.wait(v_ring.full.index(use % STAGES_V), use // STAGES_V & 1)
         # an index that the compiler does not know to be 0: else what describes v, dout and q stays in registers
         zero = use >> 30
-        v = parts_of(v_s, zero + use % STAGES_V, STAGES_V)
-        dp = contract(rows_of(parts_of(dout_s, zero, 1), g * ROWS), v, none)
+        v = parts_of(v_ring.buffers, zero + use % STAGES_V, STAGES_V)
+        dp = start_contract(rows_of(parts_of(shared.dout, zero, 1), g * ROWS), v, zeros)
         p, slopes = scores(s_acc, None, scale, SOFTCAP, False)
         p = gl.exp2(p * unit - lse[:, None]) * slopes
-        if (n < inner_start) | (n + ROWS > inner_end):
+        if (n < tile.inner_start) | (n + ROWS > tile.inner_end):
             p = hide(p, n, limits)
         dp = warpgroup_mma_wait(0, deps=(dp,))
-        mbarrier.arrive(v_empty.index(use % STAGES_V), count=1)
+        mbarrier.arrive(v_ring.empty.index(use % STAGES_V), count=1)
         ds = (p * (dp - delta[:, None])).to(dtype)
-        dq = add_product(dq, gl.convert_layout(ds, operand), parts_of(k_s, s, STAGES))
+        dq = start_add_product(dq, gl.convert_layout(ds, operand), parts_of(k_ring.buffers, s, STAGES))
         t = (use + 1) % STAGES
-        mbarrier.wait(k_full.index(t), (use + 1) // STAGES & 1, pred=use + 1 < steps)
-        q = rows_of(parts_of(q_s, zero, 1), g * ROWS)
-        s_acc = contract(q, parts_of(k_s, t, STAGES), none)
+        mbarrier.wait(k_ring.full.index(t), (use + 1) // STAGES & 1, pred=use + 1 < steps)
+        q = rows_of(parts_of(shared.q, zero, 1), g * ROWS)
+        s_acc = start_contract(q, parts_of(k_ring.buffers, t, STAGES), zeros)
         dq = wait_for(dq, len(q))
-        mbarrier.arrive(k_empty.index(s), count=1)
+        mbarrier.arrive(k_ring.empty.index(s), count=1)
         s_acc = warpgroup_mma_wait(0, deps=(s_acc,))
-    store_parts(dq_ptr, dq, length, H, D, scale)
+    store_sums(dq_ptr, dq, length, H, D, scale)
 
 
-@gluon.jit(do_not_specialize=["B", "S", "SK", "PADDED", "count", "blocks", "section", "left", "right"])
+@gluon.jit(do_not_specialize=["B", "S", "SK", "PADDED", "count", "blocks", "heads_together", "left", "right"])
 def _attention_dq_hopper_kernel(
     q_desc, k_desc, v_desc, dout_desc, rows_ptr, dq_ptr, cu_q_ptr, cu_k_ptr, spans_ptr, B, S, SK, PADDED, count, blocks,
-    section, left, right, scale, H: gl.constexpr, HK: gl.constexpr, D: gl.constexpr, SOFTCAP: gl.constexpr,
+    heads_together, left, right, scale, H: gl.constexpr, HK: gl.constexpr, D: gl.constexpr, SOFTCAP: gl.constexpr,
     HAS_LEFT: gl.constexpr, HAS_RIGHT: gl.constexpr, SEQUENCES: gl.constexpr, STAGES_V: gl.constexpr,
 ):  # fmt: skip
     PARTS: gl.constexpr = -(-D // q_desc.block_type.shape[-1])
@@ -316,23 +341,18 @@ def _attention_dq_hopper_kernel(
     dout_s = buffers(dout_desc, 1)
     q_full = barriers(1, 1).index(0)
     dout_full = barriers(1, 1).index(0)
-    k_ring = barriers(STAGES, 1), barriers(STAGES, 2)
-    v_ring = barriers(STAGES_V, 1), barriers(STAGES_V, 2)
+    k_ring = Ring(k_s, barriers(STAGES, 1), barriers(STAGES, 2))
+    v_ring = Ring(v_s, barriers(STAGES_V, 1), barriers(STAGES_V, 2))
     fence_async_shared()
-    pointers = cu_q_ptr, cu_k_ptr, spans_ptr
-    sizes = SK, count, blocks, section
-    tile = tile_of(
-        gl.program_id(0), pointers, sizes, B, S, left, right, H, HAS_LEFT, HAS_RIGHT, SEQUENCES, 2 * ROWS, ROWS
-    )
+    problem = Problem(B, S, SK, count, blocks, heads_together, 1, left, right, cu_q_ptr, cu_k_ptr, spans_ptr)
+    tile = tile_of(gl.program_id(0), problem, H, HAS_LEFT, HAS_RIGHT, SEQUENCES, 2 * ROWS, ROWS)
+    shared = DqShared(q_s, dout_s, k_ring, v_ring, q_full, dout_full)
     descs = q_desc, k_desc, v_desc, dout_desc
-    bufs = q_s, k_s, v_s, dout_s
     gl.warp_specialize(
         [
-            (_sum_dq, (0, tile, dq_ptr, rows_ptr, spans_ptr, bufs, q_full, dout_full, k_ring, v_ring, B, S, PADDED,
-                       left, right, scale, H, D, SOFTCAP, HAS_LEFT, HAS_RIGHT)),
-            (_sum_dq, (1, tile, dq_ptr, rows_ptr, spans_ptr, bufs, q_full, dout_full, k_ring, v_ring, B, S, PADDED,
-                       left, right, scale, H, D, SOFTCAP, HAS_LEFT, HAS_RIGHT)),
-            (_load_keys, (tile, descs, bufs, q_full, dout_full, k_ring, v_ring, H, HK)),
+            (_sum_dq, (0, tile, problem, shared, dq_ptr, rows_ptr, PADDED, scale, H, D, SOFTCAP, HAS_LEFT, HAS_RIGHT)),
+            (_sum_dq, (1, tile, problem, shared, dq_ptr, rows_ptr, PADDED, scale, H, D, SOFTCAP, HAS_LEFT, HAS_RIGHT)),
+            (_load_keys, (tile, shared, descs, H, HK)),
         ],
         worker_num_warps=[4, 1],
         worker_num_regs=[240, 24],
@@ -342,7 +362,7 @@ def _attention_dq_hopper_kernel(
 def fill_dkv(
     dout: Tensor, q: Tensor, k: Tensor, v: Tensor, rows: Tensor, masking: Masking, splits: int, dk: Tensor, dv: Tensor
 ) -> None:
-    """dk and dv [splits, B, Sk, Hk, D] get what the parts of the query heads of a key head give."""
+    """Fill dk and dv [splits, B, Sk, Hk, D] with the sums over each split of the query heads of a key head."""
     (B, S, H, D), (SK, HK, DV) = q.shape, v.shape[1:]
     width, width_v = widths_of(D, DV)
     blocks = masking.num_blocks(SK, BLOCK_N)
@@ -364,7 +384,7 @@ def fill_dkv(
 
 
 def make_dq(dout: Tensor, q: Tensor, k: Tensor, v: Tensor, rows: Tensor, masking: Masking) -> Tensor:
-    """The gradient of q."""
+    """Return the gradient of q."""
     (B, S, H, D), (SK, HK, DV) = q.shape, v.shape[1:]
     widths = width, width_v = widths_of(D, DV)
     dq = torch.empty(q.shape, dtype=q.dtype, device=q.device)

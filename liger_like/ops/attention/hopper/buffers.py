@@ -1,19 +1,19 @@
-"""What the attention kernels for Hopper share: tensors as TMA moves them, rings of buffers that
-it fills, and which rows a program has and sees.
+"""Shared memory of the attention kernels for Hopper: tensors as TMA moves them, and rings of buffers that TMA fills.
 
-Sizes of a buffer are powers of 2: 192 features are held as three parts of 64, in the forward 96 as three of 32, and a
-product over features is the sum of those over the parts. A tensor in parts is a tuple.
+Sizes of a buffer are powers of 2. 192 features are held as three parts of 64, and in the forward 96 as three of 32; a
+product over features is the sum of the products over the parts. A tensor in parts is a tuple.
 
-In a ring of STAGES buffers each has a barrier for "full" and one for "empty"; the use-th filling goes into buffer
-use % STAGES, and the parity of use // STAGES is the barriers' phase.
+In a ring of STAGES buffers each buffer has a barrier for "full" and one for "empty". The use-th filling goes into
+buffer use % STAGES, and the parity of use // STAGES is the phase of its barriers.
 
-What TMA loads from behind the rows of a batch is zero, and it stores nothing there. So it is behind each of packed
-sequences, whatever the next one holds, by an idea of Triton's tools/ragged_tma.py: addresses wrap around at 2^64 bytes,
-so that a descriptor of FAR rows can have its end wherever two more coordinates say.
+TMA loads zeros past the rows of a batch, and stores nothing there. The same holds past each packed sequence, whatever
+the next one holds, by an idea of Triton's tools/ragged_tma.py: addresses wrap around at 2^64 bytes, so that a
+descriptor of FAR rows ends wherever two more coordinates say.
 """
 
 import functools
 import math
+from typing import NamedTuple
 
 import triton
 from torch import Tensor
@@ -26,13 +26,16 @@ FAR = gl.constexpr(1 << 30)  # more rows than there are; FAR times the stride 2^
 
 
 class _Descriptor(TensorDescriptor):
-    """A descriptor without checks, which take longer than all else and which ``hopper_kernels`` has made."""
+    """A descriptor without Triton's checks: ``hopper_kernels`` has made them, and they take most of the host time."""
 
     def __post_init__(self) -> None: ...
 
 
 def descriptor(x: Tensor, rows: int, width: int, masking: Masking) -> TensorDescriptor:
-    """``x`` [B, S, H, D] for TMA, which moves rows of ``width`` features, or a part of those, to or from ``at``."""
+    """Return a descriptor of ``x`` [B, S, H, D] for TMA, which moves ``rows`` rows of ``width`` features at a time.
+
+    A ``width`` that is no power of 2 is moved in parts. ``at`` gives the coordinates.
+    """
     (B, S, H, D), (stride_b, stride_s, stride_h, _) = x.shape, x.stride()
     shape, strides = [B, H, S, D], [stride_b, stride_h, stride_s, 1]
     if masking.cu_seqlens_q is not None:
@@ -48,14 +51,28 @@ def _layout(width: int, itemsize: int, rank: int) -> gl.NVMMASharedLayout:
     return gl.NVMMASharedLayout(min(128, width * itemsize), element_bitwidth=8 * itemsize, rank=rank)
 
 
+class Sequence(NamedTuple):
+    """The batch of a sequence and the row after its last one."""
+
+    batch: gl.tensor
+    end: gl.tensor
+
+
+class Ring(NamedTuple):
+    """Buffers, and their barriers for "full" and "empty"."""
+
+    buffers: gl.tensor
+    full: gl.tensor
+    empty: gl.tensor
+
+
 @gluon.jit
-def at(desc, rows, h, row, col):
-    """The coordinates of a row and a column of a head; ``rows`` are the batch and what is behind the last of them."""
-    b, end = rows
+def at(desc, sequence, h, row, col):
+    """Return the coordinates of a row and a column of head ``h`` of a Sequence."""
     if len(desc.block_type.shape) == 5:
-        return FAR, end, h, FAR - end + row, col
+        return FAR, sequence.end, h, FAR - sequence.end + row, col
     else:
-        return b, h, row, col
+        return sequence.batch, h, row, col
 
 
 @triton.constexpr_function
@@ -65,7 +82,7 @@ def _several(count, shape):
 
 @gluon.jit
 def buffers(desc, COUNT: gl.constexpr):
-    """Shared memory for so many times what TMA moves."""
+    """Allocate COUNT shared-memory buffers of one TMA block each."""
     return gl.allocate_shared_memory(desc.dtype, _several(COUNT, desc.block_type.shape), desc.layout)
 
 
@@ -76,13 +93,13 @@ def _as_many(shape, other):
 
 @gluon.jit
 def buffers_in(desc, bufs):
-    """The memory of ``bufs``, of the same dtype, for as many times what TMA moves as fit."""
+    """View the memory of ``bufs``, of the same dtype, as buffers of one TMA block of ``desc`` each."""
     return reinterpret(bufs, desc.dtype, _as_many(desc.block_type.shape, bufs.shape), desc.layout)
 
 
 @gluon.jit
 def barriers(COUNT: gl.constexpr, ARRIVALS: gl.constexpr):
-    """Barriers whose phases take so many arrivals; a fence follows before others use them."""
+    """Allocate COUNT barriers whose phases take ARRIVALS; a fence must follow before other warps use them."""
     bars = gl.allocate_shared_memory(gl.int64, [COUNT, 1], mbarrier.MBarrierLayout())
     for i in gl.static_range(COUNT):
         mbarrier.init(bars.index(i), count=ARRIVALS)
@@ -90,26 +107,26 @@ def barriers(COUNT: gl.constexpr, ARRIVALS: gl.constexpr):
 
 
 @gluon.jit
-def load_rows(desc, rows, h, row, bufs, s, full, COUNT: gl.constexpr):
-    """TMA loads rows into the s-th of so many buffers, which may be in parts; they are one arrival at ``full``."""
+def load_rows(desc, sequence, h, row, bufs, s, full, COUNT: gl.constexpr):
+    """Load rows by TMA into the s-th of COUNT buffers, which may be in parts; the load is one arrival at ``full``."""
     PARTS: gl.constexpr = bufs.shape[0] // COUNT
     mbarrier.expect(full, PARTS * desc.block_type.nbytes)
     for i in gl.static_range(PARTS):
-        place = at(desc, rows, h, row, i * bufs.shape[-1])
+        place = at(desc, sequence, h, row, i * bufs.shape[-1])
         tma_load(desc, place, full, bufs.index(s * PARTS + i))
 
 
 @gluon.jit
-def fill(desc, rows, h, row, bufs, full, empty, use, STAGES: gl.constexpr):
-    """Load rows into the buffer that the use-th filling of a ring goes to, once it is empty."""
+def fill(desc, sequence, h, row, ring, use, STAGES: gl.constexpr):
+    """Load rows into the buffer of the use-th filling of a ring, once the buffer is empty."""
     s = use % STAGES
-    mbarrier.wait(empty.index(s), use // STAGES & 1 ^ 1)
-    load_rows(desc, rows, h, row, bufs, s, full.index(s), STAGES)
+    mbarrier.wait(ring.empty.index(s), use // STAGES & 1 ^ 1)
+    load_rows(desc, sequence, h, row, ring.buffers, s, ring.full.index(s), STAGES)
 
 
 @gluon.jit
 def parts_of(bufs, s, COUNT: gl.constexpr):
-    """The s-th of so many buffers [rows, D], in parts."""
+    """Return the s-th of COUNT buffers [rows, D], in parts."""
     PARTS: gl.constexpr = bufs.shape[0] // COUNT
     LENGTH: gl.constexpr = bufs.shape[-2]
     BLOCK_D: gl.constexpr = bufs.shape[-1]
@@ -121,7 +138,7 @@ def parts_of(bufs, s, COUNT: gl.constexpr):
 
 @gluon.jit
 def rows_of(parts, first: gl.constexpr):
-    """Of a buffer in parts, the rows of a warp group."""
+    """Return the ROWS rows from ``first`` on, those of a warp group, of a buffer in parts."""
     some = ()
     for i in gl.static_range(len(parts)):
         some += (parts[i].slice(first, ROWS),)

@@ -1,10 +1,12 @@
-"""The forward of ``_forward`` for Hopper, in Gluon: one warp loads by TMA, warp groups of 64 queries each multiply.
+"""Attention forward for Hopper, in Gluon: one warp loads by TMA, and warp groups of 64 queries each multiply.
 
 A program takes tiles, 64 queries of a head for each warp group, until none is left. Keys and values come from the last
-block to the first, into rings of STAGES buffers. The scores of a block are multiplied while the softmax of the block
-before is made, and its product with the values while that of the next is (Shah et al., arXiv:2407.08608). What a tile
-loads first is on its way while the one before is multiplied and stored.
+block to the first, into rings of STAGES buffers. The scores of a block are multiplied during the softmax of the block
+before, and its product with the values during the softmax of the next (Shah et al., arXiv:2407.08608). The first loads
+of a tile run while the tile before it is multiplied and stored.
 """
+
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -12,6 +14,8 @@ from torch import Tensor
 from liger_like.ops.attention.choice import widths_of
 from liger_like.ops.attention.hopper.buffers import (
     ROWS,
+    Ring,
+    Sequence,
     at,
     barriers,
     buffers,
@@ -21,8 +25,17 @@ from liger_like.ops.attention.hopper.buffers import (
     load_rows,
     parts_of,
 )
-from liger_like.ops.attention.hopper.products import contract
-from liger_like.ops.attention.hopper.rows import bounds, draw_tile, hide, read_tile, tile_of, tile_queue
+from liger_like.ops.attention.hopper.products import start_contract
+from liger_like.ops.attention.hopper.rows import (
+    Problem,
+    TileQueue,
+    bounds,
+    draw_tile,
+    hide,
+    read_tile,
+    tile_of,
+    tile_queue,
+)
 from liger_like.ops.attention.masking import Masking, section_of
 from liger_like.ops.attention.softmax import LN2, finish, scores, unit_of_scores
 from liger_like.ops.attention.tiles import hopper_forward
@@ -41,54 +54,60 @@ from liger_like.runtime.launcher import launch
 from liger_like.runtime.support import num_programs
 
 
+class Shared(NamedTuple):
+    """Arguments of the loading warp and of the warp groups that multiply."""
+
+    problem: Problem
+    tiles: gl.tensor
+    q: Ring
+    k: Ring
+    v: Ring
+    queue: TileQueue
+
+
 @gluon.jit
 def _load(
     shared, sources, H: gl.constexpr, HK: gl.constexpr, HAS_LEFT: gl.constexpr, HAS_RIGHT: gl.constexpr,
     SEQUENCES: gl.constexpr, BLOCK_N: gl.constexpr, STAGES: gl.constexpr, GROUPS: gl.constexpr,
 ):  # fmt: skip
-    pointers, sizes, B, S, tiles, left, right, bufs, full, empty, queue = shared
     q_desc, k_desc, v_desc, taken_ptr = sources
-    q_s, k_s, v_s = bufs
-    q_full, k_full, v_full = full
-    q_empty, k_empty, v_empty = empty
     use = 0
     turn = 0
     drawn = 0
     tile = gl.program_id(0)
-    while tile < tiles:
-        b, h, row, start_q, length_q, start_k, length_k, start, end, _, _ = tile_of(
-            tile, pointers, sizes, B, S, left, right, H, HAS_LEFT, HAS_RIGHT, SEQUENCES, GROUPS * ROWS,
-            BLOCK_N,
-        )  # fmt: skip
-        if row < length_q:
-            hk = h // (H // HK)
-            queries = b, start_q + length_q
-            keys = b, start_k + length_k
-            last = start_k + end - BLOCK_N
-            fill(k_desc, keys, hk, last, k_s, k_full, k_empty, use, STAGES)
+    while tile < shared.tiles:
+        own = tile_of(tile, shared.problem, H, HAS_LEFT, HAS_RIGHT, SEQUENCES, GROUPS * ROWS, BLOCK_N)
+        if own.row < own.length_q:
+            hk = own.head // (H // HK)
+            queries = Sequence(own.batch, own.start_q + own.length_q)
+            keys = Sequence(own.batch, own.start_k + own.length_k)
+            first = own.start_k + own.start
+            last = own.start_k + own.end - BLOCK_N
+            fill(k_desc, keys, hk, last, shared.k, use, STAGES)
             for g in gl.static_range(GROUPS):
-                mbarrier.wait(q_empty.index(g), turn & 1 ^ 1)
-                load_rows(q_desc, queries, h, start_q + row + g * ROWS, q_s, g, q_full.index(g), GROUPS)
+                mbarrier.wait(shared.q.empty.index(g), turn & 1 ^ 1)
+                row = own.start_q + own.row + g * ROWS
+                load_rows(q_desc, queries, own.head, row, shared.q.buffers, g, shared.q.full.index(g), GROUPS)
             turn += 1
-            for n in range(last, start_k + start - BLOCK_N, -BLOCK_N):
-                if n > start_k + start:  # the next keys are needed before these values
-                    fill(k_desc, keys, hk, n - BLOCK_N, k_s, k_full, k_empty, use + 1, STAGES)
-                fill(v_desc, keys, hk, n, v_s, v_full, v_empty, use, STAGES)
+            for n in range(last, first - BLOCK_N, -BLOCK_N):
+                if n > first:  # the next keys are needed before these values
+                    fill(k_desc, keys, hk, n - BLOCK_N, shared.k, use + 1, STAGES)
+                fill(v_desc, keys, hk, n, shared.v, use, STAGES)
                 use += 1
-        tile = draw_tile(taken_ptr, queue, drawn)
+        tile = draw_tile(taken_ptr, shared.queue, drawn)
         drawn += 1
 
 
 @gluon.jit
 def _softmax(
-    s, most, total, n, limits, inner_start, inner_end, scale, SOFTCAP: gl.constexpr, STARTS: gl.constexpr,
-    dtype: gl.constexpr, layout_p: gl.constexpr,
+    s, most, total, n, limits, own, scale, SOFTCAP: gl.constexpr, STARTS: gl.constexpr, dtype: gl.constexpr,
+    layout_p: gl.constexpr,
 ):  # fmt: skip
-    """p of a block of products, the running maxima and sums, and the factors of what was summed before."""
+    """Return p of a block of products, the running maxima and sums, and the factors of the former sums."""
     BLOCK_N: gl.constexpr = s.shape[1]
     s, _ = scores(s, None, scale, SOFTCAP, False)
     unit = unit_of_scores(scale, SOFTCAP, False)
-    if (n < inner_start) | (n + BLOCK_N > inner_end):
+    if (n < own.inner_start) | (n + BLOCK_N > own.inner_end):
         s = hide(s, n, limits, STARTS, hidden=float("-inf"))
     new_most = gl.maximum(most, gl.max(s, 1) * unit)
     finite = gl.where(new_most == float("-inf"), 0.0, new_most)
@@ -99,105 +118,101 @@ def _softmax(
 
 @gluon.jit
 def _attend(
-    g: gl.constexpr, shared, own, H: gl.constexpr, SOFTCAP: gl.constexpr, HAS_LEFT: gl.constexpr,
+    g: gl.constexpr, shared, outputs, H: gl.constexpr, SOFTCAP: gl.constexpr, HAS_LEFT: gl.constexpr,
     HAS_RIGHT: gl.constexpr, SEQUENCES: gl.constexpr, BLOCK_N: gl.constexpr, STAGES: gl.constexpr,
     GROUPS: gl.constexpr, ROOM: gl.constexpr,
 ):  # fmt: skip
-    pointers, sizes, B, S, tiles, left, right, bufs, full, empty, queue = shared
-    out_desc, lse_ptr, sinks_ptr, scale, out_s = own
-    spans_ptr = pointers[2]
-    q_s, k_s, v_s = bufs
-    q_full, k_full, v_full = full
-    q_empty, k_empty, v_empty = empty
+    out_desc, lse_ptr, sinks_ptr, scale, out_s = outputs
+    problem = shared.problem
+    k = shared.k
+    v = shared.v
     BLOCK_DV: gl.constexpr = out_desc.block_type.shape[-1]
     dtype: gl.constexpr = out_desc.dtype
-    STARTS: gl.constexpr = HAS_LEFT or spans_ptr is not None
+    STARTS: gl.constexpr = HAS_LEFT or problem.spans_ptr is not None
     layout_s: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, BLOCK_N, 16])
     layout_o: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, BLOCK_DV, 16])
     layout_p: gl.constexpr = gl.DotOperandLayout(0, layout_o, 2)
     rows_s: gl.constexpr = gl.SliceLayout(1, layout_s)
     rows_o: gl.constexpr = gl.SliceLayout(1, layout_o)
     zeros = gl.zeros([ROWS, BLOCK_N], gl.float32, layout_s)
-    q = parts_of(q_s, g, GROUPS)
+    q = parts_of(shared.q.buffers, g, GROUPS)
     out = out_s.index((g * out_s.shape[0] + GROUPS - 1) // GROUPS)  # the first that starts among its own queries
     use = 0
     turn = 0
     read = 0
     tile = gl.program_id(0)
-    while tile < tiles:
-        b, h, row, start_q, length_q, _, length_k, start, end, inner_start, inner_end = tile_of(
-            tile, pointers, sizes, B, S, left, right, H, HAS_LEFT, HAS_RIGHT, SEQUENCES, GROUPS * ROWS,
-            BLOCK_N,
-        )  # fmt: skip
-        if row < length_q:
-            row += g * ROWS
+    while tile < shared.tiles:
+        own = tile_of(tile, problem, H, HAS_LEFT, HAS_RIGHT, SEQUENCES, GROUPS * ROWS, BLOCK_N)
+        length_q = own.length_q
+        if own.row < length_q:
+            row = own.row + g * ROWS
             queries = row + gl.arange(0, ROWS, rows_s)
             spans = None
-            if spans_ptr is not None:
-                spans = load_spans(spans_ptr, b.to(gl.int64), B, S, queries[:, None])
-            same = (queries + length_k - length_q)[:, None]
-            limits = bounds(same, left, right, spans, length_k, HAS_LEFT, HAS_RIGHT)
+            if problem.spans_ptr is not None:
+                spans = load_spans(problem.spans_ptr, own.batch.to(gl.int64), problem.B, problem.S, queries[:, None])
+            positions = (queries + own.length_k - length_q)[:, None]
+            limits = bounds(positions, problem.left, problem.right, spans, own.length_k, HAS_LEFT, HAS_RIGHT)
             most = gl.full([ROWS], float("-inf"), gl.float32, rows_s)
             total = gl.zeros([ROWS], gl.float32, rows_s)
             acc = gl.zeros([ROWS, BLOCK_DV], gl.float32, layout_o)
-            mbarrier.wait(q_full.index(g), turn & 1)
-            mbarrier.wait(k_full.index(use % STAGES), use // STAGES & 1)
-            s = contract(q, parts_of(k_s, use % STAGES, STAGES), zeros)
+            mbarrier.wait(shared.q.full.index(g), turn & 1)
+            mbarrier.wait(k.full.index(use % STAGES), use // STAGES & 1)
+            s = start_contract(q, parts_of(k.buffers, use % STAGES, STAGES), zeros)
             s = warpgroup_mma_wait(0, deps=(s,))
-            mbarrier.arrive(k_empty.index(use % STAGES), count=1)
+            mbarrier.arrive(k.empty.index(use % STAGES), count=1)
             p, most, total, decay = _softmax(
-                s, most, total, end - BLOCK_N, limits, inner_start, inner_end, scale, SOFTCAP, STARTS, dtype, layout_p
+                s, most, total, own.end - BLOCK_N, limits, own, scale, SOFTCAP, STARTS, dtype, layout_p
             )
-            for n in range(end - 2 * BLOCK_N, start - BLOCK_N, -BLOCK_N):
+            for n in range(own.end - 2 * BLOCK_N, own.start - BLOCK_N, -BLOCK_N):
                 last = use % STAGES
                 last_phase = use // STAGES & 1
                 use += 1
-                mbarrier.wait(k_full.index(use % STAGES), use // STAGES & 1)
-                s = contract(q, parts_of(k_s, use % STAGES, STAGES), zeros)
-                mbarrier.wait(v_full.index(last), last_phase)
-                acc = warpgroup_mma(p, v_s.index(last).reshape([BLOCK_N, BLOCK_DV]), acc, is_async=True)
+                mbarrier.wait(k.full.index(use % STAGES), use // STAGES & 1)
+                s = start_contract(q, parts_of(k.buffers, use % STAGES, STAGES), zeros)
+                mbarrier.wait(v.full.index(last), last_phase)
+                acc = warpgroup_mma(p, v.buffers.index(last).reshape([BLOCK_N, BLOCK_DV]), acc, is_async=True)
                 s = warpgroup_mma_wait(1, deps=(s,))
-                mbarrier.arrive(k_empty.index(use % STAGES), count=1)
+                mbarrier.arrive(k.empty.index(use % STAGES), count=1)
                 p, most, total, decay = _softmax(
-                    s, most, total, n, limits, inner_start, inner_end, scale, SOFTCAP, STARTS, dtype, layout_p
+                    s, most, total, n, limits, own, scale, SOFTCAP, STARTS, dtype, layout_p
                 )
                 acc = warpgroup_mma_wait(0, deps=(acc,))
-                mbarrier.arrive(v_empty.index(last), count=1)
+                mbarrier.arrive(v.empty.index(last), count=1)
                 acc *= gl.convert_layout(decay, rows_o)[:, None]
             if ROOM:
-                mbarrier.arrive(q_empty.index(g), count=1)
+                mbarrier.arrive(shared.q.empty.index(g), count=1)
             last = use % STAGES
-            mbarrier.wait(v_full.index(last), use // STAGES & 1)
-            acc = warpgroup_mma(p, v_s.index(last).reshape([BLOCK_N, BLOCK_DV]), acc, is_async=True)
+            mbarrier.wait(v.full.index(last), use // STAGES & 1)
+            acc = warpgroup_mma(p, v.buffers.index(last).reshape([BLOCK_N, BLOCK_DV]), acc, is_async=True)
             acc = warpgroup_mma_wait(0, deps=(acc,))
-            mbarrier.arrive(v_empty.index(last), count=1)
+            mbarrier.arrive(v.empty.index(last), count=1)
             use += 1
             turn += 1
             sink = None
             if sinks_ptr is not None:
-                sink = gl.load(sinks_ptr + h).to(gl.float32)
+                sink = gl.load(sinks_ptr + own.head).to(gl.float32)
             factor, most, rest = finish(most * LN2, total, sink)
             factor = gl.convert_layout(factor, rows_o)[:, None]
             acc = gl.where(factor == 0.0, 0.0, acc * factor)  # a row that sees no key may have summed 0 times NaN
-            lse_ptrs = lse_ptr + (b.to(gl.int64) * H + h) * S + start_q + queries
+            lse_ptrs = lse_ptr + (own.batch.to(gl.int64) * H + own.head) * problem.S + own.start_q + queries
             gl.store(lse_ptrs, most + rest * LN2, mask=queries < length_q)
             tma_store_wait(0)
             out.reshape(acc.shape).store(acc.to(dtype))
             fence_async_shared()
-            place = at(out_desc, (b, start_q + length_q), h, start_q + row, 0)
+            place = at(out_desc, Sequence(own.batch, own.start_q + length_q), own.head, own.start_q + row, 0)
             tma_store(out_desc, place, out)
             if not ROOM:
                 tma_store_wait(0)
-                mbarrier.arrive(q_empty.index(g), count=1)
-        tile = read_tile(queue, read)
+                mbarrier.arrive(shared.q.empty.index(g), count=1)
+        tile = read_tile(shared.queue, read)
         read += 1
     tma_store_wait(0)
 
 
-@gluon.jit(do_not_specialize=["B", "S", "SK", "count", "blocks", "section", "tiles", "left", "right"])
+@gluon.jit(do_not_specialize=["B", "S", "SK", "count", "blocks", "heads_together", "tiles", "left", "right"])
 def _attention_fwd_hopper_kernel(
     q_desc, k_desc, v_desc, out_desc, lse_ptr, sinks_ptr, cu_q_ptr, cu_k_ptr, spans_ptr, taken_ptr, B, S, SK,
-    count, blocks, section, tiles, left, right, scale, H: gl.constexpr, HK: gl.constexpr, D: gl.constexpr,
+    count, blocks, heads_together, tiles, left, right, scale, H: gl.constexpr, HK: gl.constexpr, D: gl.constexpr,
     SOFTCAP: gl.constexpr, HAS_LEFT: gl.constexpr, HAS_RIGHT: gl.constexpr, SEQUENCES: gl.constexpr,
     BLOCK_N: gl.constexpr, STAGES: gl.constexpr, GROUPS: gl.constexpr,
 ):  # fmt: skip
@@ -210,24 +225,20 @@ def _attention_fwd_hopper_kernel(
     out_s = buffers(out_desc, GROUPS) if ROOM else buffers_in(out_desc, q_s)
     k_s = buffers(k_desc, STAGES * PARTS)
     v_s = buffers(v_desc, STAGES)
-    q_full = barriers(GROUPS, 1)
-    q_empty = barriers(GROUPS, 1)
-    k_full = barriers(STAGES, 1)
-    k_empty = barriers(STAGES, GROUPS)
-    v_full = barriers(STAGES, 1)
-    v_empty = barriers(STAGES, GROUPS)
+    q = Ring(q_s, barriers(GROUPS, 1), barriers(GROUPS, 1))
+    k = Ring(k_s, barriers(STAGES, 1), barriers(STAGES, GROUPS))
+    v = Ring(v_s, barriers(STAGES, 1), barriers(STAGES, GROUPS))
     queue = tile_queue(GROUPS)
     fence_async_shared()
-    sizes = SK, count, blocks, section
-    bufs, full, empty = (q_s, k_s, v_s), (q_full, k_full, v_full), (q_empty, k_empty, v_empty)
-    shared = (cu_q_ptr, cu_k_ptr, spans_ptr), sizes, B, S, tiles, left, right, bufs, full, empty, queue
-    own = out_desc, lse_ptr, sinks_ptr, scale, out_s
+    problem = Problem(B, S, SK, count, blocks, heads_together, 1, left, right, cu_q_ptr, cu_k_ptr, spans_ptr)
+    shared = Shared(problem, tiles, q, k, v, queue)
+    outputs = out_desc, lse_ptr, sinks_ptr, scale, out_s
     sources = q_desc, k_desc, v_desc, taken_ptr
     if GROUPS == 2:
         gl.warp_specialize(
             [
-                (_attend, (0, shared, own, H, SOFTCAP, HAS_LEFT, HAS_RIGHT, SEQUENCES, BLOCK_N, STAGES, 2, ROOM)),
-                (_attend, (1, shared, own, H, SOFTCAP, HAS_LEFT, HAS_RIGHT, SEQUENCES, BLOCK_N, STAGES, 2, ROOM)),
+                (_attend, (0, shared, outputs, H, SOFTCAP, HAS_LEFT, HAS_RIGHT, SEQUENCES, BLOCK_N, STAGES, 2, ROOM)),
+                (_attend, (1, shared, outputs, H, SOFTCAP, HAS_LEFT, HAS_RIGHT, SEQUENCES, BLOCK_N, STAGES, 2, ROOM)),
                 (_load, (shared, sources, H, HK, HAS_LEFT, HAS_RIGHT, SEQUENCES, BLOCK_N, STAGES, 2)),
             ],
             worker_num_warps=[4, 1],
@@ -236,9 +247,9 @@ def _attention_fwd_hopper_kernel(
     else:
         gl.warp_specialize(
             [
-                (_attend, (0, shared, own, H, SOFTCAP, HAS_LEFT, HAS_RIGHT, SEQUENCES, BLOCK_N, STAGES, 3, ROOM)),
-                (_attend, (1, shared, own, H, SOFTCAP, HAS_LEFT, HAS_RIGHT, SEQUENCES, BLOCK_N, STAGES, 3, ROOM)),
-                (_attend, (2, shared, own, H, SOFTCAP, HAS_LEFT, HAS_RIGHT, SEQUENCES, BLOCK_N, STAGES, 3, ROOM)),
+                (_attend, (0, shared, outputs, H, SOFTCAP, HAS_LEFT, HAS_RIGHT, SEQUENCES, BLOCK_N, STAGES, 3, ROOM)),
+                (_attend, (1, shared, outputs, H, SOFTCAP, HAS_LEFT, HAS_RIGHT, SEQUENCES, BLOCK_N, STAGES, 3, ROOM)),
+                (_attend, (2, shared, outputs, H, SOFTCAP, HAS_LEFT, HAS_RIGHT, SEQUENCES, BLOCK_N, STAGES, 3, ROOM)),
                 (_load, (shared, sources, H, HK, HAS_LEFT, HAS_RIGHT, SEQUENCES, BLOCK_N, STAGES, 3)),
             ],
             worker_num_warps=[4, 4, 1],
@@ -249,7 +260,7 @@ def _attention_fwd_hopper_kernel(
 def attention_fwd_hopper(
     q: Tensor, k: Tensor, v: Tensor, sinks: Tensor | None, masking: Masking, out: Tensor, lse: Tensor
 ) -> None:
-    """Fill output and lse of a call that ``hopper_kernels`` takes."""
+    """Fill ``out`` [B, S, H, Dv] and ``lse`` [B, H, S] of a call that ``hopper_kernels`` accepts."""
     (B, S, H, D), (SK, HK, DV) = q.shape, v.shape[1:]
     widths = width, width_v = widths_of(D, DV)
     tile = hopper_forward(widths, masking)

@@ -1,4 +1,6 @@
-"""Which rows and keys a program for Hopper has and sees, and the queue that hands out tiles."""
+"""Find the rows and keys of a program for Hopper, hide scores outside a mask, and hand out tiles to programs."""
+
+from typing import NamedTuple
 
 from liger_like.ops.attention.hopper.buffers import barriers
 from liger_like.ops.attention.visibility import bounds_of_spans, schedule, start_of, zones
@@ -7,13 +9,86 @@ from liger_like.runtime.gluon import gl, gluon, mbarrier
 QUAD = gl.constexpr(6)  # the bits of a column by which the threads that share a row differ
 
 
-@gluon.jit
-def find_rows(block, cu_ptr, cu_other_ptr, count, total, total_other, BLOCK: gl.constexpr, SEQUENCES: gl.constexpr):
-    """Where a block of rows of packed sequences lies: its first row, where its sequence starts, the length of that, and
-    where the other side of it starts and its length.
+class Problem(NamedTuple):
+    """Sizes, masks and schedule of a call, as the kernels get them.
 
-    A sequence has a block for each multiple of BLOCK in it, and one more; those that it does not need have no length on
-    the other side. What follows the last sequence is one more, with nothing on the other side.
+    ``count``: packed sequences. ``blocks``: blocks of rows of a sequence, or of all packed ones. ``heads_together``:
+    heads whose blocks run at the same time. ``splits``: programs that share the query heads of a key head. ``left`` and
+    ``right``: the window. ``cu_q_ptr``, ``cu_k_ptr``: offsets of packed sequences, or None. ``spans_ptr``: spans, or
+    None.
+    """
+
+    B: gl.tensor
+    S: gl.tensor
+    SK: gl.tensor
+    count: gl.tensor
+    blocks: gl.tensor
+    heads_together: gl.tensor
+    splits: gl.tensor
+    left: gl.tensor
+    right: gl.tensor
+    cu_q_ptr: gl.tensor | None
+    cu_k_ptr: gl.tensor | None
+    spans_ptr: gl.tensor | None
+
+
+class QueryTile(NamedTuple):
+    """A tile of queries: batch, head, first row in its sequence, the start and length of the sequence of queries and of
+    that of keys, and the keys from ``start`` to ``end`` that it sees, of which ``inner_start`` to ``inner_end`` need no
+    mask.
+    """
+
+    batch: gl.tensor
+    head: gl.tensor
+    row: gl.tensor
+    start_q: gl.tensor
+    length_q: gl.tensor
+    start_k: gl.tensor
+    length_k: gl.tensor
+    start: gl.tensor
+    end: gl.tensor
+    inner_start: gl.tensor
+    inner_end: gl.tensor
+
+
+class KeyBlock(NamedTuple):
+    """A block of keys: batch, key head, first key, the ends of its sequence of keys and of queries, the position of the
+    first query minus that of the first key, the queries from ``start`` to ``end`` that see the keys, of which
+    ``inner_start`` to ``inner_end`` need no mask, the first query head and the number of heads. Rows are those of the
+    tensors.
+    """
+
+    batch: gl.tensor
+    head: gl.tensor
+    row: gl.tensor
+    end_k: gl.tensor
+    end_q: gl.tensor
+    shift: gl.tensor
+    start: gl.tensor
+    end: gl.tensor
+    inner_start: gl.tensor
+    inner_end: gl.tensor
+    first_head: gl.tensor
+    heads: gl.tensor
+
+
+class TileQueue(NamedTuple):
+    """Shared memory for the next tiles of a program, and its barriers."""
+
+    tiles: gl.tensor
+    full: gl.tensor
+    empty: gl.tensor
+
+
+@gluon.jit
+def find_packed_rows(
+    block, cu_ptr, cu_other_ptr, count, total, total_other, BLOCK: gl.constexpr, SEQUENCES: gl.constexpr
+):
+    """Return the first row of a block in its packed sequence, the start and length of the sequence, and the start and
+    length of its other side (keys for queries, queries for keys).
+
+    A sequence has a block for each multiple of BLOCK in it, and one more; blocks that it does not need have length 0 on
+    the other side. The rows after the last sequence are one more sequence, with length 0 on the other side.
     """
     offs = gl.arange(0, SEQUENCES, gl.BlockedLayout([1], [32], [gl.num_warps()], [0]))
     starts = start_of(cu_ptr, offs, count, total)
@@ -29,49 +104,46 @@ def find_rows(block, cu_ptr, cu_other_ptr, count, total, total_other, BLOCK: gl.
 
 @gluon.jit
 def tile_of(
-    tile, pointers, sizes, B, S, left, right, H: gl.constexpr, HAS_LEFT: gl.constexpr, HAS_RIGHT: gl.constexpr,
-    SEQUENCES: gl.constexpr, BLOCK_M: gl.constexpr, BLOCK_N: gl.constexpr,
+    tile, problem, H: gl.constexpr, HAS_LEFT: gl.constexpr, HAS_RIGHT: gl.constexpr, SEQUENCES: gl.constexpr,
+    BLOCK_M: gl.constexpr, BLOCK_N: gl.constexpr,
 ):  # fmt: skip
-    """Where a tile of queries is: batch, head, first row; first rows and lengths of its sequence; the blocks of keys,
-    at least one, that it sees; and which of them need no mask.
-    """
-    cu_q_ptr, cu_k_ptr, spans_ptr = pointers
-    SK, count, blocks, section = sizes
-    block, head = schedule(tile, blocks, B * H, section)
+    """Return the QueryTile of number ``tile``; its range of keys holds at least one block."""
+    B = problem.B
+    S = problem.S
+    SK = problem.SK
+    block, head = schedule(tile, problem.blocks, B * H, problem.heads_together)
     b = head // H
     row = block * BLOCK_M
     start_q = 0
     length_q = S
     start_k = 0
     length_k = SK
-    if cu_q_ptr is not None:
-        row, start_q, length_q, start_k, length_k = find_rows(
-            block, cu_q_ptr, cu_k_ptr, count, S, SK, BLOCK_M, SEQUENCES
+    if problem.cu_q_ptr is not None:
+        row, start_q, length_q, start_k, length_k = find_packed_rows(
+            block, problem.cu_q_ptr, problem.cu_k_ptr, problem.count, S, SK, BLOCK_M, SEQUENCES
         )
     shift = length_k - length_q
     last = gl.minimum(row + BLOCK_M, length_q) - 1
-    bounds = bounds_of_spans(spans_ptr, b.to(gl.int64), B, S, row, last)
+    bounds = bounds_of_spans(problem.spans_ptr, b.to(gl.int64), B, S, row, last)
     start, end, inner_start, inner_end = zones(
-        row + shift, last + shift, left, right, bounds, length_k, 0, 1, HAS_LEFT, HAS_RIGHT, BLOCK_N
+        row + shift, last + shift, problem.left, problem.right, bounds, length_k, 0, 1, HAS_LEFT, HAS_RIGHT, BLOCK_N
     )
     end = start + gl.maximum(gl.cdiv(end - start, BLOCK_N), 1) * BLOCK_N
-    return b, head % H, row, start_q, length_q, start_k, length_k, start, end, inner_start, inner_end
+    return QueryTile(b, head % H, row, start_q, length_q, start_k, length_k, start, end, inner_start, inner_end)
 
 
 @gluon.jit
 def keys_of(
-    pointers, sizes, B, S, left, right, H: gl.constexpr, HK: gl.constexpr, HAS_LEFT: gl.constexpr,
-    HAS_RIGHT: gl.constexpr, SEQUENCES: gl.constexpr, BLOCK_M: gl.constexpr, BLOCK_N: gl.constexpr,
+    problem, H: gl.constexpr, HK: gl.constexpr, HAS_LEFT: gl.constexpr, HAS_RIGHT: gl.constexpr,
+    SEQUENCES: gl.constexpr, BLOCK_M: gl.constexpr, BLOCK_N: gl.constexpr,
 ):  # fmt: skip
-    """What a program for dk and dv has: batch, key head, first key; what is behind the last key and query of its
-    sequence; position of its first query minus that of its first key; the blocks of queries that see the keys, and
-    from where to where they need no mask; its first query head, and how many. Rows are those of the tensors.
-    """
-    cu_q_ptr, cu_k_ptr, spans_ptr = pointers
-    SK, count, blocks, section, splits = sizes
-    block, head = schedule(gl.program_id(0), blocks, B * HK, section)
-    if HAS_RIGHT or spans_ptr is not None:
-        block = blocks - 1 - block  # under a causal mask, which spans may be, the first keys are seen most
+    """Return the KeyBlock of this program, which sums dk and dv over the queries that see it."""
+    B = problem.B
+    S = problem.S
+    SK = problem.SK
+    block, head = schedule(gl.program_id(0), problem.blocks, B * HK, problem.heads_together)
+    if HAS_RIGHT or problem.spans_ptr is not None:
+        block = problem.blocks - 1 - block  # under a causal mask, which spans may be, the first keys are seen most
     b = head // HK
     hk = head % HK
     row = block * BLOCK_N
@@ -79,21 +151,21 @@ def keys_of(
     length_k = SK
     start_q = 0
     length_q = S
-    if cu_k_ptr is not None:
-        row, start_k, length_k, start_q, length_q = find_rows(
-            block, cu_k_ptr, cu_q_ptr, count, SK, S, BLOCK_N, SEQUENCES
+    if problem.cu_k_ptr is not None:
+        row, start_k, length_k, start_q, length_q = find_packed_rows(
+            block, problem.cu_k_ptr, problem.cu_q_ptr, problem.count, SK, S, BLOCK_N, SEQUENCES
         )
     shift = length_k - length_q
     last = gl.minimum(row + BLOCK_N, length_k) - 1
-    bounds = bounds_of_spans(spans_ptr, b.to(gl.int64), B, SK, row, last)
+    bounds = bounds_of_spans(problem.spans_ptr, b.to(gl.int64), B, SK, row, last)
     start, end, inner_start, inner_end = zones(
-        row - shift, last - shift, right, left, bounds, length_q, 0, 1, HAS_RIGHT, HAS_LEFT, BLOCK_M
+        row - shift, last - shift, problem.right, problem.left, bounds, length_q, 0, 1, HAS_RIGHT, HAS_LEFT, BLOCK_M
     )
     group: gl.constexpr = H // HK
-    share = gl.cdiv(group, splits)
+    share = gl.cdiv(group, problem.splits)
     skipped = gl.program_id(1) * share
     heads = gl.maximum(gl.minimum(share, group - skipped), 0)
-    return (
+    return KeyBlock(
         b, hk, start_k + row, start_k + length_k, start_q + length_q, shift + start_k - start_q, start_q + start,
         start_q + end, start_q + inner_start, start_q + inner_end, hk * group + skipped, heads,
     )  # fmt: skip
@@ -101,37 +173,35 @@ def keys_of(
 
 @gluon.jit
 def tile_queue(READERS: gl.constexpr):
-    """Where one warp tells so many readers which tile a program has next, and the barriers for "full" and "empty"."""
+    """Return a queue in which one warp tells READERS warp groups the next tile of the program."""
     tiles = gl.allocate_shared_memory(gl.int32, [2, 1], gl.SwizzledSharedLayout(1, 1, 1, [0]))
-    return tiles, barriers(2, 1), barriers(2, READERS)
+    return TileQueue(tiles, barriers(2, 1), barriers(2, READERS))
 
 
 @gluon.jit
 def draw_tile(taken_ptr, queue, count):
-    """Take the next tile that no program has, and tell the readers; the count-th time."""
-    tiles, full, empty = queue
+    """Take the next tile that no program has, and put it into the queue, for the count-th time."""
     s = count % 2
-    mbarrier.wait(empty.index(s), count // 2 & 1 ^ 1)
+    mbarrier.wait(queue.empty.index(s), count // 2 & 1 ^ 1)
     tile = gl.num_programs(0) + gl.atomic_add(taken_ptr, 1, sem="relaxed")
-    tiles.index(s).store(gl.full([1], tile, gl.int32, gl.BlockedLayout([1], [32], [gl.num_warps()], [0])))
-    mbarrier.arrive(full.index(s), count=1)
+    queue.tiles.index(s).store(gl.full([1], tile, gl.int32, gl.BlockedLayout([1], [32], [gl.num_warps()], [0])))
+    mbarrier.arrive(queue.full.index(s), count=1)
     return tile
 
 
 @gluon.jit
 def read_tile(queue, count):
-    """What ``draw_tile`` told, for the same ``count``."""
-    tiles, full, empty = queue
+    """Return the tile that ``draw_tile`` took for the same ``count``."""
     s = count % 2
-    mbarrier.wait(full.index(s), count // 2 & 1)
-    tile = gl.sum(tiles.index(s).load(gl.BlockedLayout([1], [32], [gl.num_warps()], [0])), 0)
-    mbarrier.arrive(empty.index(s), count=1)
+    mbarrier.wait(queue.full.index(s), count // 2 & 1)
+    tile = gl.sum(queue.tiles.index(s).load(gl.BlockedLayout([1], [32], [gl.num_warps()], [0])), 0)
+    mbarrier.arrive(queue.empty.index(s), count=1)
     return tile
 
 
 @gluon.jit
 def bounds(rows, behind, ahead, spans, length, HAS_BEHIND: gl.constexpr, HAS_AHEAD: gl.constexpr):
-    """From where to where each of ``rows`` sees, out of ``length``, as ``zones`` has it of a block of them."""
+    """Return the first position that each of ``rows`` sees, and the end: ``visible_range`` per row, out of ``length``."""
     starts = gl.zeros_like(rows)
     ends = starts + length
     if HAS_AHEAD:
@@ -146,11 +216,11 @@ def bounds(rows, behind, ahead, spans, length, HAS_BEHIND: gl.constexpr, HAS_AHE
 
 @gluon.jit
 def hide(x, first, limits, STARTS: gl.constexpr = True, ENDS: gl.constexpr = True, hidden=0.0):
-    """``x`` [rows, columns] of columns from ``first`` on, but ``hidden`` where those are out of the bounds of a row, or
-    out of one of the two.
+    """Return ``x`` [rows, columns] with ``hidden`` where a column is out of the bounds of its row.
 
-    The bounds are moved by what differs between threads. The columns that are left are numbers that the compiler knows:
-    it need not keep one in a register for each element that a thread has.
+    ``x`` has the columns from ``first`` on. ``limits``: starts and ends of rows; STARTS and ENDS say which of them
+    hold. The part of a column that differs between threads is subtracted from the bounds. The rest of each column is
+    then a constant, which needs no register.
     """
     cols = gl.arange(0, x.shape[1], gl.SliceLayout(0, x.type.layout))[None, :]
     first += cols & QUAD
