@@ -1,4 +1,4 @@
-"""``explain``: which implementation a call runs on this machine, and why not another one."""
+"""``explain``: report which implementation a call runs on this machine, and why not another implementation."""
 
 import inspect
 from collections.abc import Callable, Iterable, Mapping
@@ -10,11 +10,11 @@ from torch import Tensor
 from liger_like.runtime import checks, support
 from liger_like.runtime.launcher import recorded
 
-TILE = ("BLOCK", "STAGES", "GROUPS", "PACK", "num_")  # beginnings of what is shown of the constants
+TILE = ("BLOCK", "STAGES", "GROUPS", "PACK", "num_")  # prefixes of the constants that are shown
 
 
 class Launch(NamedTuple):
-    """A kernel, the language it is written in, its constants and options, and its programs at each time."""
+    """Launches of one kernel: its language, its constants and options, and the number of programs of each launch."""
 
     kernel: str
     language: str
@@ -28,8 +28,9 @@ class Launch(NamedTuple):
 
 
 class Explanation(NamedTuple):
-    """What ``explain`` found. ``implementation``: the languages of the kernels that were launched; "plain torch", or
-    "nothing to compute" for inputs without rows.
+    """Result of ``explain``: the op, its implementation, its launches, and the reasons against other implementations.
+
+    ``implementation`` is the languages of the launched kernels, "plain torch", or "nothing to compute" for empty input.
     """
 
     op: str
@@ -50,14 +51,14 @@ def explain(
     device: str | torch.device | None = None,
     **options: Any,
 ) -> Explanation:
-    """Run a call of ``op``, a function of ``liger_like`` or its name, forward and backward, and say what it launched.
+    """Run ``op``, a function of ``liger_like`` or its name, forward and backward, and report which kernels it launched.
 
-    ``shape``: sizes as ``liger_like.testing.SPECS`` has them, for random inputs of ``dtype`` on ``device`` (None: the
-    GPU if there is one, else the CPU), such as ``{"lead": (16384,), "N": 4096, "weight": True}``; or the tensors
-    themselves by the names of the arguments, of which strides, too, may decide. ``options`` are those of the op. The
-    memory is that of the call. Not to be used while another thread launches kernels.
+    ``shape`` has sizes as in ``liger_like.testing.SPECS``, such as ``{"lead": (16384,), "N": 4096, "weight": True}``,
+    for random inputs of ``dtype`` on ``device`` (None: the GPU if there is one, else the CPU). It may have tensors by
+    argument name instead, since strides can decide, too. ``options`` are those of the op. The call takes the memory
+    that the op takes. No other thread may launch kernels meanwhile.
 
-    Raises ValueError for an unknown op, and TypeError for an unknown or missing name in ``shape`` or ``options``.
+    Raises ValueError for an unknown op, TypeError for an unknown or missing name in ``shape`` or ``options``.
     """
     from liger_like import ops
     from liger_like.testing import SPECS
@@ -91,13 +92,13 @@ def explain(
 
 
 def _require_names(argument: str, given: Iterable[str], known: Iterable[str]) -> None:
-    """Raise TypeError unless all names ``given`` in an argument are ``known``."""
+    """Raise TypeError unless all names ``given`` in ``argument`` are ``known``."""
     if unknown := [name for name in given if name not in known]:
         raise TypeError(f"{argument} must be out of {', '.join(known)}, got {', '.join(unknown)}")
 
 
 def _launches(call: Callable[[], Any]) -> list[Launch]:
-    """Return the launches of a call and its backward; the same kernel with the same constants counts as one."""
+    """Return the launches of ``call`` and its backward, grouped by kernel and constants."""
     with recorded() as made:
         result = call()
         outputs = [t for t in (result if isinstance(result, tuple) else (result,)) if t is not None]

@@ -1,8 +1,8 @@
 """Gated linear units: y = act(gate) * up, with act = SiLU (SwiGLU) or GELU (GeGLU)   (Shazeer, arXiv:2002.05202)
 
-gate, up, y [..., N] are seen as M rows; packed input is [..., 2N] = [gate | up] and is read and differentiated in
-place of its halves, without split or cat. Maths in fp32, one rounding to the input dtype; the backward recomputes
-act(gate), and y where a linear layer that follows would keep it.
+gate, up and y [..., N] are read as M rows. Packed input is [..., 2N] = [gate | up]; the kernels read both halves by
+stride and write one packed gradient, without split or cat. The maths are in fp32 and are rounded once, to the input
+dtype. The backward recomputes act(gate). ``glu_linear`` also recomputes y, which the linear layer would save.
 """
 
 import functools
@@ -27,14 +27,14 @@ GELUS = {"tanh": "gelu_tanh", "none": "gelu"}
 
 
 def swiglu_ref(gate: Tensor, up: Tensor | None = None) -> Tensor:
-    """The definition, in plain torch."""
+    """Compute ``swiglu`` in plain torch; this defines the op."""
     gate, up = gate.chunk(2, -1) if up is None else (gate, up)
     acc = torch.promote_types(gate.dtype, torch.float32)
     return (torch.nn.functional.silu(gate.to(acc)) * up.to(acc)).to(gate.dtype)
 
 
 def geglu_ref(gate: Tensor, up: Tensor | None = None, *, approximate: str = "tanh") -> Tensor:
-    """The definition, in plain torch."""
+    """Compute ``geglu`` in plain torch; this defines the op."""
     gate, up = gate.chunk(2, -1) if up is None else (gate, up)
     acc = torch.promote_types(gate.dtype, torch.float32)
     return (torch.nn.functional.gelu(gate.to(acc), approximate=approximate) * up.to(acc)).to(gate.dtype)
@@ -46,13 +46,13 @@ def _act_and_slope(x, ACT: tl.constexpr):
         sigmoid = tl.sigmoid(x)
         return x * sigmoid, sigmoid * (1.0 + x * (1.0 - sigmoid))
     elif ACT == "gelu":
-        # Abramowitz & Stegun 7.1.26, within 1.5e-7: shares the slope's exponential, does not cancel in the tail
+        # erf by Abramowitz & Stegun 7.1.26 (error 1.5e-7): reuses the slope's exponential, no cancellation in the tail
         density = tl.exp(-0.5 * x * x)
         t = 1.0 / (1.0 + 0.231641888 * tl.abs(x))
         tail = t * (0.127414796 + t * (-0.142248368 + t * (0.7107068705 + t * (-0.7265760135 + t * 0.5307027145))))
         cdf = tl.where(x < 0, density * tail, 1.0 - density * tail)
         return x * cdf, cdf + x * density * 0.3989422804014327
-    else:  # 0.5 (1 + tanh(u)) = sigmoid(2u), which does not cancel
+    else:  # 0.5 (1 + tanh(u)) = sigmoid(2u), and the sigmoid has no cancellation
         tl.static_assert(ACT == "gelu_tanh")
         sigmoid = tl.sigmoid(1.5957691216057308 * (x + 0.044715 * x * x * x))
         slope = 1.5957691216057308 * (1.0 + 0.134145 * x * x)
@@ -61,7 +61,7 @@ def _act_and_slope(x, ACT: tl.constexpr):
 
 @triton.jit
 def _block(N, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr):
-    """Rows and columns of a program; those of neighbours in memory run at the same time."""
+    """Return the rows and columns of this program; consecutive programs read neighbouring memory."""
     blocks = tl.cdiv(N, BLOCK_N)
     pid = tl.program_id(0)
     offs_m = (pid // blocks).to(tl.int64) * BLOCK_M + tl.arange(0, BLOCK_M)
@@ -100,7 +100,7 @@ def _glu_bwd_kernel(
 
 
 def _halves(gate: Tensor, up: Tensor | None) -> tuple[Tensor, Tensor, int, int]:
-    """Memory of gate and of up, and the strides of their rows; the two halves of the rows where they are packed."""
+    """Return gate, up and their row strides; packed input is split into two views of the same rows."""
     gate, stride_gm = with_stride(gate)
     if up is None:
         return gate, gate[..., gate.shape[-1] // 2 :], stride_gm, stride_gm
@@ -185,7 +185,7 @@ def _glu_bwd(dy: Tensor, gate: Tensor, up: Tensor | None, act: str, needs: list[
 def _glu_bwd_y_for_dy(
     dy: Tensor, gate: Tensor, up: Tensor | None, act: str, needs: list[bool]
 ) -> tuple[Tensor, Tensor]:
-    """With y in the place of ``dy``."""
+    """Return the gradients, and overwrite ``dy`` with y."""
     return _backward(dy, gate, up, act, needs, True)
 
 
@@ -199,8 +199,10 @@ def _linear_outputs(gate: Tensor, up: Tensor | None, weight: Tensor, bias: Tenso
     flops=lambda gate, up, weight, *_: 2 * gate.shape[:-1].numel() * weight.numel(),
 )
 def _glu_linear_fwd(gate: Tensor, up: Tensor | None, weight: Tensor, bias: Tensor | None, act: str) -> Tensor:
-    """An op, so that a policy of checkpoints that keeps products can tell this one from them: most layers only add it
-    to their input, so that no backward needs it.
+    """Compute linear(act(gate) * up) as a named op, so that a checkpoint policy need not save its output.
+
+    Policies save the outputs of matrix products. Most layers only add this output to the residual, so no backward
+    reads it.
     """
     return nn.functional.linear(_glu_fwd(gate, up, act), weight, bias)
 
@@ -221,10 +223,10 @@ class _GLU(torch.autograd.Function):
 
 
 class _GLULinear(torch.autograd.Function):
-    """Keeps what the backward of linear(act(gate) * up) needs, and returns something of the shape of its result.
+    """Autograd node that saves the operands of linear(act(gate) * up) and returns an empty tensor of its shape.
 
-    The product itself is ``_Product``'s, behind this: a checkpoint stops as soon as all is kept again, so that it makes
-    neither the product nor its operand.
+    ``_Product`` runs afterwards and computes the values. A checkpoint's recomputation stops once all saved tensors are
+    restored, so it skips the product and act(gate) * up.
     """
 
     @staticmethod
@@ -238,7 +240,7 @@ class _GLULinear(torch.autograd.Function):
     def backward(ctx: Any, dout: Tensor) -> Any:
         gate, up, weight = ctx.saved_tensors
         needs = list(ctx.needs_input_grad)
-        y = torch.matmul(dout, weight)  # its gradient; itself once that has been used
+        y = torch.matmul(dout, weight)  # holds dy here; the next line overwrites it with y
         dgate, dup = _glu_bwd_y_for_dy(y, gate, up, ctx.act, needs[:2])
         rows = dout.reshape(-1, weight.shape[0])
         dweight = torch.mm(rows.t(), y.view(-1, weight.shape[1]))
@@ -247,7 +249,7 @@ class _GLULinear(torch.autograd.Function):
 
 
 class _Product(torch.autograd.Function):
-    """linear(act(gate) * up), whose gradient is ``_GLULinear``'s."""
+    """Autograd node that computes linear(act(gate) * up) and passes its gradient on to ``_GLULinear``."""
 
     @staticmethod
     def forward(
@@ -262,13 +264,13 @@ class _Product(torch.autograd.Function):
 
 
 def _elements(gate: Tensor, up: Tensor | None = None, **kwargs: Any) -> dict[str, dict[int, int]]:
-    """All dimensions may be sharded, but not the last where it holds two halves."""
+    """Return the dimensions that may be sharded: all, but not the last of packed input."""
     dims = {dim: dim for dim in range(gate.dim() - (up is None))}
     return {"gate": dims, "up": dims}
 
 
 def gelu_of(approximate: str) -> str:
-    """The act that torch's name of an approximation stands for."""
+    """Return the key of GLUS for ``approximate``, torch's name of a GELU approximation, or raise ValueError."""
     require_choice("approximate", approximate, tuple(GELUS))
     return GELUS[approximate]
 
@@ -288,14 +290,13 @@ def _check(gate: Tensor, up: Tensor | None) -> None:
 
 @on_shards(_elements)
 def swiglu(gate: Tensor, up: Tensor | None = None) -> Tensor:
-    """``silu(gate) * up`` for ``gate`` and ``up`` [..., I], or for packed ``gate`` [..., 2I] = [gate | up]; returns
-    [..., I].
+    """Return ``silu(gate) * up`` [..., I] for ``gate`` and ``up`` [..., I], or packed ``gate`` [..., 2I] = [gate | up].
 
-    Maths in fp32, result in gate.dtype; bf16, fp16 and fp32, other dtypes and devices run the plain-torch reference.
-    Packed input gets one packed gradient.
+    The maths are in fp32, the result in gate.dtype. The kernel takes bf16, fp16 and fp32; other dtypes and devices run
+    the plain-torch reference. Packed input gets one packed gradient.
 
-    Raises TypeError for tensors that are not floating point or differ in dtype, ValueError for shapes that do not
-    fit. See Shazeer, arXiv:2002.05202.
+    Raises TypeError if a tensor is not floating point or the dtypes differ, ValueError if shapes or devices do not
+    match. See Shazeer, arXiv:2002.05202.
     """
     _check(gate, up)
     return apply(_GLU, gate, up, "silu") if use_kernel(gate) else swiglu_ref(gate, up)
@@ -303,10 +304,9 @@ def swiglu(gate: Tensor, up: Tensor | None = None) -> Tensor:
 
 @on_shards(_elements)
 def geglu(gate: Tensor, up: Tensor | None = None, *, approximate: str = "tanh") -> Tensor:
-    """``gelu(gate) * up`` for ``gate`` and ``up`` [..., I], or for packed ``gate`` [..., 2I] = [gate | up]; returns
-    [..., I].
+    """Return ``gelu(gate) * up`` [..., I] for ``gate`` and ``up`` [..., I], or packed ``gate`` [..., 2I] = [gate | up].
 
-    ``approximate``: "tanh", or "none" for the exact erf. Otherwise as ``swiglu``.
+    ``approximate`` is "tanh", or "none" for the exact erf; ValueError otherwise. Dtypes and errors as for ``swiglu``.
     """
     _check(gate, up)
     act = gelu_of(approximate)
@@ -320,8 +320,10 @@ GLUS: dict[str, Callable[..., Tensor]] = {
 
 
 def glu_linear(act: str, linear: Callable[[Tensor], Tensor], gate: Tensor, up: Tensor | None = None) -> Tensor:
-    """``linear(act(gate) * up)``, with ``act`` out of GLUS; a training linear layer does not keep its input, which the
-    backward makes again with the gradients of gate and up (6 readings and writings for 5, and a tensor less to keep).
+    """Return ``linear(act(gate) * up)`` for a key ``act`` of GLUS, without saving the linear layer's input.
+
+    The backward recomputes that input in the kernel of the gradients of gate and up. This moves 6 tensors instead of 5
+    and saves one tensor less. A linear layer that is not a plain trained ``nn.Linear`` is called as it is.
     """
     if not (torch.is_grad_enabled() and use_kernel(gate) and _is_plain(linear, gate)):
         return linear(GLUS[act](gate, up))
@@ -332,7 +334,7 @@ def glu_linear(act: str, linear: Callable[[Tensor], Tensor], gate: Tensor, up: T
 
 
 def _is_plain(linear: Any, x: Tensor) -> bool:
-    """Whether ``linear`` is torch's, trains, and computes on local tensors of one dtype what it says, nothing else."""
+    """True for an unhooked ``nn.Linear`` that trains, on local tensors of one dtype, without autocast."""
     if type(linear) is not nn.Linear or not unhooked(linear):
         return False
     weight = linear.weight

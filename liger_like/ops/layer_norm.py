@@ -1,8 +1,8 @@
 """LayerNorm: y = (x - mean(x)) * rsqrt(var(x) + eps) * w + b   (Ba, Kiros & Hinton, arXiv:1607.06450)
 
-x, y [..., N] are seen as M rows; w, b [N]; mean, rstd [M] in fp32. Maths in fp32; y and dx in x.dtype, dw and db in
-the dtype of the parameter, accumulated in fp32. The variance merges blocks by Chan's formula, so it does not cancel
-for rows far from zero.
+x and y [..., N] are read as M rows; w and b are [N], mean and rstd [M] in fp32. The maths are in fp32. y and dx are in
+x.dtype, dw and db in the dtype of their parameter, accumulated in fp32. The variance merges blocks by Chan's formula,
+which has no cancellation for rows far from zero.
 """
 
 from typing import Any
@@ -24,19 +24,19 @@ from liger_like.runtime.tiles import Tile, partial_sums, row_constants, sum_part
 
 
 def layer_norm_ref(x: Tensor, weight: Tensor | None = None, bias: Tensor | None = None, eps: float = 1e-5) -> Tensor:
-    """The definition, in plain torch."""
+    """Compute ``layer_norm`` in plain torch; this defines the op."""
     acc = torch.promote_types(x.dtype, torch.float32)
     h = x.to(acc)
     h = h - h.mean(-1, keepdim=True)
     y = h * torch.rsqrt(h.square().mean(-1, keepdim=True) + eps)
     y = y if weight is None else y * weight.to(acc)
     y = y if bias is None else y + bias.to(acc)
-    return y.to(x.dtype).contiguous()  # as torch's, whatever the strides of x
+    return y.to(x.dtype).contiguous()  # torch's layer_norm returns contiguous memory for every stride of x
 
 
 @triton.jit
 def _block_moments(x, n, offs_n, N, BLOCK_N: tl.constexpr, EVEN: tl.constexpr):
-    """Mean of the block at column ``n``, the sum of squares around it, and how many columns it has."""
+    """Return the mean of the block at column ``n``, the sum of squared deviations from it, and its column count."""
     count = tl.minimum(N - n, BLOCK_N)
     mean = tl.sum(x, axis=1) / count
     centred = x - mean[:, None]
@@ -66,7 +66,7 @@ def _layer_norm_fwd_kernel(
         x = load_tile(x_ptr, stride_xm, offs_m, offs_n, M, N, EVEN)
         mean, square, _ = _block_moments(x, 0, offs_n, N, BLOCK_N, EVEN)
         rstd = tl.rsqrt(square / N + eps)
-        # weight and bias come last: loaded before the sums they take the registers of another program
+        # weight and bias are loaded last: held during the sums, their registers would lower the occupancy
         store_tile(y_ptr, N, offs_m, offs_n, M, N, _normalise(x, mean, rstd, w_ptr, b_ptr, offs_n, N), EVEN)
     else:
         mean = tl.zeros((BLOCK_M,), tl.float32)
@@ -89,7 +89,7 @@ def _layer_norm_fwd_kernel(
 
 @triton.jit
 def _products(dy_ptr, x_ptr, w_ptr, mean, rstd, stride_dym, stride_xm, offs_m, offs_n, M, N, EVEN: tl.constexpr):
-    """A block's normalised x, dy, and dy times the weight, in fp32."""
+    """Return a block's normalised x, dy, and dy times the weight, in fp32."""
     xhat = (load_tile(x_ptr, stride_xm, offs_m, offs_n, M, N, EVEN) - mean) * rstd
     dy = load_tile(dy_ptr, stride_dym, offs_m, offs_n, M, N, EVEN)
     return xhat, dy, dy if w_ptr is None else dy * load_vector(w_ptr, offs_n, N)[None, :]
@@ -102,7 +102,7 @@ def _layer_norm_bwd_kernel(
     BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
 ):  # fmt: skip
     pid = tl.program_id(0)
-    # persistent: a program owns fp32 rows of partial dw and db: no atomics, and sums that repeat bit for bit
+    # persistent: each program owns fp32 rows of partial dw and db, so no atomics and repeatable sums
     blocks = tl.cdiv(M, BLOCK_M)
     offs_n = tl.arange(0, BLOCK_N)
     dw = tl.zeros((BLOCK_M, BLOCK_N), tl.float32)
@@ -110,7 +110,7 @@ def _layer_norm_bwd_kernel(
     if dparams_ptr is not None:
         dw_ptr = dparams_ptr + pid.to(tl.int64) * N * (2 if HAS_DB else 1)
     for block in tl.range(pid, blocks, tl.num_programs(0), num_stages=STAGES):
-        # the last rows first: what was written last, dy among it, is still in L2
+        # last rows first: they were written last, so their dy is still in L2
         offs_m = (blocks - 1 - block).to(tl.int64) * BLOCK_M + tl.arange(0, BLOCK_M)
         mean = tl.load(mean_ptr + offs_m, mask=offs_m < M, other=0.0)[:, None]
         rstd = tl.load(rstd_ptr + offs_m, mask=offs_m < M, other=0.0)[:, None]
@@ -249,14 +249,14 @@ class _LayerNorm(torch.autograd.Function):
 
 @on_shards(rows_alike)
 def layer_norm(x: Tensor, weight: Tensor | None = None, bias: Tensor | None = None, eps: float = 1e-5) -> Tensor:
-    """Normalise the last dimension of ``x`` [..., N] to zero mean and unit variance, then scale and shift it by
-    ``weight`` and ``bias`` [N]; returns [..., N] in x.dtype.
+    """Return LayerNorm of ``x`` [..., N] over its last dimension, [..., N] in x.dtype.
 
-    ``eps`` is added to the (biased) variance. Maths in fp32. bf16, fp16 and fp32; other dtypes and devices run the
-    plain-torch reference.
+    ``x`` is normalised to zero mean and unit variance, multiplied by ``weight`` [N] and shifted by ``bias`` [N].
+    ``eps`` is added to the biased variance. The maths are in fp32. The kernel takes bf16, fp16 and fp32; other dtypes
+    and devices run the plain-torch reference.
 
-    Raises TypeError for tensors that are not floating point, ValueError for parameters that are not [N] on the
-    device of ``x`` or a negative ``eps``. See Ba, Kiros & Hinton, arXiv:1607.06450.
+    Raises TypeError if a tensor is not floating point, ValueError if a parameter is not [N] on the device of ``x`` or
+    ``eps`` is negative. See Ba, Kiros & Hinton, arXiv:1607.06450.
     """
     require("x", x)
     for name, parameter in (("weight", weight), ("bias", bias)):

@@ -1,9 +1,9 @@
 """QK-norm and RoPE in one pass: rope(rms_norm(q), rms_norm(k))   (Dehghani et al., arXiv:2302.05442; Su et al.,
 arXiv:2104.09864)
 
-The forward is the kernel of ``rope``, which normalises each head of D features between loading and turning it; it
-rounds where the two ops would. The backward turns the gradients back, recomputes 1 / rms from q and k, which are all
-that is kept, and sums the weights' gradients in fp32 over the tokens and heads that a program walks.
+The forward is the kernel of ``rope``, which normalises each head of D features before it rotates the head, and rounds
+where the two ops round. The backward rotates the gradients back, recomputes 1 / rms from the saved q and k, and sums
+the weights' gradients in fp32 over the tokens and heads of a program.
 """
 
 from itertools import chain
@@ -56,7 +56,7 @@ def qk_norm_rope_ref(
     casting_mode: str = "llama",
     **layouts: Any,
 ) -> tuple[Tensor, Tensor]:
-    """The definition, in plain torch."""
+    """Compute ``qk_norm_rope`` in plain torch; this defines the op."""
     q = rms_norm_ref(q, q_weight, eps, offset=offset, casting_mode=casting_mode)
     k = rms_norm_ref(k, k_weight, eps, offset=offset, casting_mode=casting_mode)
     return rope_ref(q, k, cos, sin, **layouts)
@@ -68,7 +68,7 @@ def _turn_heads_back(
     CASTING: tl.constexpr, HALF: tl.constexpr, REST: tl.constexpr, IN_INTERLEAVED: tl.constexpr,
     OUT_INTERLEAVED: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_R: tl.constexpr,
 ):  # fmt: skip
-    """Gradients of heads, stored unless ``dx_ptr`` is None, and by head of the weights, in three parts."""
+    """Store the gradients of heads unless ``dx_ptr`` is None; return dw per head, in the parts of ``load_heads``."""
     D: tl.constexpr = 2 * HALF + REST
     x1, x2, x = load_heads(x_ptr, stride_xh, offs_h, H, HALF, REST, IN_INTERLEAVED, BLOCK_D, BLOCK_R)
     y1, y2, dn = load_heads(dy_ptr, stride_dyh, offs_h, H, HALF, REST, OUT_INTERLEAVED, BLOCK_D, BLOCK_R)
@@ -119,7 +119,7 @@ def _qk_norm_rope_bwd_kernel(
     D: tl.constexpr = 2 * HALF + REST
     offs_q = tl.program_id(1) * BLOCK_H + tl.arange(0, BLOCK_H)
     offs_k = tl.program_id(1) * BLOCK_HK + tl.arange(0, BLOCK_HK)
-    # persistent: a program owns fp32 rows of partial weights' gradients: no atomics, and sums that repeat bit for bit
+    # persistent: each program owns fp32 rows of partial dweights, so no atomics and repeatable sums
     REST_D: tl.constexpr = BLOCK_R if REST > 0 else BLOCK_D
     dqw1, dqw2 = tl.zeros((BLOCK_H, BLOCK_D), tl.float32), tl.zeros((BLOCK_H, BLOCK_D), tl.float32)
     dkw1, dkw2 = tl.zeros((BLOCK_HK, BLOCK_D), tl.float32), tl.zeros((BLOCK_HK, BLOCK_D), tl.float32)
@@ -238,7 +238,7 @@ class _QKNormRoPE(torch.autograd.Function):
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, dq: Tensor, dk: Tensor) -> Any:
-        saved = ctx.saved_tensors  # read once: a checkpoint hands them out once
+        saved = ctx.saved_tensors  # read once: a checkpoint returns them only once
         _, _, q_weight, k_weight, _, _ = saved
         needs_q, needs_k, needs_qw, needs_kw = ctx.needs_input_grad[:4]
         needs = [needs_q or needs_k, needs_qw or needs_kw]
@@ -271,9 +271,9 @@ def qk_norm_rope(
 ) -> tuple[Tensor, Tensor]:
     """RMS-normalise the head dimension of ``q`` and ``k`` by ``q_weight`` and ``k_weight`` [D], then rotate them.
 
-    ``rope(rms_norm(q), rms_norm(k))`` in one pass; arguments, results and errors are those of ``rms_norm`` and
-    ``rope``. The backward reads ``q`` and ``k``, which are all that is kept for it. Heads of more than 256 features
-    take the two ops.
+    This is ``rope(rms_norm(q), rms_norm(k))`` in one pass; arguments, results and errors are those of ``rms_norm`` and
+    ``rope``. The forward saves only its arguments for the backward, no normalised heads. Heads of more than 256
+    features run the two ops one after the other.
     """
     check(q, k, cos, sin, layout, cos_layout, unsqueeze_dim, rotary_dim)
     for name, weight in (("q_weight", q_weight), ("k_weight", k_weight)):
@@ -287,7 +287,7 @@ def qk_norm_rope(
             q, k, q_weight, k_weight, cos, sin, eps, offset=offset, casting_mode=casting_mode,
             layout=layout, cos_layout=cos_layout, unsqueeze_dim=unsqueeze_dim,
         )  # fmt: skip
-    if q.shape[-1] > 256 and not refused("registers would spill for heads of more than 256 features: two ops"):
+    if q.shape[-1] > 256 and not refused("heads of more than 256 features would spill registers: two ops run instead"):
         q, k = (
             rms_norm(x, weight, eps, offset=offset, casting_mode=casting_mode)
             for x, weight in ((q, q_weight), (k, k_weight))

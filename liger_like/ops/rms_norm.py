@@ -1,9 +1,9 @@
 """RMSNorm: y = x * rsqrt(mean(x^2) + eps) * (w + offset)   (Zhang & Sennrich, arXiv:1910.07467)
 
-x, residual, y [..., N] are seen as M rows; w [N]; rstd [M] in fp32. ``add_rms_norm`` normalises s = x + residual,
-rounded to its dtype as a residual stream would be, and returns both. Maths in fp32; three conventions of rounding
-(``casting_mode``): "llama" rounds the normalised row to x.dtype before the weight, "gemma" rounds once at the end,
-"none" rounds every step to x.dtype. Gradients: dx in x.dtype, dw in w.dtype, both accumulated in fp32.
+x, residual and y [..., N] are read as M rows; w is [N], rstd [M] in fp32. ``add_rms_norm`` rounds s = x + residual to
+its dtype, as a residual stream does, normalises s and returns both. The maths are in fp32. ``casting_mode`` says where
+they are rounded: "llama" rounds the normalised row to x.dtype before the weight, "gemma" rounds once at the end,
+"none" rounds every step to x.dtype. dx is in x.dtype and dw in w.dtype; both are accumulated in fp32.
 """
 
 from typing import Any
@@ -28,10 +28,10 @@ CASTING_MODES = ("llama", "gemma", "none")
 def rms_norm_ref(
     x: Tensor, weight: Tensor | None = None, eps: float = 1e-6, *, offset: float = 0.0, casting_mode: str = "llama"
 ) -> Tensor:
-    """The definition, in plain torch."""
+    """Compute ``rms_norm`` in plain torch; this defines the op."""
     acc = torch.promote_types(x.dtype, torch.float32)
     h = x if casting_mode == "none" else x.to(acc)
-    # "none" rounds each step to x.dtype, but a step is exact before it is rounded, as on a GPU
+    # "none" rounds each step to x.dtype; within a step a GPU computes in fp32
     variance = h.square().mean(-1, keepdim=True, dtype=acc).to(h.dtype) + eps
     h = h * torch.rsqrt(variance.to(acc)).to(h.dtype)
     if weight is None:
@@ -43,7 +43,7 @@ def rms_norm_ref(
 def add_rms_norm_ref(
     x: Tensor, residual: Tensor, weight: Tensor | None = None, eps: float = 1e-6, **kwargs: Any
 ) -> tuple[Tensor, Tensor]:
-    """The definition, in plain torch."""
+    """Compute ``add_rms_norm`` in plain torch; this defines the op."""
     s = x + residual
     return rms_norm_ref(s, weight, eps, **kwargs), s
 
@@ -58,13 +58,13 @@ def _load_sum(x_ptr, res_ptr, stride_xm, stride_rm, offs_m, offs_n, M, N, dtype:
 
 @triton.jit
 def sum_of_squares(x, dtype: tl.constexpr, CASTING: tl.constexpr):
-    """Of each row; every square rounded to ``dtype`` first where all steps are."""
+    """Return each row's sum of squares; ``CASTING`` "none" rounds every square to ``dtype`` first."""
     return tl.sum(round_to(x * x, dtype) if CASTING == "none" else x * x, axis=1)
 
 
 @triton.jit
 def rsqrt_of_mean(square, N, eps, dtype: tl.constexpr, CASTING: tl.constexpr):
-    """1 / rms of rows of N from their sums of squares."""
+    """Return 1 / rms of rows of N elements from their sums of squares."""
     if CASTING == "none":
         return round_to(tl.rsqrt(round_to(round_to(square / N, dtype) + eps, dtype)), dtype)
     else:
@@ -73,7 +73,7 @@ def rsqrt_of_mean(square, N, eps, dtype: tl.constexpr, CASTING: tl.constexpr):
 
 @triton.jit
 def normalise(x, rstd, w, offset, dtype: tl.constexpr, CASTING: tl.constexpr):
-    """Rows ``x`` in fp32 times ``rstd`` and, unless it is None, the weight of their columns in its own dtype."""
+    """Return rows ``x`` (fp32) times ``rstd`` times ``w`` + ``offset``; ``w`` is in its own dtype, or None for 1."""
     y = x * rstd[:, None]
     if CASTING != "gemma":
         y = round_to(y, dtype)
@@ -93,7 +93,7 @@ def _rms_norm_fwd_kernel(
     offs_m = tl.program_id(0).to(tl.int64) * BLOCK_M + tl.arange(0, BLOCK_M)
     offs_n = tl.arange(0, BLOCK_N)
     if ONE_BLOCK:
-        w = load_weight(w_ptr, offs_n, N)  # on its way while the row is summed
+        w = load_weight(w_ptr, offs_n, N)  # first: this load overlaps the sum over the row
         x = _load_sum(x_ptr, res_ptr, stride_xm, stride_rm, offs_m, offs_n, M, N, dtype, EVEN)
         if s_ptr is not None:
             store_tile(s_ptr, N, offs_m, offs_n, M, N, x, EVEN)
@@ -117,7 +117,7 @@ def _rms_norm_fwd_kernel(
 
 @triton.jit
 def _products(dy_ptr, x_ptr, w_ptr, rstd, stride_dym, stride_xm, offs_m, offs_n, M, N, offset, EVEN: tl.constexpr):
-    """A block's normalised x, dy, and dy times the weight, in fp32."""
+    """Return a block's normalised x, dy, and dy times the weight, in fp32."""
     xhat = load_tile(x_ptr, stride_xm, offs_m, offs_n, M, N, EVEN) * rstd
     dy = load_tile(dy_ptr, stride_dym, offs_m, offs_n, M, N, EVEN)
     return xhat, dy, dy if w_ptr is None else dy * (load_vector(w_ptr, offs_n, N) + offset)[None, :]
@@ -138,12 +138,12 @@ def _rms_norm_bwd_kernel(
     BLOCK_N: tl.constexpr,
 ):  # fmt: skip
     pid = tl.program_id(0)
-    # persistent: a program owns one fp32 row of partial dw, so there are no atomics and the sum repeats bit for bit
+    # persistent: each program owns one fp32 row of partial dw, so no atomics and dw is repeatable bit for bit
     blocks = tl.cdiv(M, BLOCK_M)
     offs_n = tl.arange(0, BLOCK_N)
     dw = tl.zeros((BLOCK_M, BLOCK_N), tl.float32)
     for block in tl.range(pid, blocks, tl.num_programs(0), num_stages=STAGES):
-        # the last rows first: what was written last, dy among it, is still in L2
+        # last rows first: they were written last, so their dy is still in L2
         offs_m = (blocks - 1 - block).to(tl.int64) * BLOCK_M + tl.arange(0, BLOCK_M)
         rstd = tl.load(rstd_ptr + offs_m, mask=offs_m < M, other=0.0)[:, None]
         if ONE_BLOCK:
@@ -175,7 +175,7 @@ def _rms_norm_bwd_kernel(
 
 
 def _like(x: Tensor, weight: Tensor | None, casting_mode: str) -> Tensor:
-    """Room for normalised rows of ``x``, in the dtype that the convention gives them."""
+    """Return an empty contiguous tensor like ``x`` in the output dtype of ``casting_mode``."""
     wider = weight is not None and casting_mode != "gemma"
     dtype = torch.promote_types(x.dtype, weight.dtype) if wider else x.dtype
     return torch.empty_like(x, dtype=dtype, memory_format=torch.contiguous_format)
@@ -326,7 +326,7 @@ class _RMSNorm(torch.autograd.Function):
 
 
 def rows_alike(x: Tensor, **kwargs: Any) -> dict[str, dict[int, int]]:
-    """Rows may be sharded along any of their dimensions."""
+    """Return the dimensions that may be sharded: all but the last."""
     rows = {dim: dim for dim in range(x.dim() - 1)}
     return {"x": rows, "residual": rows}
 
@@ -344,16 +344,15 @@ def _checked(x: Tensor, weight: Tensor | None, eps: Any, offset: Any, casting_mo
 def rms_norm(
     x: Tensor, weight: Tensor | None = None, eps: float = 1e-6, *, offset: float = 0.0, casting_mode: str = "llama"
 ) -> Tensor:
-    """RMS-normalise the last dimension of ``x`` [..., N] and scale it by ``weight`` [N] + ``offset``; returns [..., N].
+    """RMS-normalise the last dimension of ``x`` [..., N], multiply by ``weight`` [N] + ``offset`` and return [..., N].
 
-    ``eps`` is added to the mean square. ``casting_mode``: "llama" normalises in fp32, rounds to x.dtype and
-    multiplies by the weight in that dtype (the result takes the promoted dtype of both, as in the Hugging Face
-    class); "gemma" does everything in fp32 and rounds once to x.dtype; "none" does all maths in x.dtype. ``offset``
-    is added to the weight in fp32 (Gemma: 1.0). bf16, fp16 and fp32; other dtypes and devices run the plain-torch
-    reference.
+    ``eps`` is added to the mean square, ``offset`` to the weight in fp32 (Gemma: 1.0). ``casting_mode``: "llama"
+    normalises in fp32, rounds to x.dtype and multiplies by the weight (the result has the promoted dtype of both, as in
+    the Hugging Face class); "gemma" computes in fp32 and rounds once to x.dtype; "none" rounds every step to x.dtype.
+    The kernel takes bf16, fp16 and fp32; other dtypes and devices run the plain-torch reference.
 
-    Raises TypeError for tensors that are not floating point, ValueError for a weight that is not [N] on the device
-    of ``x``, a negative ``eps`` or an unknown ``casting_mode``. See Zhang & Sennrich, arXiv:1910.07467.
+    Raises TypeError if a tensor is not floating point, ValueError if ``weight`` is not [N] on the device of ``x``,
+    ``eps`` is negative or ``casting_mode`` is unknown. See Zhang & Sennrich, arXiv:1910.07467.
     """
     eps, offset = _checked(x, weight, eps, offset, casting_mode)
     if not use_kernel(x):
@@ -371,11 +370,10 @@ def add_rms_norm(
     offset: float = 0.0,
     casting_mode: str = "llama",
 ) -> tuple[Tensor, Tensor]:
-    """Add ``x`` and ``residual`` (both [..., N]) and RMS-normalise the sum; returns (normed, x + residual), both [...,
-    N].
+    """Return (normed, x + residual), both [..., N]: RMS-normalise the sum of ``x`` and ``residual`` [..., N].
 
-    The sum is rounded to its dtype before it is normalised, as a residual stream would be. The other arguments and
-    errors are those of ``rms_norm``; ValueError also if ``residual`` has not the shape of ``x``.
+    The sum is rounded to its dtype before it is normalised, as a residual stream is. The other arguments and errors
+    are those of ``rms_norm``. Also raises ValueError if ``residual`` does not have the shape and device of ``x``.
     """
     eps, offset = _checked(x, weight, eps, offset, casting_mode)
     require("residual", residual, like=x, shape=x.shape)

@@ -1,10 +1,10 @@
 """RoPE: (y1, y2) = (x1 cos - x2 sin, x2 cos + x1 sin) for each pair of features   (Su et al., arXiv:2104.09864)
 
-q [B, H, S, D] and k [B, Hk, S, D] are rotated in one launch, a token's heads by one program or a few, so that cos and
-sin [B or 1, S, C] are read once for all of them. Features beyond the rotary width R are copied. Which features pair up
-is the ``layout``; the rotation is orthogonal, so the backward is the same kernel with sin negated and the input and
-output layouts exchanged. Maths in fp32, one rounding to the input dtype. The kernel can normalise the heads first:
-see ``qk_norm_rope``.
+One launch rotates q [B, H, S, D] and k [B, Hk, S, D]. One program or a few handle all heads of a token, so cos and sin
+[B or 1, S, C] are read once for many heads. Features beyond the rotary width R are copied. ``layout`` says which
+features form a pair. The rotation is orthogonal, so the backward runs the same kernel with sin negated and the input
+and output layouts exchanged. The maths are in fp32 and are rounded once, to the input dtype. The kernel can normalise
+the heads first: see ``qk_norm_rope``.
 """
 
 import functools
@@ -31,7 +31,7 @@ COS_LAYOUTS = ("full", "half", "repeat")
 
 
 def _half_width(cos: Tensor, cos_layout: str) -> Tensor:
-    """The R / 2 distinct columns of ``cos`` [..., C]."""
+    """Return the R / 2 distinct columns of ``cos`` [..., C]."""
     if cos_layout == "half":
         return cos
     return cos[..., ::2] if cos_layout == "repeat" else cos[..., : cos.shape[-1] // 2]
@@ -48,7 +48,7 @@ def rope_ref(
     unsqueeze_dim: int = 1,
     rotary_dim: int | None = None,
 ) -> tuple[Tensor, Tensor]:
-    """The definition, in plain torch; the tables alone decide R here."""
+    """Compute ``rope`` in plain torch; this defines the op. R follows from ``cos`` alone, not from ``rotary_dim``."""
 
     def rotate(x: Tensor) -> Tensor:
         acc = torch.promote_types(x.dtype, torch.float32)
@@ -66,7 +66,7 @@ def rope_ref(
 
 @triton.jit
 def pairs(HALF: tl.constexpr, INTERLEAVED: tl.constexpr, BLOCK_D: tl.constexpr):
-    """Positions of the first and of the second feature of each pair."""
+    """Return the positions of the first and of the second feature of each pair."""
     offs = tl.arange(0, BLOCK_D)
     return (2 * offs, 2 * offs + 1) if INTERLEAVED else (offs, HALF + offs)
 
@@ -76,7 +76,7 @@ def load_heads(
     ptr, stride_h, offs_h, H, HALF: tl.constexpr, REST: tl.constexpr, INTERLEAVED: tl.constexpr,
     BLOCK_D: tl.constexpr, BLOCK_R: tl.constexpr,
 ):  # fmt: skip
-    """First and second features of the pairs [heads, HALF] and the features that do not turn, in fp32."""
+    """Return the first and second features of the pairs [heads, HALF] and the unrotated features, in fp32."""
     rows, mask_h = ptr + (offs_h.to(tl.int64) * stride_h)[:, None], (offs_h < H)[:, None]
     if INTERLEAVED:
         offs = tl.arange(0, 2 * BLOCK_D)[None, :]
@@ -99,7 +99,7 @@ def store_heads(
     ptr, stride_h, offs_h, H, x1, x2, rest, HALF: tl.constexpr, REST: tl.constexpr, INTERLEAVED: tl.constexpr,
     BLOCK_D: tl.constexpr, BLOCK_R: tl.constexpr,
 ):  # fmt: skip
-    """Store what ``load_heads`` would load."""
+    """Store heads given in the three parts that ``load_heads`` returns."""
     rows, mask_h = ptr + (offs_h.to(tl.int64) * stride_h)[:, None], (offs_h < H)[:, None]
     if INTERLEAVED:
         offs = tl.arange(0, 2 * BLOCK_D)[None, :]
@@ -116,7 +116,7 @@ def store_heads(
 
 @triton.jit
 def load_angle(cos_ptr, sin_ptr, offs, HALF: tl.constexpr, COS_STEP: tl.constexpr):
-    """A token's cos and sin [1, HALF] in fp32."""
+    """Return a token's cos and sin [1, HALF] in fp32."""
     cos = tl.load(cos_ptr + offs * COS_STEP, mask=offs < HALF, other=0.0).to(tl.float32)
     sin = tl.load(sin_ptr + offs * COS_STEP, mask=offs < HALF, other=0.0).to(tl.float32)
     return cos[None, :], sin[None, :]
@@ -126,7 +126,7 @@ def load_angle(cos_ptr, sin_ptr, offs, HALF: tl.constexpr, COS_STEP: tl.constexp
 def rstd_of_heads(
     x1, x2, rest, eps, dtype: tl.constexpr, CASTING: tl.constexpr, HALF: tl.constexpr, REST: tl.constexpr
 ):
-    """1 / rms of heads in the parts that ``load_heads`` gives."""
+    """Return 1 / rms of heads given in the three parts that ``load_heads`` returns."""
     square = sum_of_squares(x1, dtype, CASTING) + sum_of_squares(x2, dtype, CASTING)
     if REST > 0:
         square += sum_of_squares(rest, dtype, CASTING)
@@ -139,7 +139,7 @@ def _turn_heads(
     HALF: tl.constexpr, REST: tl.constexpr, IN_INTERLEAVED: tl.constexpr, OUT_INTERLEAVED: tl.constexpr,
     BLOCK_D: tl.constexpr, BLOCK_R: tl.constexpr,
 ):  # fmt: skip
-    """Normalise heads, unless ``CASTING`` is None, and rotate them."""
+    """Load heads, normalise them unless ``CASTING`` is None, rotate and store them."""
     x1, x2, rest = load_heads(x_ptr, stride_xh, offs_h, H, HALF, REST, IN_INTERLEAVED, BLOCK_D, BLOCK_R)
     if CASTING is not None:
         dtype: tl.constexpr = x_ptr.dtype.element_ty
@@ -183,26 +183,26 @@ def _rope_kernel(
 
 
 class Layouts(NamedTuple):
-    """How features pair up in memory, and where heads stand; the options of ``rope``."""
+    """Layout options of ``rope``: the pairing of features, the columns of cos, and the dimension of heads."""
 
     layout: str
     cos_layout: str
     unsqueeze_dim: int
 
     def strides(self, x: Tensor) -> tuple[int, int, int]:
-        """Strides of batch, heads and tokens."""
+        """Return the strides of batch, heads and tokens."""
         b, h, s, _ = x.stride()
         return (b, h, s) if self.unsqueeze_dim == 1 else (b, s, h)
 
     def sizes(self, q: Tensor, k: Tensor) -> tuple[int, int, int, int]:
-        """Batch, tokens, heads of q and of k."""
+        """Return the sizes B, S, H and Hk."""
         heads = self.unsqueeze_dim
         return q.shape[0], q.shape[3 - heads], q.shape[heads], k.shape[heads]
 
 
 @functools.cache
 def turn_constants(layouts: Layouts, D: int, C: int, inverse: bool) -> dict[str, Any]:
-    """The constants of a kernel that rotates heads of D features by cos [..., C], or rotates them back."""
+    """Return the constants of a kernel that rotates heads of D features by cos [..., C], or by its ``inverse``."""
     half = C if layouts.cos_layout == "half" else C // 2
     mixed, interleaved = layouts.layout == "interleaved_in_half_out", layouts.layout == "interleaved"
     return {
@@ -218,7 +218,7 @@ def turn_constants(layouts: Layouts, D: int, C: int, inverse: bool) -> dict[str,
 
 @functools.cache
 def head_blocks(tile: Tile, H: int, HK: int) -> tuple[int, dict[str, int]]:
-    """Programs that share a token, and their blocks of heads and warps: fewer of these where the heads are few."""
+    """Return how many programs share a token, and their blocks of heads and warps; few heads take fewer warps."""
     split = max(1, -(-H // tile.block_m))
     block_h, block_hk = (next_power_of_2(max(1, -(-heads // split))) for heads in (H, HK))
     num_warps = max(1, tile.num_warps * block_h // tile.block_m)
@@ -226,7 +226,7 @@ def head_blocks(tile: Tile, H: int, HK: int) -> tuple[int, dict[str, int]]:
 
 
 def angles(cos: Tensor, sin: Tensor) -> tuple[Tensor, Tensor, bool]:
-    """cos and sin with dense columns and evenly spaced rows, and whether each batch has its own."""
+    """Return cos and sin with contiguous columns and one stride over all rows, and True if each batch has its own."""
     batched = cos.dim() == 3 and cos.shape[0] > 1 and cos.stride(0) != 0
     uneven = batched and cos.stride(0) != cos.shape[1] * cos.stride(1)
     if uneven or cos.stride() != sin.stride() or cos.stride(-1) != 1:
@@ -239,7 +239,7 @@ def launch_fwd(
     q: Tensor, k: Tensor, weights: tuple[Tensor | None, Tensor | None], cos: Tensor, sin: Tensor,
     outs: tuple[Tensor, Tensor], layouts: Layouts, eps: float, offset: float, casting: str | None, inverse: bool,
 ) -> None:  # fmt: skip
-    """Rotate q and k into ``outs``, or back; normalised first, unless ``casting`` is None."""
+    """Rotate q and k, or rotate them back if ``inverse``, into ``outs``; normalise first unless ``casting`` is None."""
     q, k = dense(q), dense(k)
     cos, sin, batched = angles(cos, sin)
     B, S, H, HK = layouts.sizes(q, k)
@@ -304,7 +304,7 @@ def check(
     q: Tensor, k: Tensor, cos: Tensor, sin: Tensor, layout: str, cos_layout: str, unsqueeze_dim: int,
     rotary_dim: int | None,
 ) -> None:  # fmt: skip
-    """Raise unless the arguments of ``rope`` fit together."""
+    """Raise unless the arguments of ``rope`` are valid together."""
     require_choice("layout", layout, LAYOUTS)
     require_choice("cos_layout", cos_layout, COS_LAYOUTS)
     require_choice("unsqueeze_dim", require_integer("unsqueeze_dim", unsqueeze_dim), (1, 2))
@@ -341,7 +341,10 @@ def check(
 
 
 def heads_and_tokens(cos: Tensor, unsqueeze_dim: int = 1, **kwargs: Any) -> dict[str, dict[int, int]]:
-    """Batch, heads and tokens may be sharded; cos and sin go with the tokens, and with the batch if it has several."""
+    """Return the dimensions that may be sharded: batch, heads and tokens.
+
+    cos and sin are sharded with the tokens, and with the batch if they have more than one.
+    """
     heads = {dim: dim for dim in range(3)}
     tokens = {3 - unsqueeze_dim: cos.dim() - 2}
     if cos.dim() == 3 and cos.shape[0] > 1:
@@ -361,19 +364,18 @@ def rope(
     unsqueeze_dim: int = 1,
     rotary_dim: int | None = None,
 ) -> tuple[Tensor, Tensor]:
-    """Rotate ``q`` [B, H, S, D] and ``k`` [B, Hk, S, D] by ``cos`` and ``sin`` [B or 1, S, C] or [S, C]; returns both,
-    rotated.
+    """Return ``q`` [B, H, S, D] and ``k`` [B, Hk, S, D] rotated by ``cos`` and ``sin`` [B or 1, S, C] or [S, C].
 
     ``layout``: "half" pairs feature i with i + R/2 (rotate_half), "interleaved" pairs 2i with 2i + 1,
-    "interleaved_in_half_out" reads the latter and writes the former. ``cos_layout``: "full" has C = R with two equal
-    halves, "half" has C = R/2, "repeat" has C = R with each value twice in a row. R <= D; the features beyond R are
-    copied. ``rotary_dim`` states R, and must for R = D/2 unless ``cos_layout`` is "half": a table of D/2 columns may
-    also be the "half" of a whole rotation. ``unsqueeze_dim=2`` takes q and k as [B, S, H, D]. Any strides; out of
-    place; results take the dtypes of q and k. Learned rotations (cos or sin requiring a gradient), and dtypes other
+    "interleaved_in_half_out" reads interleaved pairs and writes halves. ``cos_layout``: "full" has C = R with two equal
+    halves, "half" has C = R/2, "repeat" has C = R with each value twice in a row. R <= D; features beyond R are copied.
+    ``rotary_dim`` states R. It is required for R = D/2 unless ``cos_layout`` is "half", since D/2 columns may also be
+    the "half" layout of R = D. ``unsqueeze_dim=2`` takes q and k as [B, S, H, D]. The op takes any strides, works out
+    of place and returns the dtypes of q and k. Learned rotations (cos or sin requires a gradient), and dtypes other
     than bf16, fp16 and fp32, run the plain-torch reference.
 
-    Raises TypeError for tensors that are not floating point, ValueError for shapes, devices or layouts that do not
-    fit. See Su et al., arXiv:2104.09864.
+    Raises TypeError if a tensor is not floating point, ValueError if shapes, devices or layouts do not match. See Su et
+    al., arXiv:2104.09864.
     """
     check(q, k, cos, sin, layout, cos_layout, unsqueeze_dim, rotary_dim)
     learned = (cos.requires_grad or sin.requires_grad) and not refused("kernels have no gradient of cos and sin")

@@ -1,4 +1,4 @@
-"""The kernels under torch.distributed: models and tensors that are spread over processes."""
+"""The kernels under torch.distributed: models and tensors that are sharded over processes."""
 
 from liger_like.parallel.checkpoint import checkpoint_policy
 from liger_like.parallel.context_parallel import context_parallel

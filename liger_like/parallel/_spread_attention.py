@@ -1,13 +1,14 @@
-"""Causal attention of sequences that are spread over processes, each of which holds chunks of every sequence.
+"""Causal attention over sequences that are sharded over processes; each process has chunks of every sequence.
 
-Queries stay where they are and keys come to them, all at once (gathered; Llama 3, arXiv:2407.21783) or from process to
-process (a ring; Liu et al., arXiv:2310.01889), or tokens are exchanged for heads (Ulysses; arXiv:2309.14509). With two
-chunks each, one from the front and one from the back, all processes have as much to do.
+Queries stay in their process, and keys come to them all at once (all-gather; Llama 3, arXiv:2407.21783) or from process
+to process (ring; Liu et al., arXiv:2310.01889), or tokens are exchanged for heads (Ulysses; arXiv:2309.14509). With two
+chunks per process, one from the front and one from the back, all processes have the same work.
 
-Of the keys that are there, a chunk of queries sees nothing, all, those of a causal mask that ends with the last, or,
-with windows and documents, those from one to another. Each of these is a call of the kernels; results of several are
-merged by their sums, and the backward of each takes the sums and the delta of all. The sums of a row are two numbers in
-fp32, as in ``attention_fwd``: a reference score, and the log2 of the sum of exp(score - reference).
+Among the keys present, a chunk of queries sees no keys, all keys, the keys of a causal mask that ends at the last key,
+or, with windows and documents, a span of keys per query. Each case that sees keys is one call of the kernels, a piece.
+The outputs of several pieces are merged by their sums. The backward of a piece takes the sums and delta over all keys.
+The sums of a row are two fp32 numbers, as in ``attention_fwd``: a reference score, and the log2 of the sum of
+exp(score - reference).
 """
 
 import math
@@ -32,7 +33,7 @@ Use = Callable[[list[int], Tensor], Tensor | None]
 
 @dataclass(frozen=True)
 class Shards:
-    """Which process of a group holds which chunks of a sequence."""
+    """Assignment of the chunks of a sequence to the processes of a group."""
 
     group: Any
     rank: int
@@ -40,32 +41,32 @@ class Shards:
     zigzag: bool
 
     def chunks(self, rank: int | None = None) -> list[int]:
-        """Those of a process, this one if ``rank`` is None, in the order of the sequence."""
+        """Return the chunks of a process (None: this one), in the order of the sequence."""
         rank = self.rank if rank is None else rank
         return [rank, 2 * self.size - 1 - rank] if self.zigzag else [rank]
 
     @property
     def order(self) -> list[int]:
-        """The chunks of all processes one behind the other."""
+        """Return the chunks of all processes, concatenated in the order of the ranks."""
         return [chunk for rank in range(self.size) for chunk in self.chunks(rank)]
 
     def own(self, x: Tensor) -> Tensor:
-        """This process's part of ``x`` [B, S, ...]."""
+        """Return this process's part of ``x`` [B, S, ...]."""
         parts = x.chunk(len(self.order), 1)
         return torch.cat([parts[chunk] for chunk in self.chunks()], 1)
 
     def join(self, x: Tensor) -> Tensor:
-        """[B, S, ...] of the parts ``x`` [processes, B, s, ...] of all processes."""
+        """Return [B, S, ...] from the parts ``x`` [processes, B, s, ...] of all processes."""
         parts = x.transpose(0, 1).flatten(1, 2).chunk(len(self.order), 1)
         return torch.cat([parts[self.order.index(chunk)] for chunk in range(len(parts))], 1)
 
     def part(self, x: Tensor) -> Tensor:
-        """The parts [processes, B, s, ...] of ``x`` [B, S, ...], contiguous."""
+        """Return the contiguous parts [processes, B, s, ...] of ``x`` [B, S, ...]."""
         parts = x.chunk(len(self.order), 1)
         return torch.stack([torch.cat([parts[i] for i in self.chunks(rank)], 1) for rank in range(self.size)])
 
     def pass_on(self, x: Tensor) -> Callable[[], Tensor]:
-        """Send ``x`` to the next process; what is returned waits for that of the one before."""
+        """Send ``x`` to the next process; return a function that waits for the previous process's tensor."""
         if self.size == 1:
             return lambda: x
         arriving, peers = torch.empty_like(x), [(self.rank + step) % self.size for step in (1, -1)]
@@ -83,9 +84,9 @@ class Shards:
 
 
 class _Piece(NamedTuple):
-    """What one call computes: the chunk of queries at ``at`` with some of the keys that are there.
+    """Arguments of one kernel call: this process's chunk number ``at`` of queries, and a slice of the keys present.
 
-    ``own``: the query's own key is among them.
+    ``own``: the queries' own keys are in the slice.
     """
 
     at: int
@@ -97,9 +98,9 @@ class _Piece(NamedTuple):
 
 
 def _pieces(mine: list[int], held: list[int], q: Tensor, left: int, starts: Tensor | None) -> Iterator[_Piece]:
-    """The calls for the queries ``q``, the chunks ``mine``, where the chunks ``held`` of keys are.
+    """Yield the kernel calls for queries ``q`` of the chunks ``mine`` and keys of the chunks ``held``.
 
-    A query sees ``left`` keys before its own, -1 for all, but none before ``starts`` [B, s].
+    A query sees ``left`` keys before its own (-1: all), but none before its document starts (``starts`` [B, s]).
     """
     length = q.shape[1] // len(mine)
     for at, chunk in enumerate(mine):
@@ -121,8 +122,9 @@ def _pieces(mine: list[int], held: list[int], q: Tensor, left: int, starts: Tens
 
 
 def _spans(starts: Tensor, chunk: int, held: list[int], left: int) -> Tensor:
-    """The spans [2, B, length] of a chunk of queries, of documents from ``starts`` [B, length], in the rows of the
-    chunks ``held`` of keys.
+    """Return the spans [2, B, length] of the keys that a chunk of queries sees, as rows of the chunks ``held``.
+
+    ``starts`` [B, length] is the first token of each query's document.
     """
     length = starts.shape[1]
     place = torch.arange(chunk * length, (chunk + 1) * length, device=starts.device)[None]
@@ -132,7 +134,7 @@ def _spans(starts: Tensor, chunk: int, held: list[int], left: int) -> Tensor:
 
 
 def _gathered(shards: Shards, kv: Tensor, use: Use) -> Tensor | None:
-    """Use the keys and values of all processes at once; their gradients come back added up."""
+    """Call ``use`` once with the keys and values of all processes; return their reduce-scattered gradients, if any."""
     everything = kv.new_empty(shards.size, *kv.shape)
     all_gather(everything.flatten(0, 1), kv, group=shards.group)
     dkv = use(list(range(len(shards.order))), shards.join(everything))
@@ -144,8 +146,9 @@ def _gathered(shards: Shards, kv: Tensor, use: Use) -> Tensor | None:
 
 
 def _around_ring(shards: Shards, kv: Tensor, use: Use) -> Tensor | None:
-    """Use the keys and values of one process after the other, while the next ones and the gradients of those that are
-    there arrive; after one round these are home.
+    """Call ``use`` with the keys and values of one process after the other.
+
+    The next keys and the present keys' gradients arrive meanwhile. After one round each process has its own gradients.
     """
     wait = None
     for step in range(shards.size):
@@ -158,7 +161,7 @@ def _around_ring(shards: Shards, kv: Tensor, use: Use) -> Tensor | None:
 
 
 def _masking(q: Tensor, k: Tensor, piece: _Piece, scale: float, softcap: float | None) -> tuple[Any, ...]:
-    """What the kernels take of a piece: no bias, padding, packing or offsets."""
+    """Return the kernels' masking arguments for a piece, without bias, padding, packing or offsets."""
     sizes = q.shape[1], k.shape[1]
     return None, None, None, None, None, piece.spans, *sizes, scale, softcap, piece.left, piece.right
 
@@ -166,7 +169,7 @@ def _masking(q: Tensor, k: Tensor, piece: _Piece, scale: float, softcap: float |
 def _attend(
     q: Tensor, k: Tensor, v: Tensor, sinks: Tensor | None, piece: _Piece, scale: float, softcap: float | None
 ) -> tuple[Tensor, Tensor]:
-    """The output [B, S, H, Dv] and the sums [2, B, H, S] of a piece."""
+    """Return the output [B, S, H, Dv] and the sums [2, B, H, S] of a piece."""
     sums = q.new_empty(0)
     if _use_kernel(q, v):
         out, lse, sums = attention_fwd(q, k, v, sinks, *_masking(q, k, piece, scale, softcap))
@@ -183,8 +186,8 @@ def _reference(
 
 
 def _merge(out: Tensor, sums: Tensor, more: Tensor, more_sums: Tensor) -> tuple[Tensor, Tensor]:
-    """Output [B, S, H, Dv] in fp32 and sums [2, B, H, S] over two sets of keys, from those over each."""
-    most = torch.maximum(sums[0], more_sums[0])  # finite: a query's own key is among the first
+    """Return the fp32 output [B, S, H, Dv] and sums [2, B, H, S] over two sets of keys, from the results of each."""
+    most = torch.maximum(sums[0], more_sums[0])  # finite: the first set has the query's own key
     parts = [torch.exp2((part[0] - most) / math.log(2) + part[1]) for part in (sums, more_sums)]
     total = parts[0] + parts[1]
     a, b = (x * (part / total).transpose(1, 2).unsqueeze(-1) for x, part in zip((out, more), parts, strict=True))
@@ -192,9 +195,7 @@ def _merge(out: Tensor, sums: Tensor, more: Tensor, more_sums: Tensor) -> tuple[
 
 
 def _of_rows(q: Tensor, sinks: Tensor | None, dout: Tensor, out: Tensor, sums: Tensor) -> Any:
-    """What the backward needs to know of rows over all their keys, their sums and delta; and the gradient of the
-    sinks.
-    """
+    """Return the sums and delta of rows over all their keys, as the backward takes them, and the sinks' gradient."""
     lse = sums[0] + sums[1] * math.log(2)
     if _use_kernel(q, out):
         apart = sums.contiguous() if q.dtype == torch.float32 else None
@@ -208,14 +209,14 @@ def _piece_grads(
     dout: Tensor, q: Tensor, k: Tensor, v: Tensor, rows: Tensor, piece: _Piece, scale: float, softcap: float | None,
     deterministic: bool,
 ) -> Any:  # fmt: skip
-    """What a piece gives to the gradients of q, k and v."""
+    """Return a piece's contributions to the gradients of q, k and v."""
     if _use_kernel(q, v):
         needs = [True, True, True, False]
         return attention_bwd(dout, q, k, v, rows, *_masking(q, k, piece, scale, softcap), deterministic, needs)[:3]
     q, k, v = leaves = [t.detach().requires_grad_() for t in (q, k, v)]
     with torch.enable_grad():
         out, lse = _reference(q, k, v, None, piece, scale, softcap)
-    share = torch.exp(lse.detach() - rows[0])  # of these keys in the softmax over all
+    share = torch.exp(lse.detach() - rows[0])  # share of these keys in the softmax over all keys
     dout = dout * share.transpose(1, 2).unsqueeze(-1)
     dlse = (dout * out.detach()).sum(-1).transpose(1, 2) - share * rows[1]
     return torch.autograd.grad((out, lse), leaves, (dout.to(out.dtype), dlse))
@@ -284,7 +285,7 @@ def _with_travelling_keys(
 
 
 class _Exchange(torch.autograd.Function):
-    """``x`` [processes, ...], a part for each, becomes what each had for this one; gradients go back the same way."""
+    """All-to-all: part i of ``x`` [processes, ...] goes to process i; gradients go back the same way."""
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, group: Any) -> Tensor:
@@ -306,7 +307,7 @@ def _with_exchanged_heads(
     n, (B, s, H, D), (Hk, Dv) = shards.size, q.shape, v.shape[2:]
     exchange: Callable[..., Tensor] = _Exchange.apply
     if Hk % n:
-        raise ValueError(f"method 'ulysses' needs as many processes as divide the key heads: {n} do not divide {Hk}")
+        raise ValueError(f"method 'ulysses' needs a number of processes that divides the {Hk} key heads, got {n}")
     heads = torch.cat([t.reshape(B, s, n, -1) for t in (q, k, v)], -1)
     whole = shards.join(exchange(heads.movedim(2, 0), shards.group))
     parts = whole.split_with_sizes([H // n * D, Hk // n * D, Hk // n * Dv], -1)

@@ -1,4 +1,4 @@
-"""Selective activation checkpointing: which results of a checkpointed region are kept, and which are made again."""
+"""Selective activation checkpointing: which results of a checkpointed region are saved, and which are recomputed."""
 
 import functools
 from collections.abc import Callable
@@ -44,25 +44,25 @@ def _contexts(save: tuple[str | OpOverload, ...]) -> tuple[Any, Any]:
 def checkpoint_policy(
     save: tuple[str | OpOverload, ...] = ("matmul", "attention", "loss"),
 ) -> Callable[[], tuple[Any, Any]]:
-    """A ``context_fn`` for ``torch.utils.checkpoint.checkpoint(..., use_reentrant=False)`` by which the backward makes
-    all again but what ``save`` names.
+    """Return a ``context_fn`` for ``torch.utils.checkpoint.checkpoint`` that saves only the results named by ``save``.
 
-    ``save`` is a tuple of groups out of "matmul", "attention", "loss", "norm", "glu", "glu_linear", "rope", torch's and
-    this package's ops alike, and of single ops such as ``torch.ops.aten.mm.default``. What is saved is computed once;
-    norms, activations and RoPE cost little to make again and much to keep. "glu_linear" is the last product of a
-    patched gated MLP, which is made again only where something needs it: a norm behind it, as in Gemma 2 and OLMo 2,
-    for which it is worth to be named. ``("attention", "loss")`` keeps little, for long sequences. ``()`` makes all
-    again, as without a policy; without one torch.compile keeps, in torch 2.11, the results of this package's ops.
+    The checkpoint must have ``use_reentrant=False``; its backward recomputes all other results. ``save`` is a tuple of
+    groups, out of "matmul", "attention", "loss", "norm", "glu", "glu_linear" and "rope", and of single ops such as
+    ``torch.ops.aten.mm.default``. "attention" includes torch's attention. Norms, activations and RoPE cost little
+    time to recompute and much memory to save. "glu_linear" is the last product of a patched gated MLP. It is recomputed
+    only if another op needs it, such as the norm after it in Gemma 2 and OLMo 2; save it for these models.
+    ``("attention", "loss")`` saves little, for long sequences. ``()`` recomputes everything, as a checkpoint without a
+    policy does; under torch.compile a checkpoint without a policy saves this package's results (torch 2.11).
 
     For Hugging Face models: ``model.gradient_checkpointing_enable({"use_reentrant": False, "context_fn":
-    checkpoint_policy()})``, rather than TrainingArguments, which some reports write as JSON.
+    checkpoint_policy()})``. Do not put it into TrainingArguments, which some reports write as JSON.
 
-    Raises TypeError if ``save`` is no tuple, and ValueError for an unknown group. See Chen et al., arXiv:1604.06174,
-    and Korthikanti et al., arXiv:2205.05198, for selective recomputation.
+    Raises TypeError if ``save`` is not a tuple or list, ValueError for an unknown group. See Chen et al.,
+    arXiv:1604.06174, and for selective recomputation Korthikanti et al., arXiv:2205.05198.
     """
     if not isinstance(save, tuple | list):
         raise TypeError(f"save must be a tuple of groups or ops, got {type(save).__name__}")
     unknown = [name for name in save if not isinstance(name, OpOverload) and name not in OPS]
     if unknown:
         raise ValueError(f"save must be out of {', '.join(OPS)}, or ops, got {unknown}")
-    return functools.partial(_contexts, tuple(save))  # of names it can be pickled, and be a constant of a graph
+    return functools.partial(_contexts, tuple(save))  # a partial can be pickled and be a constant of a graph

@@ -1,6 +1,4 @@
-"""Training on sequences that are spread over processes: every token is on one of them, and only attention looks at
-those of others.
-"""
+"""Context parallelism: sequences are sharded over processes, and only attention reads tokens of other processes."""
 
 from collections.abc import Mapping
 from typing import Any
@@ -19,28 +17,26 @@ LAYOUTS = {"contiguous": False, "zigzag": True}
 
 
 def context_parallel(mesh: DeviceMesh, *, method: str = "allgather", layout: str = "zigzag") -> "ContextParallel":
-    """A context in which sequences are spread over ``mesh``, of one dimension, and in which patched models attend to
-    the tokens of all its processes::
+    """Return a context in which patched models attend over sequences sharded over ``mesh``, of one dimension::
 
         with context_parallel(mesh["cp"]) as cp:
             model(**cp.shard(batch)).loss.backward()
 
-    ``method``: how queries meet keys. "allgather": keys and values are gathered, for the backward again, and their
-    gradients reduced and scattered. "ring": they go from process to process while attention with those that are there
-    is computed; no more than two processes' keys and values are ever in memory. "ulysses": for attention, every
-    process gets all tokens of some of its heads; the mesh's size must divide the number of key heads.
-    ``layout``: the tokens of a process. "zigzag": a chunk from the front of the sequence and one from the back, so that
-    causal attention is as much work for all. "contiguous": one piece.
+    ``method`` says how queries meet keys. "allgather": keys and values are gathered, in the backward again, and their
+    gradients are reduce-scattered. "ring": keys and values travel from process to process while attention with the
+    present ones is computed; at most two processes' keys and values are in memory. "ulysses": for attention, every
+    process gets all tokens of some heads; the mesh's size must divide the number of key heads. ``layout`` says which
+    tokens a process has. "zigzag": one chunk from the front of the sequence and one from the back, which balances the
+    work of causal attention. "contiguous": one piece.
 
-    torch.compile may have the layers of a model, not the whole: masks are made outside of graphs.
+    Compile the layers of a model, not the whole model: masks are made outside of graphs.
 
-    Attention is causal, with or without windows, documents and sinks; a model that asks for other masks gets an error.
-    All processes of the mesh are to get the same batch. The loss and all gradients of parameters are parts, which add
-    up to those of one process: sum the gradients over the mesh, or, where DDP or FSDP take their mean over it,
-    multiply the loss by its size.
+    Attention is causal, with or without windows, documents and sinks; other masks raise. All processes of the mesh must
+    get the same batch. The loss and the parameters' gradients are partial sums: sum the gradients over the mesh, or,
+    if DDP or FSDP average them over it, multiply the loss by the mesh's size.
 
-    Raises TypeError if ``mesh`` is none, ValueError for one of several dimensions or an unknown name, and RuntimeError
-    at the end if the model that got a batch did not attend through it, since it was not patched.
+    Raises TypeError if ``mesh`` is not a DeviceMesh, ValueError if it has several dimensions or a name is unknown. The
+    context raises RuntimeError at its end if no attention ran through it, since the model was not patched.
     """
     require_type("mesh", mesh, DeviceMesh)
     if mesh.ndim != 1:
@@ -51,7 +47,7 @@ def context_parallel(mesh: DeviceMesh, *, method: str = "allgather", layout: str
 
 
 class ContextParallel:
-    """What ``context_parallel`` returns."""
+    """Context of ``context_parallel``: shards batches, and runs attention across processes."""
 
     def __init__(self, shards: Shards, method: str) -> None:
         self.shards, self.method = shards, method
@@ -71,15 +67,16 @@ class ContextParallel:
             )
 
     def shard(self, batch: Mapping[str, Any]) -> dict[str, Any]:
-        """This process's part of ``batch``, the arguments of a transformers model: all tensors [B, S, ...].
+        """Return this process's part of ``batch``, the arguments of a transformers model: all tensors [B, S, ...].
 
-        S is padded to a multiple of the number of chunks. "labels" are shifted first, to "shift_labels"; labels that
-        are not ignored (-100) are counted, over all processes, as "num_items_in_batch", unless that is given.
-        "position_ids" [B, S] are given if they are not. Documents, told by "cu_seq_lens_q" (of the rows one after
-        the other) or else by positions that do not rise by one, become "cu_seq_lens_q" and "cu_seq_lens_k" of the whole
-        batch. "attention_mask" [B, S] may hide tokens at either end of a row, which nobody else sees then.
+        S is padded to a multiple of the number of chunks. "labels" are first shifted to "shift_labels". Unless the
+        batch has "num_items_in_batch", this is the number of labels that are not ignored (-100), over all processes.
+        "position_ids" [B, S] are added if missing. Documents are read from "cu_seq_lens_q" (offsets into the
+        concatenated rows), else from positions that do not rise by one; the result has "cu_seq_lens_q" and
+        "cu_seq_lens_k" of the whole batch. "attention_mask" [B, S] may hide tokens at either end of a row; no visible
+        token then sees them.
 
-        Raises TypeError if ``batch`` is no mapping, and ValueError for tensors that are missing or do not fit.
+        Raises TypeError if ``batch`` is not a mapping, ValueError for missing tensors and wrong shapes.
         """
         require_type("batch", batch, Mapping)
         tokens = batch["input_ids"] if batch.get("input_ids") is not None else batch.get("inputs_embeds")
@@ -115,14 +112,15 @@ class ContextParallel:
         scale: float | None = None, softcap: float | None = None, sinks: Tensor | None = None,
         deterministic: bool | None = None,
     ) -> Tensor:  # fmt: skip
-        """Causal attention of this process's ``q`` [B, s, H, D] over all processes' ``k`` [B, s, Hk, D] and ``v``
-        [B, s, Hk, Dv]: [B, s, H, Dv], with gradients for q, k, v and, of this process's queries or heads, ``sinks``.
+        """Return causal attention [B, s, H, Dv] of this process's ``q`` [B, s, H, D] over the keys of all processes.
 
-        A query sees ``left`` keys before its own (-1: all), within its document, which begin at ``cu_seqlens`` [n + 1]
-        in the rows of the whole batch one after the other. Otherwise as ``flash_attention``.
+        ``k`` [B, s, Hk, D] and ``v`` [B, s, Hk, Dv] are this process's part. q, k and v get complete gradients,
+        ``sinks`` [H] the gradient of this process's queries or heads. A query sees ``left`` keys before its own (-1:
+        all) within its document; ``cu_seqlens`` [n + 1] are the documents' offsets into the concatenated rows of the
+        whole batch. Other arguments are those of ``flash_attention``.
 
-        Raises TypeError or ValueError for arguments that do not fit, and RuntimeError if the batch has documents but
-        ``cu_seqlens`` is None.
+        Raises TypeError or ValueError for invalid arguments, RuntimeError if the batch has documents but ``cu_seqlens``
+        is None.
         """
         scale, softcap = check_options(True, scale, (-1, -1), softcap, deterministic)
         check_heads(q, k, v, sinks, 4)
@@ -147,7 +145,10 @@ class ContextParallel:
 
 
 def _starts(batch: Mapping[str, Any], tokens: Tensor) -> Tensor | None:
-    """Where documents start [B, S], except at the first token; None if all do. Raises ValueError."""
+    """Return a mask [B, S] of the first tokens of documents, except at the start of rows, or None without such tokens.
+
+    Raises ValueError for wrong shapes and for an attention mask with gaps.
+    """
     starts = torch.zeros(tokens.shape[:2], dtype=torch.bool, device=tokens.device)
     mask, cu_seqlens, positions = (batch.get(name) for name in ("attention_mask", "cu_seq_lens_q", "position_ids"))
     for name, t in (("attention_mask", mask), ("position_ids", positions)):
@@ -157,7 +158,7 @@ def _starts(batch: Mapping[str, Any], tokens: Tensor) -> Tensor | None:
         mask = mask.bool()
         starts[:, 1:] = mask[:, 1:] & ~mask[:, :-1]
         if (starts.sum(1) + mask[:, 0] > 1).any():
-            raise ValueError("attention_mask must show neighbouring tokens: context_parallel knows no gaps")
+            raise ValueError("attention_mask must hide tokens at the ends of a row only, got a row with a gap")
     elif cu_seqlens is not None:
         starts.view(-1)[cu_seqlens[cu_seqlens < starts.numel()].long()] = True
     elif mask is None and positions is not None:

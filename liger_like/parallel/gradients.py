@@ -1,4 +1,4 @@
-"""Gradients of which every rank of a mesh holds a share of the sum."""
+"""Reduction of gradients that are Partial DTensors."""
 
 from collections import defaultdict
 from typing import Any
@@ -12,12 +12,12 @@ from liger_like.runtime.checks import require_type
 
 
 def finalize_partial_grads(model: nn.Module) -> None:
-    """Reduce the gradients of ``model`` that are Partial DTensors: ``grad`` is then the same on every rank, Replicate.
+    """Reduce the gradients of ``model`` that are Partial DTensors to Replicate ones, the same on all ranks.
 
-    Such are those of parameters that all ranks hold whole and use on their own shards, as norms under
-    SequenceParallel. An optimizer and ``clip_grad_norm_`` would reduce them one by one, and each anew. Call it on all
-    ranks after the last backward before these; the gradients of one dtype and mesh dimension take one all-reduce. FSDP
-    reduces the gradients of its parameters itself. Raises TypeError if ``model`` is no module.
+    Parameters that are replicated but used on sharded inputs have Partial gradients, as norms under SequenceParallel.
+    ``clip_grad_norm_`` and the optimizer would each reduce them again, one by one. Call this function on all ranks
+    between the last backward and these; it takes one all-reduce per dtype and mesh dimension. FSDP reduces the
+    gradients of its own parameters. Raises TypeError if ``model`` is not a module.
     """
     require_type("model", model, nn.Module)
     buckets: dict[Any, list[nn.Parameter]] = defaultdict(list)

@@ -1,5 +1,6 @@
-"""The loss fused with a head whose words are spread over the processes of a tensor-parallel group (Megatron-LM,
-arXiv:1909.08053).
+"""Fused loss of a vocabulary-parallel head: each process of a group has some of its words (rows of the weight).
+
+See Megatron-LM, arXiv:1909.08053.
 """
 
 from typing import Any
@@ -41,22 +42,22 @@ def vocab_parallel_cross_entropy(
     sequence_sharded: bool = False,
     **loss_options: Any,
 ) -> Tensor | LossOutput:
-    """``fused_linear_cross_entropy`` of a head of which each process of ``group`` has some of the words.
+    """Return ``fused_linear_cross_entropy`` for a head whose words are sharded over ``group``, of R processes.
 
-    ``x`` [..., H] is the same in all R processes; with ``sequence_sharded`` it is [..., S / R, H], the process's part
-    of the tokens, as sequence parallelism leaves it. ``target`` [...] or [..., S] is always whole. ``weight_shard``
-    [V', H] has the words from ``vocab_start`` on, of ``vocab_size`` in all; without the two, all processes have as
-    many, in the order of their ranks. A DTensor that is sharded by its words knows them, however uneven, and its
-    group. Other DTensors are taken for what they are here: ``x`` sharded by its tokens, or replicated.
+    ``x`` [..., H] is the same in all processes; with ``sequence_sharded`` it is [..., S / R, H], the process's part of
+    the tokens, as in sequence parallelism. ``target`` [...] or [..., S] is whole. ``weight_shard`` [V', H] has the
+    words from ``vocab_start`` on, of ``vocab_size``; without these two, all shards have equal sizes in the order of the
+    ranks. A DTensor sharded by its words, evenly or not, provides group, start and size. ``x`` may be a DTensor that is
+    replicated or sharded by its tokens.
 
-    ``loss_options`` are those of ``fused_linear_cross_entropy``, ``bias`` [V'] among them; ``class_weight`` [V] is
-    whole, and of ``lora`` the second matrix [V', r] is a shard. Loss and per-token outputs are the same in all
-    processes. Each gets the gradients of its own words, and that of all of ``x`` or of its part: the first is summed
-    over the processes while the next chunk of tokens is computed, the second is one reduce-scatter. A chunk's logits
-    cost an all-gather of 4 to 9 numbers a token.
+    ``loss_options`` are those of ``fused_linear_cross_entropy``: ``bias`` [V'] and the second matrix [V', r] of
+    ``lora`` are shards, ``class_weight`` [V] is whole. Loss and per-token outputs are the same in all processes. Each
+    process gets the gradients of its own words and of its ``x``. The gradient of a whole ``x`` is summed over the
+    processes while the next chunk of tokens is computed; for a sharded ``x`` there is one reduce-scatter. Each chunk
+    needs an all-gather of 4 to 9 numbers per token.
 
-    Raises as ``fused_linear_cross_entropy`` does, and ValueError for a shard without words or outside the vocabulary, a
-    DTensor that is sharded in another way, and tokens that do not come to as many for each process.
+    Raises as ``fused_linear_cross_entropy`` does, and ValueError for an empty shard, a shard outside the vocabulary, a
+    DTensor with other placements, and a target that does not have R times the tokens of a sharded ``x``.
     """
     if isinstance(weight_shard, DTensor):
         group, vocab_start, vocab_size = _words_of(weight_shard)
@@ -69,7 +70,7 @@ def vocab_parallel_cross_entropy(
         loss_options["bias"] = bias.to_local()
     require("weight_shard", weight_shard)
     if group is None:
-        raise TypeError("group must be given for a weight_shard that is no DTensor")
+        raise TypeError("group must be a ProcessGroup unless weight_shard is a DTensor, got None")
     require_type("group", group, dist.ProcessGroup)
     require_type("target", target, Tensor)
     for name, number in (("vocab_start", vocab_start), ("vocab_size", vocab_size)):
@@ -79,17 +80,17 @@ def vocab_parallel_cross_entropy(
     start = dist.get_rank(group) * own if vocab_start is None else vocab_start
     words = processes * own if vocab_size is None else vocab_size
     if own == 0 or not 0 <= start <= words - own:
-        raise ValueError(f"a shard of {own} words from {start} on is none of a vocabulary of {words}")
+        raise ValueError(f"weight_shard must lie in a vocabulary of {words} words, got {own} words from {start} on")
     shard = vocab_shards.Shard(group.group_name, start, words, not sequence_sharded)
     if not sequence_sharded:
         return fused_linear_cross_entropy(x, weight_shard, target, shard=shard, **loss_options)
     if target.shape != (*x.shape[:-2], x.shape[-2] * processes):
         raise ValueError(f"target must have {processes} times the tokens of x {[*x.shape]}, got {[*target.shape]}")
-    # gathered parts stand one behind the other, so the labels are put in their order
+    # the gathered tokens are in the order of the processes; reorder the labels to match
     target = target.view(*target.shape[:-1], processes, -1).movedim(-2, 0)
     x = _GatherTokens.apply(x, group)  # type: ignore[no-untyped-call]
     lora = loss_options.get("lora")
-    if lora is not None and len(lora) == 2:  # the first is of tokens, too
+    if lora is not None and len(lora) == 2:  # u [..., S / R, r] is sharded by tokens, too
         loss_options["lora"] = _GatherTokens.apply(lora[0], group), lora[1]  # type: ignore[no-untyped-call]
     result = fused_linear_cross_entropy(x, weight_shard, target, shard=shard, **loss_options)
     if isinstance(result, LossOutput):
@@ -98,7 +99,7 @@ def vocab_parallel_cross_entropy(
 
 
 def _words_of(weight: DTensor) -> tuple[dist.ProcessGroup, int, int]:
-    """The group that shares the words, the number of the first one here, and how many there are in all."""
+    """Return the group that shards ``weight``, the first word of this process, and the number of all words."""
     dims = [dim for dim, placement in enumerate(weight.placements) if not placement.is_replicate()]
     if len(dims) != 1 or weight.placements[dims[0]] != Shard(0):
         raise ValueError(f"weight_shard must be sharded by its words, in one dimension, got {weight.placements}")
@@ -107,20 +108,20 @@ def _words_of(weight: DTensor) -> tuple[dist.ProcessGroup, int, int]:
 
 
 def _in_order(result: Tensor) -> Tensor:
-    """A per-token result as the tokens were; the loss of all of them has no order."""
+    """Return a per-token result in the order of the tokens; a scalar loss is returned as it is."""
     return result if result.dim() == 0 else result.movedim(0, -2).flatten(-2)
 
 
 class VocabParallelHead(ParallelStyle):
-    """Spreads the words of a linear head over a mesh: a plan of ``parallelize_module`` has it for "lm_head".
+    """Plan of ``parallelize_module`` for "lm_head": shards the words of a linear head over a mesh.
 
-    The head of a patched model then computes its loss by ``vocab_parallel_cross_entropy``, from hidden states that are
-    tensors, the same in all processes, or DTensors, sharded by their tokens or not. Where logits are wanted, all
-    processes get those of all words.
+    The head of a patched model then computes its loss with ``vocab_parallel_cross_entropy``. Hidden states are tensors,
+    the same in all processes, or DTensors, replicated or sharded by tokens. If the model needs logits, every process
+    gets the logits of all words.
     """
 
     def _apply(self, module: nn.Module, device_mesh: DeviceMesh) -> nn.Module:
-        to_dtensor: Any = self._as_dtensor  # typed as if it returned nothing
+        to_dtensor: Any = self._as_dtensor  # torch annotates its type as returning None
         return distribute_module(module, device_mesh, self._shard, to_dtensor, self._whole)
 
     def _shard(self, _: str, module: nn.Module, mesh: DeviceMesh) -> None:

@@ -1,8 +1,8 @@
-"""The ops on DTensors: each rank runs the op on its own shards, and no rule of an op communicates.
+"""The ops on DTensors: each rank runs the op on its own shards, without communication.
 
-A rule tells along which dimensions the first tensor may be sharded, and which dimension of every other tensor goes
-along with each: ``{"q": {0: 0, 1: 1, 2: 2}, "cos": {2: 1}}``. Where another tensor has none it must be whole on every
-rank, and its gradient is a sum over the ranks, Partial.
+An op's rule names the dimensions along which its first tensor may be sharded, and maps each to the dimension along
+which every other tensor must then be sharded: ``{"q": {0: 0, 1: 1, 2: 2}, "cos": {2: 1}}``. A tensor without an entry
+must be replicated; its gradient is Partial, a sum over the ranks.
 """
 
 from collections.abc import Callable
@@ -16,11 +16,11 @@ Dims = dict[str, dict[int, int]]
 
 
 def run_on_shards(op: Callable[..., Any], rule: Callable[..., Dims] | str, args: tuple[Any, ...], kwargs: Any) -> Any:
-    """``op(*args, **kwargs)`` of DTensors; the results are sharded as the first tensor of the ``rule`` is, and have the
-    sizes of the first ones.
+    """Return ``op(*args, **kwargs)`` for DTensors, each result sharded as the first tensor of ``rule``.
 
-    Raises TypeError for an op that has no rule, which is then the name of what to use, and if some tensors are not
-    DTensors, or not of the same mesh; ValueError for shardings that the rule does not have.
+    Result i has the sizes of tensor i of the rule along sharded dimensions. An op without a rule has a string instead,
+    the name of the function to use. Raises TypeError if the op has no rule, if some tensors are not DTensors or if
+    their meshes differ, ValueError for placements that the rule does not allow.
     """
     if isinstance(rule, str):
         raise TypeError(f"{op.__name__} takes no DTensors: use {rule}, or give local tensors (to_local())")
@@ -58,7 +58,10 @@ def _check_kinds(op: str, tensors: dict[str, Any]) -> None:
 
 
 def _placements(lead: tuple[Placement, ...], dims: dict[int, int]) -> tuple[list[Placement], list[Placement]]:
-    """Of a tensor, and of its gradient, which goes along ``dims`` with the one that is placed as ``lead``."""
+    """Return the placements of a tensor and of its gradient.
+
+    ``lead`` places the rule's first tensor; ``dims`` maps that tensor's sharded dimensions to those of this tensor.
+    """
     pairs: list[tuple[Placement, Placement]] = []
     for placement in lead:
         if not isinstance(placement, Shard):
@@ -76,16 +79,16 @@ def _local(op: str, name: str, tensor: DTensor, wanted: list[Placement], grads: 
     if not all(mine == want or mine.is_replicate() for mine, want in zip(have, wanted, strict=True)):
         raise ValueError(f"{op} takes {name} as {wanted} beside the first tensor, got {have}: redistribute it")
     if have != wanted:
-        tensor = tensor.redistribute(placements=wanted)  # of a whole one each rank keeps its part: nothing is sent
+        tensor = tensor.redistribute(placements=wanted)  # replicated to sharded: each rank slices, nothing is sent
     return tensor.to_local(grad_placements=grads)
 
 
 def _distributed(local: Tensor, whole: DTensor, placements: tuple[Placement, ...]) -> DTensor:
-    """``local`` as the rank's part of a DTensor which along its sharded dimensions has the size of ``whole``."""
+    """Return ``local`` as this rank's part of a DTensor with the sizes of ``whole`` along sharded dimensions."""
     sharded = {placement.dim for placement in placements if isinstance(placement, Shard)}
     shape = torch.Size(whole.shape[dim] if dim in sharded else size for dim, size in enumerate(local.shape))
     stride, step = [0] * len(shape), 1
-    for dim in sorted(range(len(shape)), key=lambda dim: (local.stride(dim), -dim)):  # dense: from the innermost on
+    for dim in sorted(range(len(shape)), key=lambda dim: (local.stride(dim), -dim)):  # innermost first
         stride[dim] = step
         step *= max(1, shape[dim])
     return DTensor.from_local(local, whole.device_mesh, placements, shape=shape, stride=tuple(stride))

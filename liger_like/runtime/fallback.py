@@ -1,8 +1,8 @@
 """Fallback from Gluon kernels to portable ones, for versions of Triton that are newer than the tested ones.
 
-Gluon is experimental: a new Triton may not import or compile the kernels that are written in it. The op that meets such
-a kernel then runs again, and chooses the portable kernel, as all later calls of the process do. With a tested version
-the error is raised, since it is a defect.
+Gluon is experimental: a newer Triton may fail to import or compile Gluon kernels. The op that launches such a kernel
+then runs again with the portable kernel, and so do all later calls of the process. With a tested version the error is
+raised, since it is a defect.
 """
 
 import functools
@@ -15,11 +15,11 @@ import triton
 
 from liger_like.runtime.versions import TESTED, newer_than_tested
 
-BROKEN: dict[str, str] = {}  # module of Gluon kernels -> why it is not used
+BROKEN: dict[str, str] = {}  # module of Gluon kernels -> reason why it is not used
 
 
 class NotCompiledError(Exception):
-    """A module of Gluon kernels that the installed Triton, newer than the tested ones, cannot import or compile."""
+    """Error for a module of Gluon kernels that a Triton newer than the tested ones cannot import or compile."""
 
     def __init__(self, module: str, error: Exception) -> None:
         root: BaseException = error
@@ -30,7 +30,7 @@ class NotCompiledError(Exception):
         super().__init__(f"{module}: {self.reason}")
 
     def fall_back(self) -> None:
-        """Leave the module alone from now on, and warn if it is the first."""
+        """Mark the module as unusable, and warn if it is the first."""
         if not BROKEN:
             warnings.warn(
                 f"liger_like: the Gluon kernels of {self.module} do not compile with Triton {triton.__version__}, which"
@@ -44,7 +44,7 @@ class NotCompiledError(Exception):
 
 @functools.cache
 def gluon_module(name: str) -> Any:
-    """Import the module ``name`` of Gluon kernels. Raises NotCompiledError if a newer Triton has other names."""
+    """Return the imported module ``name`` of Gluon kernels. Raise NotCompiledError if a newer Triton fails on it."""
     try:
         return importlib.import_module(name)
     except Exception as error:
@@ -54,13 +54,13 @@ def gluon_module(name: str) -> Any:
 
 
 def _is_of_the_gpu(error: Exception) -> bool:
-    """Return True for errors of running a kernel, or of one before it: no memory, or an error that CUDA reports."""
+    """Return True for errors of running this or an earlier kernel: out of memory, or an error that CUDA reports."""
     types = torch.OutOfMemoryError, torch.AcceleratorError
     return isinstance(error, types) or str(error).startswith("Triton Error [")
 
 
 def start(kernel: Any, grid: tuple[int, ...], args: tuple[Any, ...], options: dict[str, Any]) -> Any:
-    """Return ``kernel[grid](*args, **options)``. Raises NotCompiledError if a newer Triton cannot compile Gluon."""
+    """Return ``kernel[grid](*args, **options)``. Raise NotCompiledError if a newer Triton cannot compile Gluon."""
     try:
         return kernel[grid](*args, **options)
     except Exception as error:

@@ -1,7 +1,7 @@
-"""The names of Gluon that the kernels for Hopper use, one for each function whatever the installed Triton calls it.
+"""Names of the Gluon functions that the Hopper kernels use, the same for every version of Triton.
 
-Gluon is experimental: between versions of Triton its functions get other names. No other file of the package imports
-``triton.experimental`` or ``triton._C``, so that a new version is dealt with here.
+Gluon is experimental: new versions of Triton rename its functions. No other file of the package imports
+``triton.experimental`` or ``triton._C``, so only this file depends on the version.
 """
 
 from triton._C.libtriton import ir
@@ -47,14 +47,14 @@ else:
 
     @builtin
     def tma_add(desc, coord, src, _semantic=None):
-        """Add the buffer ``src`` to global memory by TMA, which these versions can but have no function for."""
+        """Add the buffer ``src`` to global memory by TMA; these versions have the instruction but no function."""
         coord = _semantic._convert_to_ir_values(coord, require_i64=False)
         _semantic.builder.create_async_tma_reduce(ir.DESCRIPTOR_REDUCE_KIND.ADD, desc.handle, coord, src.handle)
 
 
 @builtin
 def reinterpret(buffer, dtype, shape, layout, _semantic=None):
-    """View a buffer of shared memory as one of another dtype, shape and layout but the same size in bytes."""
+    """Return a view of a shared-memory buffer in another dtype, shape and layout of the same size in bytes."""
     public = hasattr(buffer, "reinterpret")  # from Triton 3.9 on
     view = buffer.reinterpret if public else buffer._reinterpret
     return view(dtype, shape, layout, _semantic=_semantic)

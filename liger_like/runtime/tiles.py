@@ -1,8 +1,7 @@
-"""Launch parameters of the kernels that walk rows: a table for Hopper, written by ``make tune``, and a rule for every
-other GPU and for fp32.
+"""Launch parameters of row kernels: a table for Hopper, written by ``make tune``, and a rule for other GPUs and fp32.
 
-``LIGER_LIKE_AUTOTUNE=1`` in the environment searches instead, at the first call for a width, dtype and GPU, which
-takes seconds and cannot happen under CUDA graph capture. The ranks of a job may then sum in different orders.
+With ``LIGER_LIKE_AUTOTUNE=1`` in the environment the first call for a width, dtype and GPU searches instead. A search
+takes seconds and is impossible under CUDA graph capture. The ranks of a job may then sum in different orders.
 """
 
 import itertools
@@ -23,9 +22,9 @@ AUTOTUNE = os.environ.get("LIGER_LIKE_AUTOTUNE", "0") == "1"
 
 
 class Tile(NamedTuple):
-    """Rows and columns that a program holds at a time, and how it is launched.
+    """Rows and columns of a program's block, and its launch options.
 
-    ``num_stages`` (rows in flight) and ``per_sm`` (programs for each multiprocessor) are for loops over rows.
+    ``num_stages`` (blocks of rows in flight) and ``per_sm`` (programs per multiprocessor) apply to loops over rows.
     """
 
     block_m: int
@@ -45,9 +44,9 @@ class Tile(NamedTuple):
 
 
 class Rule(NamedTuple):
-    """Elements of a program's tile, elements of a warp, and the widest block; that spills registers on no GPU.
+    """Elements per program, elements per warp and widest block of a kernel; no GPU spills registers with them.
 
-    ``whole``: wants a row in one block. ``loops``: programs loop over rows.
+    ``whole``: the kernel prefers a row in one block. ``loops``: programs loop over rows.
     """
 
     program: int
@@ -190,16 +189,16 @@ HOPPER: dict[str, dict[int, Tile]] = {
     },
 }
 
-# where the tile of bf16 spills registers
+# fp16 tiles, where the tile of bf16 spills registers
 HOPPER_FP16 = {("rms_norm_bwd", 16383): Tile(1, 8192, 8, 1, 2)}
 
 _CHOSEN: dict[tuple[Any, ...], Tile] = {}
 
 
 def tiled(kernel: str, x: Tensor, width: int, run: Callable[[Tile], None], unit: int | None = None) -> None:
-    """``run`` the kernel with the tile for rows of ``width`` elements like those of ``x``.
+    """Call ``run`` with the tile of ``kernel`` for rows of ``width`` elements in the dtype and on the GPU of ``x``.
 
-    ``unit``: a divisor of the offsets in memory at which rows, or the parts that they are read in, start.
+    ``unit`` divides the memory offsets, in elements, at which rows or the separately read parts of rows start.
     """
     key = kernel, width, x.dtype, x.get_device(), unit
     if key not in _CHOSEN or (is_explaining() and not AUTOTUNE):
@@ -209,12 +208,12 @@ def tiled(kernel: str, x: Tensor, width: int, run: Callable[[Tile], None], unit:
 
 
 def select(kernel: str, x: Tensor, width: int, unit: int) -> Tile:
-    """The tile of the table, which is for loads of 16 bytes, or where it has none that of the rule."""
+    """Return the tile of the table, which assumes loads of 16 bytes, or else the tile of the rule."""
     if architecture(x.device) == 9 and x.element_size() == 2 and unit % 8 == 0:
         for widest, tile in HOPPER.get(kernel, {}).items():
             if width <= widest:
                 return HOPPER_FP16.get((kernel, widest), tile) if x.dtype == torch.float16 else tile
-    refused("the table of tiles is for Hopper, two bytes, and rows that start at multiples of 16 bytes: a rule chose")
+    refused("a rule chose the tile: the table is for Hopper, 2-byte dtypes and rows aligned to 16 bytes")
     rule = RULES[kernel]
     block_n = min(triton.next_power_of_2(width), rule.widest)
     block_m = min(32, max(1, rule.program // block_n))
@@ -222,7 +221,7 @@ def select(kernel: str, x: Tensor, width: int, unit: int) -> Tile:
 
 
 def row_constants(tile: Tile, N: int) -> dict[str, Any]:
-    """The constants of a kernel for rows of N, and its warps: with N among them columns beyond it cost nothing."""
+    """Return the constants and warps of a kernel for rows of N; with a constant N Triton drops columns beyond it."""
     even, one_block = N % tile.block_n == 0, tile.block_n >= N
     return {
         "N": N,
@@ -235,10 +234,10 @@ def row_constants(tile: Tile, N: int) -> dict[str, Any]:
 
 
 def partial_sums(total: Tensor, M: int, tile: Tile, *, whole: bool, split: int = 1) -> tuple[int, Tensor]:
-    """Programs for a loop over ``M`` blocks of rows, each of which ``split`` programs share, and room for the partial
-    sums of ``total`` in fp32 that each of them stores.
+    """Return the number of programs for a loop over ``M`` blocks of rows, and a tensor [programs, *total.shape].
 
-    That is ``total`` itself for a single program, as many as a few ``whole`` rows get: nothing is left to sum then.
+    Each program stores a partial sum of ``total`` there, in fp32; ``split`` programs share a block. A few ``whole``
+    rows get a single program, which stores into ``total`` itself: nothing is left to sum.
     """
     programs = 1 if whole and M <= 16 else min(num_programs(total.device, tile.per_sm), M) * split
     if programs == 1:
@@ -247,15 +246,15 @@ def partial_sums(total: Tensor, M: int, tile: Tile, *, whole: bool, split: int =
 
 
 def sum_partials(partial: Tensor, total: Tensor) -> None:
-    """Sum what ``partial_sums`` gave, in an order that does not change."""
+    """Store the sum of the partial sums ``partial`` in ``total``, always in the same order."""
     if partial is not total:
-        columns, block_n = total.numel(), 1024 if INTERPRET else 16  # the interpreter runs programs in turn: few
+        columns, block_n = total.numel(), 1024 if INTERPRET else 16  # the interpreter is faster with few programs
         sizes = len(partial), columns
         launch(sum_rows_kernel, (-(-columns // block_n),), (partial, total), sizes, BLOCK_P=64, BLOCK_N=block_n)
 
 
 def candidates(kernel: str, width: int) -> Iterator[Tile]:
-    """What is worth a try: 4 to 32 elements a thread, rows in one block where a program can hold them."""
+    """Yield the tiles to measure: 4 to 32 elements per thread, rows in one block where a program can hold them."""
     rule, row = RULES[kernel], triton.next_power_of_2(width)
     stages, programs = ((1, 2, 3), (1, 2, 4, 8)) if rule.loops else ((1,), (4,))
     sizes = itertools.product((4, 8, 16, 32), (1, 2, 4, 8, 16, 32), stages, programs)
@@ -269,7 +268,7 @@ def candidates(kernel: str, width: int) -> Iterator[Tile]:
 
 
 def search(kernel: str, width: int, run: Callable[[Tile], None]) -> Tile:
-    """The fastest of the candidates that fit."""
+    """Return the fastest candidate that compiles and fits the GPU."""
     times = {}
     for tile in candidates(kernel, width):
         try:

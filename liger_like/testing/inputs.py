@@ -1,4 +1,7 @@
-"""What rows of the table of ops share: how random inputs are made, and what an op must move and multiply."""
+"""Random inputs and costs of the ops, for the table in ``liger_like.testing``.
+
+A cost is (forward bytes, backward bytes, FLOPs): the bytes that an op must move, and the FLOPs of its matrix products.
+"""
 
 from collections.abc import Callable
 from functools import partial
@@ -115,8 +118,10 @@ def attention_inputs(
     padded: bool = False,
     spans: bool = False,
 ) -> Inputs:
-    """``bias``: out of the letters of "bhsk" those of the axes along which it is not broadcast. ``padded``: keys are
-    hidden here and there, not the first. ``spans``: of any lengths, none included.
+    """Return random arguments of ``flash_attention``.
+
+    ``bias``: the letters of "bhsk" for the axes along which the bias is not broadcast. ``padded``: random keys are
+    hidden, but not the first. ``spans``: random spans, some of them empty.
     """
     randn = partial(_randn, dtype=dtype, device=device)
     inputs = {"q": randn(B, S, H, D), "k": randn(B, Sk, Hk, D), "v": randn(B, Sk, Hk, Dv or D)}
@@ -144,7 +149,10 @@ def attention_varlen_inputs(
     sinks: bool = False,
     behind: int = 0,
 ) -> Inputs:
-    """``lengths`` of queries and of keys of the sequences; ``behind``: rows that follow the last one."""
+    """Return random arguments of ``flash_attention_varlen``.
+
+    ``lengths``: (queries, keys) of each sequence. ``behind``: rows after the last sequence.
+    """
     cu = torch.tensor([(0, 0), *lengths], dtype=torch.int32).cumsum(0, dtype=torch.int32)
     T, Tk = (cu[-1] + behind).tolist()
     batch = attention_inputs(dtype, device, 1, T, Tk, H, Hk, D, Dv, sinks)
@@ -153,7 +161,7 @@ def attention_varlen_inputs(
 
 
 def with_longest(fn: Callable[..., Any]) -> Callable[..., Any]:
-    """No sequence is longer than all of them, where the options do not say how long the longest are."""
+    """Return ``fn`` with default ``max_seqlen_q`` and ``max_seqlen_k``: the number of rows, an upper bound."""
 
     def call(q: Tensor, k: Tensor, **kwargs: Any) -> Any:
         return fn(**{"q": q, "k": k, "max_seqlen_q": len(q), "max_seqlen_k": len(k), **kwargs})
@@ -162,7 +170,10 @@ def with_longest(fn: Callable[..., Any]) -> Callable[..., Any]:
 
 
 def norm_cost(vectors: int, residual: int = 0) -> Callable[..., Cost]:
-    """The backward reads the weight alone of the ``vectors``; dx is the gradient of a residual, too."""
+    """Return the cost of a norm with ``vectors`` parameters; the backward reads the weight only, not the bias.
+
+    A residual adds two tensors to the forward and one to the backward, since dx is also the residual's gradient.
+    """
 
     def cost(itemsize: int, lead: tuple[int, ...], N: int, **_: Any) -> Cost:
         M, row = torch.Size(lead).numel(), N * itemsize
@@ -172,7 +183,7 @@ def norm_cost(vectors: int, residual: int = 0) -> Callable[..., Cost]:
 
 
 def rope_cost(itemsize: int, B: int, H: int, Hk: int, S: int, D: int, R: int, weights: bool = False, **_: Any) -> Cost:
-    """A rotation is undone without its inputs, a norm is not."""
+    """Return the cost of rope, or with ``weights`` of qk_norm_rope, whose backward also reads q and k."""
     heads, tables, vectors = B * S * (H + Hk) * D, 2 * B * S * R, 2 * D * weights
     return (2 * heads + tables + vectors) * itemsize, ((2 + weights) * heads + tables + 2 * vectors) * itemsize, 0
 
@@ -188,13 +199,13 @@ def loss_cost(itemsize: int, lead: tuple[int, ...], V: int, **_: Any) -> Cost:
 
 
 def linear_loss_cost(itemsize: int, lead: tuple[int, ...], H: int, V: int, **_: Any) -> Cost:
-    """The gradients come from the forward's reading of x and the weight."""
+    """Return the cost of the fused loss: the forward reads x and the weight, the backward writes their gradients."""
     T = torch.Size(lead).numel()
     return (T + V) * H * itemsize, (T + V) * H * itemsize, 6 * T * H * V
 
 
 def _attention_flops(S: int, Sk: int, H: int, D: int, Dv: int, causal: bool, window: tuple[int, int]) -> int:
-    """Of the forward's two products and the backward's five, over the keys that queries see."""
+    """Return the FLOPs of the forward's two products and the backward's five, over the keys that queries see."""
     left, right = (Sk + S if side < 0 else side for side in (window[0], 0 if causal else window[1]))
     queries = torch.arange(Sk - S, Sk)
     seen = int(((queries + right + 1).clamp(0, Sk) - (queries - left).clamp(0, Sk)).sum())
@@ -202,7 +213,7 @@ def _attention_flops(S: int, Sk: int, H: int, D: int, Dv: int, causal: bool, win
 
 
 def _attention_bytes(itemsize: int, T: int, Tk: int, H: int, Hk: int, D: int, Dv: int) -> tuple[int, int]:
-    """Of q, k, v, the output and lse; of them and the gradients."""
+    """Return the bytes of q, k, v, the output and lse, and of all these with the gradients."""
     inputs, output, lse = (T * H * D + Tk * Hk * (D + Dv)) * itemsize, T * H * Dv * itemsize, 4 * T * H
     return inputs + output + lse, 2 * (inputs + output) + lse
 

@@ -1,7 +1,7 @@
-"""The table of ops and the one comparison rule; tests, benchmarks and the README are driven by them.
+"""Table of the ops, and the comparison rule for accuracy; tests, benchmarks and the README use both.
 
-The rule: for every output and gradient, with random upstream gradients, ``||kernel - fp64|| <= k ||torch in the same
-dtype - fp64|| + 1e-6 ||fp64||``, k = 1.1 for norms, activations, RoPE and losses, k = 2 for attention.
+The rule: for every output and every gradient under a random upstream gradient,
+``||kernel - fp64|| <= k ||torch in the same dtype - fp64|| + 1e-6 ||fp64||``, with k = 2 for attention, else k = 1.1.
 """
 
 from collections.abc import Callable, Iterable, Mapping
@@ -44,11 +44,12 @@ from liger_like.testing.inputs import (
 
 @dataclass(frozen=True)
 class OpSpec:
-    """One row of the table. ``inputs(dtype, device, **shape)`` makes random arguments; those to differentiate require a
-    gradient.
+    """Row of the table: an op, its definition ``ref``, test and benchmark shapes, and its cost.
 
-    ``cost(itemsize, **shape, **options)`` gives the bytes that the forward must move, those that the backward must
-    (each input read once, each output written once) and the FLOPs of the matrix products of both. ``k``: of the rule.
+    ``inputs(dtype, device, **shape)`` returns random arguments; differentiable ones require a gradient.
+    ``cost(itemsize, **shape, **options)`` returns the bytes that the forward must move, the bytes that the backward
+    must move (each input read once, each output written once) and the FLOPs of the matrix products of both. ``k`` is
+    the factor of the comparison rule.
     """
 
     name: str
@@ -74,16 +75,16 @@ class Comparison:
     norm: float
 
     def allowed(self, k: float = 1.1) -> float:
-        """The largest error that the rule allows."""
+        """Return the largest error that the rule allows."""
         return k * self.torch + 1e-6 * self.norm
 
     def passes(self, k: float = 1.1) -> bool:
-        """Whether the rule holds (never for a NaN)."""
+        """Return True if the rule holds; it never holds for a NaN."""
         return self.kernel <= self.allowed(k)
 
 
 def run(fn: Callable[..., Any], inputs: Mapping[str, Tensor], options: Mapping[str, Any], seed: int = 0) -> Inputs:
-    """Outputs of ``fn`` and the gradients of its inputs, named, for upstream gradients drawn from ``seed``."""
+    """Return the outputs of ``fn`` and its inputs' gradients by name, for upstream gradients drawn from ``seed``."""
     leaves = {name: t.detach().clone().requires_grad_(t.requires_grad) for name, t in inputs.items()}
     result = fn(**leaves, **options)
     outputs = [t for t in (result if isinstance(result, tuple) else (result,)) if t is not None]
@@ -96,7 +97,7 @@ def run(fn: Callable[..., Any], inputs: Mapping[str, Tensor], options: Mapping[s
 
 
 def _error(a: Tensor, b: Tensor) -> float:
-    """Squared norm of the difference; the number of differences for integers."""
+    """Return the squared norm of a - b; for integers the number of unequal elements."""
     return float((a.double() - b).square().sum() if b.is_floating_point() else (a != b).sum())
 
 
@@ -107,10 +108,10 @@ def compare(
     options: Mapping[str, Any],
     draws: int = 1,
 ) -> list[Comparison]:
-    """Errors of ``fn`` and of ``ref`` in the dtype of the inputs, against ``ref`` in float64.
+    """Return the errors of ``fn`` and of ``ref`` in the dtype of the inputs, against ``ref`` in float64.
 
-    The norms run over ``draws`` independent inputs and upstream gradients: on small tensors one draw says more about
-    luck in rounding than about the kernel.
+    The norms run over ``draws`` independent inputs and upstream gradients: on small tensors the rounding errors of a
+    single draw are mostly chance. Raises AssertionError if shapes or dtypes differ.
     """
     sums: dict[str, list[float]] = {}
     for seed in range(draws):

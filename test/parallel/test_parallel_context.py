@@ -217,7 +217,7 @@ def test_documents_and_padding(more, length, starts):
     [
         ("position_ids must have shape", {"position_ids": torch.zeros(3, 2, 12)}),
         ("attention_mask must have shape", {"attention_mask": torch.zeros(2, 1, 12, 12)}),
-        ("attention_mask must show neighbouring tokens", {"attention_mask": torch.tensor([[1, 0, 1] * 4] * 2)}),
+        ("attention_mask must hide tokens at the ends", {"attention_mask": torch.tensor([[1, 0, 1] * 4] * 2)}),
     ],
 )
 def test_batches_that_do_not_fit(message, more):
@@ -273,7 +273,7 @@ def test_what_is_not_known_is_refused(mesh):
 def test_key_heads_that_processes_do_not_divide():
     cp = ContextParallel(Shards(None, 0, 2, True), "ulysses")
     q, k = torch.randn(1, 4, 3, 8), torch.randn(1, 4, 3, 8)
-    with pytest.raises(ValueError, match="2 do not divide 3"):
+    with pytest.raises(ValueError, match="divides the 3 key heads, got 2"):
         cp.attend(q, k, k)
     with pytest.raises(ValueError, match="as many queries as keys, got 4 and 3 tokens"):
         cp.attend(q, k[:, :3], k[:, :3])

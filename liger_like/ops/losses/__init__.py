@@ -1,1 +1,1 @@
-"""Cross-entropy of logits, and of a linear layer whose logits exist for a chunk of tokens at a time."""
+"""Cross-entropy of given logits, and of a linear layer whose logits are computed for one chunk of tokens at a time."""

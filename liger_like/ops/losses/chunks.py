@@ -1,5 +1,7 @@
-"""The two ops under the fused linear cross-entropy: its forward, over chunks of tokens, which can make the gradients at
-once, and its backward, over slices of the vocabulary, which makes the logits again.
+"""Dispatcher ops of the fused linear cross-entropy.
+
+The forward runs over chunks of tokens and can compute the gradients at once. ``linear_cross_entropy_last`` finishes the
+last chunk. The backward runs over slices of the vocabulary and recomputes the logits.
 """
 
 from collections.abc import Callable, Iterator
@@ -17,16 +19,16 @@ from liger_like.ops.losses.vocab_shards import SHARD_SCHEMA, Shard, launch_fwd_o
 from liger_like.runtime.layout import packed
 from liger_like.runtime.registry import op
 
-CHUNK_ROWS = 2048  # tokens a chunk: enough for the products to run at full speed, half of it without gradients
-CHUNK_BYTES = 64 * 2**20  # of logits, where a small vocabulary would make chunks of CHUNK_ROWS too small
-SLICE_COLUMNS = 2048  # of logits, where nothing else has room for a slice of them
-SMALL_PRODUCT = 2**22  # elements: of these cuBLAS splits the sum over tokens, and rounds the parts to the dtype
-READS_HOST = torch.Tag.cudagraph_unsafe  # how many tokens count: torch.compile leaves such an op out of CUDA graphs
-COMPACT_BELOW = 0.75  # of the tokens kept: then the backward copies them together
+CHUNK_ROWS = 2048  # tokens per chunk at which the products reach full speed; half as many without gradients
+CHUNK_BYTES = 64 * 2**20  # least bytes of logits per chunk: with a small vocabulary CHUNK_ROWS tokens are too few
+SLICE_COLUMNS = 2048  # least columns of logits per slice, in new memory where dw has no room
+SMALL_PRODUCT = 2**22  # elements below which cuBLAS splits the sum over tokens and rounds its parts to the dtype
+READS_HOST = torch.Tag.cudagraph_unsafe  # the host reads the token count: torch.compile keeps it out of CUDA graphs
+COMPACT_BELOW = 0.75  # if a smaller share of the tokens counts, the backward gathers these first
 
 
 def _addmm(out: Tensor, a: Tensor, b: Tensor, again: bool) -> None:
-    """``out`` = a @ b, plus ``out`` if ``again``; accumulated and stored in the dtype of ``out``."""
+    """Store a @ b in ``out``, or add it to ``out`` if ``again``; the sum is kept in the dtype of ``out``."""
     if out.dtype == a.dtype:
         torch.addmm(out, a, b, beta=int(again), out=out)
     elif a.is_cuda:
@@ -36,7 +38,7 @@ def _addmm(out: Tensor, a: Tensor, b: Tensor, again: bool) -> None:
 
 
 def _logits(out: Tensor, x: Tensor, weight: Tensor, bias: Tensor | None, u: Tensor | None, b: Tensor | None) -> None:
-    """``out`` = x weight^T + bias + u b^T."""
+    """Store x weight^T + bias + u b^T in ``out``."""
     if bias is None:
         torch.mm(x, weight.t(), out=out)
     else:
@@ -49,7 +51,7 @@ def _losses_and_gradient(
     z: Tensor, target: Tensor, class_weight: Tensor | None, weight_unit: Tensor | None, rows: tuple[Tensor, ...],
     options: Options, index: Tensor, shard: Shard, differentiate: bool,
 ) -> None:  # fmt: skip
-    """Fill ``rows`` from logits ``z``, and put the gradient of the logits in their place."""
+    """Fill ``rows`` from logits ``z``, and overwrite ``z`` with its gradient if ``differentiate``."""
     wanted = [t if t.numel() else None for t in rows]
     if shard:
         launch_fwd_of_shard(z, target, class_weight, wanted, options, index, shard)
@@ -78,7 +80,7 @@ def _outputs(
     rows += [unless_empty(argmax, (T,), torch.int64), unless_empty(True, (T,))]
     needs_dx, needs_dw, needs_dbias, needs_du, needs_db = needs
     step, compact = _chunks(x, V, needs, chunk_rows, accum_dtype, dw_dtype)
-    # rows of what the products read start at multiples of 16 bytes
+    # the products read these rows, which must start at multiples of 16 bytes
     dx = unless_empty(needs_dx, (T, -(-H // 4) * 4))
     dw = unless_empty(needs_dw, (V, H), torch.float16 if compact else accum_dtype or torch.float32)
     exponents = exponents_like(dw) if compact else x.new_empty((0, 0), dtype=torch.uint8)
@@ -95,7 +97,7 @@ def _outputs(
 
 
 def _flops(x: Tensor, weight: Tensor, target: Tensor, bias: Tensor | None, u: Tensor | None, *args: Any) -> int:
-    """Of the logits of all tokens, and of the gradients that are asked for, with what is left of them for later."""
+    """Return the FLOPs of the logits of all tokens and of the needed gradients, deferred products included."""
     needs_dx, needs_dw, _, needs_du, needs_db = next(arg for arg in args if isinstance(arg, list))
     rank = 0 if u is None else u.shape[1]
     each = x.shape[1] * (1 + needs_dx + needs_dw) + rank * (1 + needs_du + needs_db)
@@ -119,14 +121,14 @@ def linear_cross_entropy_fwd(
     chunk_rows: int | None, accum_dtype: torch.dtype | None, dw_dtype: torch.dtype, group: str, first_word: int,
     words: int, reduce_dx: bool, released: bool, *scalars: Any,
 ) -> tuple[Tensor, ...]:  # fmt: skip
-    """Per-token results of logits = x weight^T + bias + u b^T, and the gradients that ``needs`` names.
+    """Return per-token results of the logits x weight^T + bias + u b^T, and the gradients that ``needs`` names.
 
-    The gradients are for an upstream gradient of ``unit``, times ``weight_unit`` [] if given. ``kept``, on the host,
-    holds the number of tokens that went through the products, which come first in ``order``, the rows' order in dx and
-    du, and start and end of the last chunk. With ``exponents`` its products for dx and dw are left to
-    ``linear_cross_entropy_last``: its logits' gradient waits in ``last_logits``, its x in ``last_x``, or in the memory
-    of dx, whose product then is left, too. With a ``group``, weight, bias and b are a shard of the words, and while a
-    chunk's dx is summed over the processes the next one is computed.
+    The gradients are for an upstream gradient of ``unit``, times ``weight_unit`` [] if given. ``order`` is the order of
+    rows in dx and du, with the tokens that went through the products first. ``kept``, on the host, holds their number
+    and the start and end of the last chunk. A non-empty ``exponents`` leaves the last chunk's product for dw to
+    ``linear_cross_entropy_last``: ``last_logits`` holds the gradient of its logits, ``last_x`` its x. If ``last_x`` is
+    empty, x is in the memory of dx, and the product for dx is left, too. With a ``group``, weight, bias and b are a
+    vocabulary shard; the sum of a chunk's dx over the processes overlaps the next chunk.
     """
     raise_bad_label(x.device)
     (T, H), V = x.shape, weight.shape[0]
@@ -138,7 +140,7 @@ def linear_cross_entropy_fwd(
     rows, order, kept = outs[:6], outs[6], outs[7]
     dx, dw, exponents, last_logits, last_x, dbias, du, db = outs[8:]
     needs_dx, needs_dw, needs_dbias, needs_du, needs_db = needs
-    kept.zero_()  # of no tokens there is no chunk that would set it
+    kept.zero_()  # without tokens no chunk sets it
     for t in rows:
         t.fill_(-1 if t.dtype == torch.int64 else 0)
     for t in (dw, exponents, dbias, db) if T == 0 or needs_dbias else ():
@@ -206,8 +208,9 @@ def linear_cross_entropy_last(
     factor: Tensor,
     out: Tensor,
 ) -> None:
-    """The products that ``linear_cross_entropy_fwd`` left: the last rows of ``dx``, and the sum of all of dw times
-    ``factor`` in ``out``, which may have the memory of ``dw``.
+    """Compute the products that ``linear_cross_entropy_fwd`` left: the last rows of ``dx`` and the last part of dw.
+
+    ``out`` gets the whole sum of dw times ``factor``, and may share the memory of ``dw``.
     """
     _, start, end = kept.tolist()
     V, H = weight.shape
@@ -253,11 +256,10 @@ def linear_cross_entropy_bwd(
     dloss: Tensor, dlogprob: Tensor | None, dentropy: Tensor | None, dw_sum: Tensor | None, needs: list[bool],
     dw_dtype: torch.dtype, group: str, first_word: int, words: int, reduce_dx: bool, released: bool, *scalars: Any,
 ) -> tuple[Tensor, ...]:  # fmt: skip
-    """The gradients for given upstream gradients [T], from logits that are made again, a slice of the vocabulary at a
-    time.
+    """Return the gradients for upstream gradients [T], from logits recomputed for a slice of the vocabulary at a time.
 
-    A slice's rows of dw are final: one product over all tokens, rounded once, or added to ``dw_sum``. In the others,
-    in fp32, slices are summed; a half-precision dx is then the second half of each row of fp32.
+    A slice's rows of dw are final: one product over all tokens, rounded once, or added to ``dw_sum``. The other
+    gradients are in fp32. dx and du are summed over slices; a half-precision dx is the second half of each fp32 row.
     """
     outs = _bwd_outputs(
         x, weight, target, bias, u, b, class_weight, order, kept, lse, lse_rest, entropy, dloss, dlogprob, dentropy,
@@ -283,7 +285,7 @@ def linear_cross_entropy_bwd(
     du_sum = du.new_empty((n, du.shape[1]))
     for start, end in _slices(V, n, H * dw.itemsize // x.itemsize if dw.numel() else 0):
         part, again = slice(start, end), start > 0
-        z = None  # its memory is free again
+        z = None  # frees the last slice's memory before the next is allocated
         z = _logits_behind(dw, end, x, end - start)
         w, b_part = weight[part], None if b is None else b[part]
         _logits(z, x, w, None if bias is None else bias[part], u, b_part)
@@ -301,7 +303,7 @@ def linear_cross_entropy_bwd(
             torch.sum(z, 0, dtype=torch.float32, out=dbias[part])
         if needs_dw:
             out = dw[part] if dw_sum is None else dw_sum[part]
-            # cuBLAS stores a product in the dtype of its operands or in fp32
+            # cuBLAS stores a product in its operands' dtype or in fp32 only; fp16 still needs the factor
             if x.dtype == torch.float16 or out.dtype not in (x.dtype, torch.float32) or out.numel() < SMALL_PRODUCT:
                 product = torch.empty_like(out, dtype=torch.float32)
                 _addmm(product, z.t(), x, False)
@@ -332,28 +334,29 @@ def _chunks(
     accum_dtype: torch.dtype | None,
     dw_dtype: torch.dtype,
 ) -> tuple[int, bool]:
-    """Tokens per chunk: enough for the products to run at full speed; and whether dw is summed up in 16 bits."""
+    """Return the tokens per chunk, enough for products at full speed, and True if dw is summed in 16 bits."""
     T, H = x.shape
     compact = needs[1] and accum_dtype is None and dw_dtype == torch.bfloat16 and H % 8 == 0 and has_products(x.device)
     rows = chunk_rows or max(CHUNK_ROWS if any(needs) else CHUNK_ROWS // 2, CHUNK_BYTES // (V * x.itemsize))
     few_rounds = -(-T // (MAX_ROUNDS * 128)) * 128
-    if compact and chunk_rows is None and few_rounds <= rows + H:  # larger chunks would cost more than a dw in fp32
+    if compact and chunk_rows is None and few_rounds <= rows + H:  # larger chunks take more memory than a dw in fp32
         rows = max(rows, few_rounds)
-    # symbolic where T is: traced code is the same for less and for more than a chunk
+    # sym_min: traced code with a symbolic T must not depend on whether T exceeds a chunk
     return torch.sym_min(T, rows), compact and MAX_ROUNDS * rows >= T
 
 
 def _even(rest: int, step: int) -> int:
-    """Tokens per chunk for the ``rest`` of them: equal, at most ``step``, multiples of 128 where that fits."""
+    """Return tokens per chunk for the remaining ``rest``: equal chunks of at most ``step``, in multiples of 128."""
     chunks = max(1, -(-rest // step))
     return min(step, max(1, -(-rest // chunks // 128)) * 128)
 
 
 def _kept_first(target: Tensor, ignore_index: int, order: Tensor, *, many: bool) -> Callable[[], int]:
-    """Fill ``order`` with the tokens, in ``many`` chunks those not ignored first; returns what gives their number.
+    """Fill ``order`` with the tokens, and return a function that returns how many of them are computed.
 
-    On a GPU that is known when the stream has come here. Whoever asks after having queued a chunk of products keeps
-    the GPU busy meanwhile. A graph under capture cannot ask: it takes all tokens.
+    With ``many`` chunks the tokens that are not ignored come first, so that the rest can be skipped. On a GPU the
+    function waits until the stream has counted them; call it after a chunk of products is queued, so that the GPU stays
+    busy. A graph under capture cannot wait: it computes all tokens.
     """
     T = target.shape[0]
     if not many or (target.is_cuda and torch.cuda.is_current_stream_capturing()):
@@ -376,8 +379,10 @@ def _kept_first(target: Tensor, ignore_index: int, order: Tensor, *, many: bool)
 
 
 def _slices(V: int, rows: int, dw_row: int) -> Iterator[tuple[int, int]]:
-    """Parts of a vocabulary of ``V``, multiples of 128 words: as large as their logits fit into the gradient's rows of
-    ``dw_row`` elements behind them, which are not yet written, or small where there are not enough of those.
+    """Yield the (start, end) of slices of a vocabulary of ``V``, in multiples of 128 columns.
+
+    A slice's logits [rows, columns] take the memory of dw after the slice's own rows, which is not yet written; a row
+    of dw has ``dw_row`` elements. Slices are as large as that allows, but not below a minimum.
     """
     start = 0
     while start < V:
@@ -387,7 +392,7 @@ def _slices(V: int, rows: int, dw_row: int) -> Iterator[tuple[int, int]]:
 
 
 def _logits_behind(dw: Tensor, end: int, x: Tensor, columns: int) -> Tensor:
-    """Room for logits: the memory of ``dw`` from row ``end`` on if it is enough, else new memory."""
+    """Return a buffer for logits: the memory of ``dw`` from row ``end`` on if it suffices, else new memory."""
     pitch = -(-columns // 16) * 16
     free = dw[end:].view(-1).view(x.dtype)
     if free.numel() < x.shape[0] * pitch:

@@ -1,14 +1,14 @@
 """Cross-entropy with label smoothing (Szegedy et al., arXiv:1512.00567), z-loss (Chowdhery et al., arXiv:2204.02311)
 and logit softcap.
 
-logits [..., V] are seen as M rows, a program per row, z = softcap(logit_scale * logits). With lse = logsumexp(z),
-class weights w and smoothing e, a row costs (1 - e) w_y (lse - z_y) + e/V sum_c w_c (lse - z_c) + z_loss * lse^2.
-The forward reads the logits once (online softmax), the backward reads them once and writes their gradient once. Maths
-and losses in fp32. An fp32 lse near 10^4 is known to 10^-3 only, but the gradient needs exp(z - lse) to a small
-relative error, so ``lse_rest`` keeps the rounding error of lse.
+logits [..., V] are read as M rows, one program per row, with z = softcap(logit_scale * logits). For lse = logsumexp(z),
+class weights w and smoothing e, a row's loss is (1 - e) w_y (lse - z_y) + e/V sum_c w_c (lse - z_c) + z_loss * lse^2.
+The forward reads the logits once (online softmax); the backward reads them once and writes their gradient once. Maths
+and losses are in fp32. Near 10^4 an fp32 lse has an error of 10^-3, but the gradient needs exp(z - lse) to a small
+relative error, so ``lse_rest`` holds the rounding error of lse.
 
-A label outside [0, V) is never used as an index. The kernel treats its row as ignored and leaves the label in pinned
-host memory, where the next call finds it without waiting for the GPU, and raises.
+A label outside [0, V) is never used as an index. The kernel treats its row as ignored and writes the label to pinned
+host memory. The next call reads that memory without waiting for the GPU, and raises.
 """
 
 from collections.abc import Sequence
@@ -54,7 +54,7 @@ def cross_entropy_ref(
     logit_scale: float = 1.0,
     num_items: float | Tensor | None = None,
 ) -> Tensor:
-    """The definition, in plain torch."""
+    """Compute ``cross_entropy`` in plain torch; this defines the op."""
     options = Options(ignore_index, label_smoothing, z_loss, softcap, logit_scale)
     loss = row_losses_ref(logits, target, weight, options).loss
     return loss if reduction == "none" else reduce_loss(loss.sum(), reduction, target, weight, ignore_index, num_items)
@@ -62,7 +62,7 @@ def cross_entropy_ref(
 
 @triton.jit
 def _load_scores(z_ptr, offs_v, V, logit_scale, MASKED: tl.constexpr):
-    """Logits times ``logit_scale`` in fp32, -inf beyond V, where ``MASKED`` says that some may be."""
+    """Return logits times ``logit_scale`` in fp32; ``MASKED``: columns may lie beyond V, and give -inf."""
     if not MASKED:
         return tl.load(z_ptr + offs_v).to(tl.float32) * logit_scale
     raw = tl.load(z_ptr + offs_v, mask=offs_v < V, other=0.0).to(tl.float32) * logit_scale
@@ -71,7 +71,7 @@ def _load_scores(z_ptr, offs_v, V, logit_scale, MASKED: tl.constexpr):
 
 @triton.jit
 def _cap_scores(raw, inside, logit_scale, SOFTCAP: tl.constexpr):
-    """The scores under the softcap, -inf where not ``inside``, and their slopes with respect to the logits."""
+    """Return the softcapped scores, -inf where not ``inside``, and their derivatives by the logits."""
     z = raw
     slope = tl.full(raw.shape, logit_scale, tl.float32)
     if SOFTCAP is not None:
@@ -83,7 +83,7 @@ def _cap_scores(raw, inside, logit_scale, SOFTCAP: tl.constexpr):
 
 @triton.jit
 def _load_weights(w_ptr, offs, mask):
-    """Class weights in fp32, 0 where masked; all 1 without ``w_ptr``."""
+    """Return class weights in fp32, 0 where masked; all 1 without ``w_ptr``."""
     w = tl.full(offs.shape, 1.0, tl.float32)
     if w_ptr is not None:
         w = tl.load(w_ptr + offs, mask=mask, other=0.0).to(tl.float32)
@@ -92,7 +92,7 @@ def _load_weights(w_ptr, offs, mask):
 
 @triton.jit
 def _add_exactly(a, b):
-    """Return a + b rounded, and the rounding error (Knuth's two-sum); an infinite sum has none."""
+    """Return a + b rounded, and its rounding error (Knuth's two-sum), 0 for an infinite sum."""
     total = a + b
     b_part = total - a
     rest = (a - (total - b_part)) + (b - b_part)
@@ -115,7 +115,7 @@ def _load(ptr, row, default):
 
 @triton.jit
 def _token(order_ptr, target_ptr, ignore_index, vocabulary):
-    """The token that this program's row belongs to, its label, and whether that counts."""
+    """Return this program's token, its label, and whether the label is valid and not ignored."""
     row = tl.program_id(0).to(tl.int64)
     if order_ptr is not None:
         row = tl.load(order_ptr + row).to(tl.int64)
@@ -128,7 +128,7 @@ def _reduce_block(
     z_ptr, w_ptr, v, V, logit_scale, top, total, dot, smooth, seen, best, best_raw, SOFTCAP: tl.constexpr,
     ENTROPY: tl.constexpr, ARGMAX: tl.constexpr, SMOOTHING: tl.constexpr, MASKED: tl.constexpr, BLOCK_V: tl.constexpr,
 ):  # fmt: skip
-    """One step of the online softmax, and of the sums beside it."""
+    """Update the running sums of the online softmax by one block of columns, and return them."""
     offs_v = v + tl.arange(0, BLOCK_V)
     raw = _load_scores(z_ptr, offs_v, V, logit_scale, MASKED)
     z = _cap_scores(raw, offs_v < V, logit_scale, SOFTCAP)[0]
@@ -141,10 +141,10 @@ def _reduce_block(
     e = tl.exp(z - shift)
     rescale = tl.exp(top - shift)
     moved = tl.where(top == float("-inf"), 0.0, top - shift)
-    if ENTROPY:  # sum of e (z - top): small where the row is peaked, so that nothing cancels
+    if ENTROPY:  # sum of e (z - top), which is small for a peaked row, so the entropy has no cancellation
         dot = (dot + moved * total) * rescale + tl.sum(e * tl.where(e > 0.0, z - shift, 0.0), axis=0)
     total = total * rescale + tl.sum(e, axis=0)
-    if SMOOTHING:  # sum of w (z - top), for the same reason, and the sum of w
+    if SMOOTHING:  # sum of w (z - top), relative to top for the same reason, and the sum of w
         w = tl.where(offs_v < V, _load_weights(w_ptr, offs_v, offs_v < V), 0.0)
         smooth += moved * seen + tl.sum(w * tl.where(offs_v < V, z - shift, 0.0), axis=0)
         seen += tl.sum(w, axis=0)
@@ -187,7 +187,7 @@ def _cross_entropy_fwd_kernel(
     lse, lse_rest = _add_exactly(top, log_total)
     raw_label = _load_scores(z_ptr, label + tl.arange(0, 1), V, logit_scale, False)
     z_label = tl.sum(_cap_scores(raw_label, label < V, logit_scale, SOFTCAP)[0], axis=0)
-    logprob = (z_label - top) - log_total  # exact where the label is the top; z_label - lse would cancel
+    logprob = (z_label - top) - log_total  # z_label - lse would cancel where the label is the top
     loss = z_loss * lse * lse - (1.0 - smoothing) * _load(w_ptr, label, 1.0) * logprob
     if SMOOTHING:
         loss += smoothing / V * (seen * log_total - smooth)
@@ -258,13 +258,13 @@ def _cross_entropy_bwd_kernel(
 
 
 def _tile(V: int, most: int, per_warp: int) -> dict[str, int]:
-    """Columns at a time, and the warps for them."""
+    """Return the columns per block and the number of warps."""
     block_v = min(triton.next_power_of_2(V), most)
     return {"BLOCK_V": block_v, "num_warps": max(1, block_v // per_warp)}
 
 
 def _sum(weight: Tensor | None, options: Options) -> Tensor | None:
-    """What smoothing needs of the class weights."""
+    """Return the sum of the class weights [] if label smoothing needs it, else None."""
     return weight.sum(dtype=torch.float32) if weight is not None and options.label_smoothing else None
 
 
@@ -276,12 +276,12 @@ def launch_fwd(
     options: Options,
     order: Tensor | None = None,
 ) -> None:
-    """Fill ``rows`` from ``z`` [M, V]: loss, logprob, lse, entropy, argmax and lse_rest of the tokens, unless None.
+    """Fill ``rows``, (loss, logprob, lse, entropy, argmax, lse_rest) of the tokens, from ``z`` [M, V]; skip None.
 
-    Row i of ``z`` is token ``order[i]`` (None: i) of ``target`` and ``rows``.
+    Row i of ``z`` belongs to token ``order[i]`` (None: i) of ``target`` and ``rows``.
     """
     M, V = z.shape
-    # beside a plain loss each thread holds twice the columns: more of the sums would spill
+    # a plain loss takes twice the columns per thread; with the other sums these would spill registers
     plain = not options.label_smoothing and options.softcap is None and rows[3] is None and rows[4] is None
     launch(
         _cross_entropy_fwd_kernel,
@@ -313,11 +313,11 @@ def launch_bwd(
     v_start: int = 0,
     vocabulary: int | None = None,
 ) -> None:
-    """Fill ``dz``, which may be ``z`` [M, V], from what ``launch_fwd`` found; ``lse`` is (lse, lse_rest).
+    """Fill ``dz`` [M, V], the gradient of ``z``, whose memory it may share; ``lse`` is (lse, lse_rest).
 
-    ``upstream`` holds the gradients of loss (a scalar, or None for ``unit``, is that of all tokens), logprob and
-    entropy (None: 0). The scalar ``factor`` multiplies the first. ``z`` may be the columns from ``v_start`` on of
-    logits of a larger ``vocabulary``.
+    ``upstream`` holds the gradients of loss, logprob and entropy. The gradient of the loss is [T], or a scalar for all
+    tokens, or None for ``unit``; the scalar ``factor`` multiplies it. None is 0 for the other two. ``z`` may hold only
+    the columns from ``v_start`` on of logits over ``vocabulary``.
     """
     M, V = z.shape
     labels, weights, w_sum, dloss = packed(target), packed(weight), _sum(weight, options), upstream[0]
@@ -363,7 +363,7 @@ def _cross_entropy_bwd(
     dloss: Tensor, factor: Tensor | None, logits: Tensor, lse: Tensor, lse_rest: Tensor, target: Tensor,
     weight: Tensor | None, dlogits: Tensor, *scalars: Any,
 ) -> None:  # fmt: skip
-    """Fill ``dlogits``, which is contiguous and may be ``logits``."""
+    """Fill ``dlogits``, which is contiguous and may share the memory of ``logits``."""
     z, dz, labels = as_rows(logits), dlogits.view(-1, logits.shape[-1]), target.reshape(-1)
     upstream = (dloss.reshape(-1) if dloss.dim() else dloss, None, None)
     launch_bwd(z, dz, labels, weight, (lse, lse_rest), None, upstream, Options(*scalars), factor=factor)
@@ -395,7 +395,7 @@ class _CrossEntropy(torch.autograd.Function):
         logits, *lse, target, weight, factor = ctx.saved_tensors  # raises if the logits were changed in place
         if ctx.inplace_backward and logits.is_contiguous() and is_last_backward():
             dlogits = logits.detach()
-            torch.autograd.graph.increment_version(logits)  # whoever else saved them for a backward will raise
+            torch.autograd.graph.increment_version(logits)  # another backward that saved the logits will raise
         else:
             dlogits = torch.empty_like(logits, memory_format=torch.contiguous_format)
         _cross_entropy_bwd(dloss, factor, logits, *lse, target, weight, dlogits, *ctx.scalars)
@@ -417,19 +417,19 @@ def cross_entropy(
     num_items: float | Tensor | None = None,
     inplace_backward: bool = False,
 ) -> Tensor:
-    """Compute the cross-entropy of ``logits`` [..., V] and integer ``target`` [...]: in fp32, [] or, for "none", [...].
+    """Return the cross-entropy of ``logits`` [..., V] and integer ``target`` [...] in fp32: [], or [...] for "none".
 
-    ``weight`` [V]: class weights. Rows with label ``ignore_index`` give zero loss and gradient. ``reduction``:
-    "mean" divides the sum by ``num_items`` (a number, or a tensor of one) if given, else by the number of rows not
-    ignored (with ``weight``, by their summed weights, as torch does); a batch with nothing to count gives 0.
-    ``label_smoothing`` in [0, 1]; ``z_loss`` adds z_loss * logsumexp^2 to each row; the logits are first mapped to
-    ``logit_scale * z``, or with ``softcap`` to ``softcap * tanh(logit_scale * z / softcap)``. The logits are never
-    written, unless ``inplace_backward``: then the backward puts their gradient in their memory, if they are contiguous
-    and it is the last one (no retain_graph); autograd raises if something else needs their values afterwards. bf16,
-    fp16 and fp32; other dtypes and devices run the plain-torch reference.
+    ``weight`` [V]: class weights. Rows with label ``ignore_index`` give zero loss and gradient. ``reduction``: "mean"
+    divides the sum by ``num_items`` (a number, or a tensor of one element) if given, else by the number of rows not
+    ignored (with ``weight``, by their summed weights, as torch does); if that is 0, the loss is 0.
+    ``label_smoothing`` is in [0, 1]; ``z_loss`` adds z_loss * logsumexp^2 to each row. The logits z are first mapped to
+    ``logit_scale * z``, or with ``softcap`` to ``softcap * tanh(logit_scale * z / softcap)``. ``inplace_backward``: the
+    backward overwrites the logits with their gradient, if they are contiguous and no retain_graph is given; autograd
+    raises if another function needs their values afterwards. The kernel takes bf16, fp16 and fp32; other dtypes and
+    devices run the plain-torch reference.
 
-    Raises TypeError or ValueError for arguments that do not fit, and for a label outside [0, V): at once on the CPU,
-    by the next call on a GPU.
+    Raises TypeError or ValueError for invalid arguments, ValueError also for a label outside [0, V): at once on the
+    CPU, in the next call on a GPU.
     """
     require("logits", logits)
     options = checked_options(ignore_index, label_smoothing, z_loss, softcap, logit_scale)

@@ -1,16 +1,17 @@
-"""Linear layer and cross-entropy in one: the logits [T, V] never exist at once.
+"""Linear layer and cross-entropy in one: the logits [T, V] are never materialised as a whole.
 
-x [T, H], weight [V, H], bias [V]. In the forward, a chunk of tokens' logits are one product into a reused buffer; the
-cross-entropy kernel reads them once and overwrites them by their gradient, which two more products turn into dx and a
-share of dw. Losses that end in a scalar have one unknown upstream factor, so these gradients are made unscaled, and
-multiplied by it in the backward (1/N never meets the fp16 logits gradient, where it would underflow). dx waits for
-that in fp32, a bf16 dw in 16 bits that are worth 11 (``_accumulate``): both are rounded once.
+x is [T, H], weight [V, H], bias [V]. The forward computes the logits of one chunk of tokens at a time, in a reused
+buffer. The cross-entropy kernel reads them once and overwrites them with their gradient; two more products turn that
+into dx and the chunk's share of dw. A scalar loss has one unknown upstream factor, so the forward leaves these
+gradients unscaled and the backward multiplies by the factor. The factor 1/N thus never meets the fp16 gradient of the
+logits, which would underflow. Until then dx is kept in fp32, and a bf16 dw in 16 bits with an 11-bit significand
+(``dw_sum``); both are rounded once.
 
-Per-token upstream gradients (reduction "none", "logprob", "entropy") are known only in the backward. It makes the
-logits again, in slices of the vocabulary over all tokens, whose parts of dw are final. That is a third more work and
-needs the least memory, so it is also what ``recompute`` asks for.
+Per-token upstream gradients (reduction "none", "logprob", "entropy") are known only in the backward. It recomputes the
+logits of all tokens in slices of the vocabulary; each slice's rows of dw are final. This takes a third more work and
+the least memory, so ``recompute`` selects it, too.
 
-Ignored tokens take no part in the products. How many there are is known on the GPU; the host learns it after it has
+Ignored tokens take no part in the products. Their number is known on the GPU only; the host asks for it after it has
 queued the first chunk, so the GPU has work while the host waits.
 """
 
@@ -45,9 +46,9 @@ Lora = tuple[Tensor, Tensor, float] | tuple[Tensor, Tensor]
 
 
 class LossOutput(NamedTuple):
-    """The loss and the per-token results asked for by ``outputs``, shaped like the target; None where not asked for.
+    """Loss and the per-token results that ``outputs`` names, shaped like the target; the others are None.
 
-    Ignored tokens hold 0 (argmax -1, correct False).
+    Ignored tokens have 0 (argmax -1, correct False).
     """
 
     loss: Tensor
@@ -80,8 +81,9 @@ def fused_linear_cross_entropy_ref(
     accumulate_grad: bool = False,
     shard: Shard = WHOLE,
 ) -> Tensor | LossOutput:
-    """The definition, in plain torch; ``accum_dtype``, ``chunk_rows``, ``recompute`` and ``accumulate_grad`` say how
-    and not what.
+    """Compute ``fused_linear_cross_entropy`` in plain torch; this defines the op.
+
+    ``accum_dtype``, ``chunk_rows``, ``recompute`` and ``accumulate_grad`` do not change the definition.
     """
     x = x.reshape(-1, x.shape[-1])
     logits = linear(summed_gradient(x, shard) if shard.reduce_dx else x, weight, bias)
@@ -96,14 +98,15 @@ def fused_linear_cross_entropy_ref(
 
 
 def _low_rank(x: Tensor, lora: Lora, shard: Shard) -> tuple[Tensor, Tensor]:
-    """The factors [T, r] and [V, r] of what ``lora`` adds to the logits of ``x`` [T, H].
+    """Return the factors u [T, r] and b [V, r] of the logits u b^T that ``lora`` adds for ``x`` [T, H].
 
-    A shard of the words gives the first a part of its gradient.
+    A vocabulary shard computes a part of their gradients: the gradient of u is summed over the processes, or that of A
+    if dx is not.
     """
     if len(lora) == 2:
         u = lora[0].reshape(-1, lora[0].shape[-1])
     else:
-        parts_meet_here = shard and not shard.reduce_dx  # else in u
+        parts_meet_here = shard and not shard.reduce_dx  # else the gradient of u is summed
         u = linear(x, summed_gradient(lora[0], shard) if parts_meet_here else lora[0]) * lora[2]
     return summed_gradient(u, shard) if shard.reduce_dx else u, lora[1]
 
@@ -180,7 +183,7 @@ class _FusedLinearCrossEntropy(torch.autograd.Function):
 
 
 def _grad_to_add_to(ctx: Any, weight: Tensor) -> Tensor | None:
-    """The weight's ``grad``, if the caller wants it added to in place and it exists."""
+    """Return the weight's ``grad`` if it exists and the backward may add to it in place, else None."""
     if not ctx.accumulate_grad or not ctx.needs_input_grad[1] or torch.compiler.is_compiling() or not weight.is_leaf:
         return None
     grad = weight.grad
@@ -188,9 +191,9 @@ def _grad_to_add_to(ctx: Any, weight: Tensor) -> Tensor | None:
 
 
 def _scaled(ctx: Any, dloss: Tensor) -> tuple[Tensor | None, ...]:
-    """The gradients that the forward made, times the upstream one, rounded once.
+    """Return the forward's gradients times the upstream gradient, rounded once.
 
-    What was saved is scaled where it is, and freed when it is used up, if nobody needs it again.
+    In the last backward dw takes the memory of its sum where it fits, and the last chunk's logits are freed.
     """
     weight, weight_unit, order, kept, *saved = ctx.saved_tensors
     dx_sum, dw_sum, exponents, last_logits, last_x, dbias, du_sum, db = saved
@@ -224,7 +227,7 @@ def _scaled(ctx: Any, dloss: Tensor) -> tuple[Tensor | None, ...]:
 def _recomputed(
     ctx: Any, dloss: Tensor | None, dlogprob: Tensor | None, dentropy: Tensor | None
 ) -> tuple[Tensor | None, ...]:
-    """The gradients for upstream ones of every token."""
+    """Return the gradients for per-token upstream gradients, from recomputed logits."""
     x, weight, *rest = ctx.saved_tensors
     dtype, dw_dtype, H = ctx.like
     if dloss is None:
@@ -243,7 +246,7 @@ def _recomputed(
 def _check(
     x: Tensor, weight: Tensor, weight_dtype: torch.dtype, bias: Tensor | None, lora: Lora | None, shard: Shard
 ) -> None:
-    """Raise unless the operands of the logits have the dtypes, shapes and device that fit together."""
+    """Raise unless the operands of the logits have matching dtypes, shapes and devices."""
     H, V = x.shape[-1], weight.shape[0]
     if weight.dim() != 2:
         raise ValueError(f"weight must have shape [V, {H}], got {list(weight.shape)}")
@@ -265,7 +268,7 @@ def _check(
 
 
 def _checked_lora(lora: Any) -> Lora | None:
-    """Return ``lora`` with its scaling as a Python float. Raise unless it has the form of one; operands come later."""
+    """Return ``lora`` with its scaling as a Python float. Raise unless its form is valid; ``_check`` checks shapes."""
     if lora is None:
         return None
     if not isinstance(lora, tuple | list) or len(lora) not in (2, 3):
@@ -276,7 +279,7 @@ def _checked_lora(lora: Any) -> Lora | None:
 
 
 def _kind(value: Any) -> str:
-    """Name the type of ``value``, and the types in a tuple or list."""
+    """Return the name of the type of ``value``, and of the types in a tuple or list."""
     name = type(value).__name__
     return f"{name} of {[_kind(item) for item in value]}" if isinstance(value, tuple | list) else name
 
@@ -314,30 +317,30 @@ def fused_linear_cross_entropy(
     accumulate_grad: bool = False,
     shard: Shard = WHOLE,
 ) -> Tensor | LossOutput:
-    """Cross-entropy of ``x weight^T + bias`` and ``target``, for ``x`` [..., H], ``weight`` [V, H], ``bias`` [V] and
-    ``target`` [...].
+    """Return the cross-entropy of ``x weight^T + bias`` and ``target``, without materialising all logits.
 
-    The loss options are those of ``cross_entropy`` (``class_weight`` [V] is its ``weight``); the loss is in fp32.
-    ``lora=(A, B, scaling)`` with A [r, H] and B [V, r] adds ``scaling * x A^T B^T`` to the logits, ``lora=(u, B)`` with
-    u [..., r] adds ``u B^T``. ``outputs``, a tuple out of "logprob", "lse", "entropy", "argmax", "correct", asks for
-    per-token results [...] and returns a ``LossOutput``; "logprob" and "entropy" are differentiable.
+    ``x`` is [..., H], ``weight`` [V, H], ``bias`` [V], ``target`` [...]. The loss options are those of
+    ``cross_entropy`` (``class_weight`` [V] is its ``weight``); the loss is in fp32. ``lora=(A, B, scaling)`` with
+    A [r, H] and B [V, r] adds ``scaling * x A^T B^T`` to the logits, ``lora=(u, B)`` with u [..., r] adds ``u B^T``.
+    With ``outputs``, a tuple out of "logprob", "lse", "entropy", "argmax", "correct", the op returns a ``LossOutput``
+    of per-token results [...]; "logprob" and "entropy" are differentiable.
 
-    The gradients that some input needs are made in the forward, and the logits exist for ``chunk_rows`` tokens at a
-    time (None: 2048, or more where the vocabulary is small or there are over 16 times that many tokens). Until the
-    backward the gradients wait, that of x in fp32, and for a bf16 ``weight`` the last chunk's logits. ``accum_dtype``:
-    dtype in which the gradient of ``weight`` is summed over chunks, torch.float32 or that of ``x`` (None: as accurately
-    as one product over all tokens, for a bf16 ``weight`` on a Hopper or Blackwell GPU and up to 16 chunks in the
-    gradient's own memory, else fp32). ``recompute`` is the lean setting: the backward makes the logits again and then
-    the gradients, which takes a third more time, and beside them little but dx in fp32; so do reduction "none" and
-    differentiable outputs. ``accumulate_grad``: the backward may add the weight's gradient to ``weight.grad`` in place,
-    if that exists, in its dtype, which with ``recompute`` saves all memory for it; hooks on the weight (DDP, FSDP) then
-    do not run. ``shard`` is for ``liger_like.parallel.vocab_parallel_cross_entropy``.
+    The forward computes the gradients, for ``chunk_rows`` tokens at a time (None: 2048, or more for a small vocabulary
+    or over 16 times that many tokens). Until the backward it keeps the gradients, that of x in fp32, and for a bf16
+    ``weight`` the last chunk's logits. ``accum_dtype``: dtype in which the gradient of ``weight`` is summed over
+    chunks, torch.float32 or x.dtype (None: as accurately as one product over all tokens; in the gradient's own memory
+    for a bf16 ``weight`` on a Hopper or Blackwell GPU and up to 16 chunks, else in fp32). ``recompute``: the backward
+    recomputes the logits and computes the gradients, which takes a third more time and little memory but dx in fp32;
+    reduction "none" and differentiable outputs do so, too. ``accumulate_grad``: the backward may add the weight's
+    gradient to an existing ``weight.grad`` in place, in its dtype, which with ``recompute`` needs no memory of its own;
+    hooks on the weight (DDP, FSDP) then do not run. ``shard`` is set by
+    ``liger_like.parallel.vocab_parallel_cross_entropy``.
 
-    Under autocast the operands are cast to its dtype. bf16, fp16 and fp32; other dtypes and devices run the
-    plain-torch reference, which does hold all logits.
+    Under autocast the operands are cast to its dtype. The kernel takes bf16, fp16 and fp32; other dtypes and devices
+    run the plain-torch reference, which materialises all logits.
 
-    Raises TypeError or ValueError for arguments that do not fit (all operands share a dtype), and for a label
-    outside [0, V): at once on the CPU, by the next call on a GPU.
+    Raises TypeError or ValueError for invalid arguments (all operands share a dtype), ValueError also for a label
+    outside [0, V): at once on the CPU, in the next call on a GPU.
     """
     for name, tensor in (("x", x), ("weight", weight)):
         require(name, tensor)

@@ -1,4 +1,4 @@
-"""What the losses share: their options, their definition per row, checks, and the reduction."""
+"""Common parts of the losses: their options, their definition per row, checks, and the reduction."""
 
 import functools
 from typing import Any, NamedTuple
@@ -13,14 +13,14 @@ from liger_like.runtime.launcher import launch
 from liger_like.runtime.layout import packed
 from liger_like.runtime.registry import op
 
-SOFTCAP_MAX = 1e30  # logits over a larger softcap would be zero in fp32
+SOFTCAP_MAX = 1e30  # logits divided by a larger softcap would underflow in fp32
 SOFTCAP_MUST = f"must be positive and at most {SOFTCAP_MAX:g}, or None"
 REDUCTIONS = ("mean", "sum", "none")
 OPTIONS_SCHEMA = "int ignore_index, float label_smoothing, float z_loss, float? softcap, float logit_scale"
 
 
 class Options(NamedTuple):
-    """The scalars of the loss, in the order of the library ops."""
+    """Scalar options of the loss, in the order of ``OPTIONS_SCHEMA``."""
 
     ignore_index: int
     label_smoothing: float
@@ -30,7 +30,7 @@ class Options(NamedTuple):
 
 
 class RowLosses(NamedTuple):
-    """Per-row results of the definition."""
+    """Results per row, [...] each, in floating point but for the int64 argmax."""
 
     loss: Tensor
     logprob: Tensor
@@ -40,7 +40,7 @@ class RowLosses(NamedTuple):
 
 
 def check_labels(target: Tensor, V: int, ignore_index: int) -> None:
-    """Raise if a label on the CPU is neither in [0, V) nor ``ignore_index``; traced code leaves that to ``gather``."""
+    """Raise if a label on the CPU is neither in [0, V) nor ``ignore_index``; traced code leaves this to ``gather``."""
     if target.device.type == "cpu" and not torch.compiler.is_compiling():
         bad = target[(target != ignore_index) & ((target < 0) | (target >= V))]
         if bad.numel():
@@ -51,13 +51,13 @@ def check_labels(target: Tensor, V: int, ignore_index: int) -> None:
 
 @functools.cache
 def bad_label(device_type: str) -> Tensor:
-    """Return the memory, on the host, that a kernel leaves a label in that is out of range."""
+    """Return the host memory into which kernels write a label that is out of range."""
     with torch.inference_mode(False):
         return torch.zeros(1, dtype=torch.int64, pin_memory=device_type == "cuda")
 
 
 def raise_bad_label(device: torch.device) -> None:
-    """Raise if a kernel met a label out of range since the last call (0 is always in range, so it stands for none)."""
+    """Raise if a kernel met a label out of range since the last call; 0 means none, since 0 is always in range."""
     flag = bad_label(device.type)
     label = flag.item()
     if label:
@@ -66,7 +66,7 @@ def raise_bad_label(device: torch.device) -> None:
 
 
 def row_losses_ref(logits: Tensor, target: Tensor, weight: Tensor | None, options: Options) -> RowLosses:
-    """The definition of every per-row result, in plain torch."""
+    """Compute every per-row result in plain torch; this defines the losses."""
     check_labels(target, logits.shape[-1], options.ignore_index)
     z = logits.to(torch.promote_types(logits.dtype, torch.float32)) * options.logit_scale
     argmax = z.argmax(-1)  # before the softcap, which is monotonic but rounds large scores together
@@ -94,7 +94,7 @@ def reduce_loss(
     ignore_index: int,
     num_items: float | Tensor | None,
 ) -> Tensor:
-    """The sum of the rows' losses, or its mean; a batch without a row to count gives 0, not 0 / 0."""
+    """Return ``total``, the sum of the rows' losses, or its mean: 0, not 0 / 0, if no row counts."""
     if reduction == "sum":
         return total
     if num_items is None:
@@ -142,7 +142,10 @@ def _reduce_rows(
     loss: Tensor, target: Tensor, weight: Tensor | None, items: Tensor | None, ignore_index: int, divisor: float,
     count: bool,
 ) -> tuple[Tensor, Tensor]:  # fmt: skip
-    """The sum over the rows that count, over ``items``, or over ``divisor``, and 1 over that."""
+    """Return sum(loss) / n and 1 / n.
+
+    n is ``items`` if given, else with ``count`` the (weighted) number of rows not ignored, else ``divisor``; 1 for 0.
+    """
     out, factor = loss.new_empty(()), loss.new_empty(())
     tensors = loss, packed(target.reshape(-1)), packed(weight), items, out, factor
     sizes = loss.numel(), 0 if weight is None else weight.numel(), ignore_index
@@ -158,7 +161,7 @@ def reduce_rows(
     ignore_index: int,
     num_items: float | Tensor | None,
 ) -> tuple[Tensor, Tensor]:
-    """``reduce_loss`` of the losses of all rows in one kernel, and what it multiplies each by."""
+    """Return ``reduce_loss`` of all rows' losses and the factor that it multiplies each loss by, in one kernel."""
     items = num_items.to(loss.device) if isinstance(num_items, Tensor) else None
     divisor = 1 if num_items is None or items is not None else num_items
     count = reduction == "mean" and num_items is None
@@ -176,7 +179,7 @@ def check_target(target: Tensor, like: Tensor, shape: tuple[int, ...]) -> None:
 
 
 def checked_options(ignore_index: Any, label_smoothing: Any, z_loss: Any, softcap: Any, logit_scale: Any) -> Options:
-    """Return the options as Python numbers. Raise if one is not a number or out of its range."""
+    """Return the options as Python numbers. Raise if an option is not a number or is out of range."""
     if softcap is not None:
         softcap = require_number("softcap", softcap, SOFTCAP_MUST, 1 / SOFTCAP_MAX, SOFTCAP_MAX)
     return Options(
@@ -189,7 +192,7 @@ def checked_options(ignore_index: Any, label_smoothing: Any, z_loss: Any, softca
 
 
 def checked_num_items(num_items: Any, reduction: str) -> float | Tensor | None:
-    """Return ``num_items`` as a Python number or a tensor without dimensions. Raise unless it and ``reduction`` fit."""
+    """Return ``num_items`` as a Python number or a tensor []. Raise unless it is valid and fits ``reduction``."""
     require_choice("reduction", reduction, REDUCTIONS)
     if num_items is None:
         return None
@@ -206,7 +209,7 @@ def checked_num_items(num_items: Any, reduction: str) -> float | Tensor | None:
 
 
 def check_class_weight(name: str, weight: Tensor | None, like: Tensor, V: int) -> None:
-    """Raise unless the class weights, which the caller knows as ``name``, are [``V``] and constants."""
+    """Raise unless the class weights, the caller's argument ``name``, are [``V``] and require no gradient."""
     if weight is not None:
         require(name, weight, like=like, shape=(V,))
         if weight.requires_grad:

@@ -1,8 +1,8 @@
-"""Logits whose words are spread over processes: what these tell each other about a chunk of tokens.
+"""Loss over logits whose words (columns of the vocabulary) are sharded over processes.
 
-Each process finds, with the kernel for a whole vocabulary, what its own words come to in each row: their lse, and the
-log-probability of the label if it is one of them. From those of all processes, in one all-gather of a few numbers a
-row, each makes the results over all words; its own logits' gradient then needs only the lse of all.
+Each process runs the kernel for a whole vocabulary on its own words. This gives each row's lse over these words, and
+the log-probability of the label if it is among them. One all-gather of a few numbers per row then lets every process
+compute the results over all words. The gradient of a process's own logits needs only the lse over all words.
 """
 
 from typing import Any, NamedTuple
@@ -16,17 +16,17 @@ from liger_like.ops.losses.rows import Options
 from liger_like.runtime.autograd import once_differentiable
 
 SHARD_SCHEMA = "str group, SymInt first_word, SymInt words, bool reduce_dx, bool released"
-IGNORED = -(2**62)  # no label
-# torch 2.13 renamed them
+IGNORED = -(2**62)  # the ignore_index within a shard: never a label
+# torch 2.13 renamed these functions
 all_gather = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
 reduce_scatter = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
 
 
 class Shard(NamedTuple):
-    """The words of a vocabulary that a process has: those from ``first_word`` on, of ``words`` over the group.
+    """Vocabulary shard of a process: its words start at ``first_word``, of ``words`` in the whole group.
 
-    ``reduce_dx``: the gradient of x is summed over the processes, all of which have the same x. ``released``: the
-    weight may be gone when the backward comes, that of a scalar loss, which then does not read it.
+    ``reduce_dx``: all processes have the same x, so its gradient is summed over them. ``released``: FSDP may free the
+    weight before the backward, so a scalar loss's backward must not read it.
     """
 
     group: str = ""
@@ -39,7 +39,7 @@ class Shard(NamedTuple):
         return bool(self.group)
 
     def processes(self) -> dist.ProcessGroup:
-        """The group of that name."""
+        """Return the process group named ``group``."""
         return torch.distributed.distributed_c10d._resolve_process_group(self.group)
 
 
@@ -47,7 +47,7 @@ WHOLE = Shard()
 
 
 def gathered(x: Tensor, group: dist.ProcessGroup) -> Tensor:
-    """``x`` of all processes, [R, *x.shape]."""
+    """Return ``x`` of all R processes, [R, *x.shape]."""
     out = x.new_empty((dist.get_world_size(group), *x.shape))
     all_gather(out.flatten(0, 1), x.contiguous(), group=group)
     return out
@@ -68,7 +68,7 @@ class _SummedGradient(torch.autograd.Function):
 
 
 def summed_gradient(x: Tensor, shard: Shard) -> Tensor:
-    """``x``, which all processes have; its gradient is the sum of theirs."""
+    """Return ``x``, which is the same in all processes; its gradient is summed over them."""
     out: Tensor = _SummedGradient.apply(x, shard)
     return out
 
@@ -89,7 +89,10 @@ class _AllWords(torch.autograd.Function):
 
 
 def all_words(logits: Tensor, shard: Shard) -> Tensor:
-    """The logits [..., words] of all processes; each makes the same loss of them, so that its own gradient is whole."""
+    """Return the logits [..., words] of all processes.
+
+    All processes compute the same loss from them, so each has the complete gradient of its own words.
+    """
     out: Tensor = _AllWords.apply(logits, shard)
     return out
 
@@ -103,19 +106,19 @@ def launch_fwd_of_shard(
     order: Tensor,
     shard: Shard,
 ) -> None:
-    """``launch_fwd`` over the words of all processes, of which ``class_weight`` [words] has all."""
+    """Fill ``rows`` as ``launch_fwd`` does, over the words of all processes; ``class_weight`` [words] is whole."""
     M, V = z.shape
     label = target[order].long()
     counts = (label != options.ignore_index) & (label >= 0) & (label < shard.words)
     own = label - shard.first_word
     is_own = counts & (own >= 0) & (own < V)
-    # a label of another process gets a result that is not used; one that is out of range is seen to be so
+    # clamp another process's label, whose result is not used; keep a label out of range for the kernel to report
     own = torch.where(counts, own.clamp(0, V - 1), label.masked_fill(label == options.ignore_index, IGNORED))
     weights = None if class_weight is None else class_weight[shard.first_word : shard.first_word + V]
     loss, logprob, lse, entropy, lse_rest = z.new_empty((5, M), dtype=torch.float32)
     best = z.new_empty(M, dtype=torch.int64)
     wanted = (loss, logprob, lse, None if rows[3] is None else entropy, None if rows[4] is None else best, lse_rest)
-    # smoothed altogether, a row's loss is the mean of w (lse - score) over its words
+    # with label smoothing 1 the kernel's loss is the mean of w (lse - score) over its words
     launch_fwd(z, own, weights, wanted, Options(IGNORED, float(options.label_smoothing > 0), 0.0, *options[3:]))
     stats = [lse, lse_rest, logprob, is_own.float()]
     if options.label_smoothing:
@@ -134,16 +137,14 @@ def launch_fwd_of_shard(
 def _merged(
     stats: tuple[Tensor, ...], label: Tensor, class_weight: Tensor | None, options: Options, shard: Shard
 ) -> list[Tensor]:
-    """Return loss, log-probability of the label, lse, entropy, best word and lse_rest [M] from the ``stats`` [R, M] of
-    all processes.
-    """
+    """Return loss, logprob, lse, entropy, argmax and lse_rest [M] from the ``stats`` [R, M] of all processes."""
     lses, lse_rests, logprobs, is_own, *more = stats
     top = lses.amax(0)
     shift = top.masked_fill(top == -torch.inf, 0)
     log_total = (lses - shift + lse_rests).exp().sum(0).log()
     lse = shift + log_total
     lse_rest = _rounding_error(shift, log_total, lse)
-    logp = (lses - lse) + (lse_rests - lse_rest)  # of each process's words
+    logp = (lses - lse) + (lse_rests - lse_rest)  # log-probability of each process's words together
     logprob = (logprobs + logp).where(is_own > 0, 0).sum(0)
     hot = 1 - options.label_smoothing
     if class_weight is not None:
@@ -163,6 +164,6 @@ def _merged(
 
 
 def _rounding_error(a: Tensor, b: Tensor, total: Tensor) -> Tensor:
-    """Return a + b - ``total``, for their rounded sum ``total``; 0 where that is infinite."""
+    """Return a + b - ``total`` for the rounded sum ``total`` of a and b; 0 where ``total`` is infinite."""
     b_part = total - a
     return ((a - (total - b_part)) + (b - b_part)).masked_fill(total.isinf(), 0)

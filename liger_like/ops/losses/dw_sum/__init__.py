@@ -1,10 +1,11 @@
-"""Sums of matrix products over chunks, kept in 16 bits at nearly the accuracy of fp32, and scaled at the end.
+"""Sums of matrix products over chunks, stored in 16 bits at nearly the accuracy of fp32, and scaled at the end.
 
-A weight's gradient over chunks of tokens is a sum of products a^T b. Kept in bf16 it would be rounded to 8 bits after
-every chunk; kept in fp32 it would take twice the memory of the result. Here a block of each row (``exponent_block``
-columns) is 11-bit fp16 in units of one power of two, chosen for its largest element, so that 16 chunks add less to the
-error than the one rounding to bf16 at the end, which the last product does, in the same memory. The products run on
-the tensor cores and accumulate in fp32: on Hopper in Gluon (``_accumulate_hopper``), on Blackwell in the kernel here.
+A weight's gradient over chunks of tokens is a sum of products a^T b. A sum in bf16 would be rounded to 8 bits after
+every chunk; a sum in fp32 would take twice the memory of the result. Here each block of a row (``exponent_block``
+columns) is stored in fp16, with an 11-bit significand, in units of one power of two that is chosen for the block's
+largest element. 16 chunks then add less error than the single rounding to bf16 at the end. The last product does that
+rounding, in the same memory. The products run on the tensor cores and accumulate in fp32: on Hopper in Gluon
+(``hopper``), on Blackwell in the kernel of this file.
 """
 
 import functools
@@ -34,7 +35,7 @@ def _add_products_kernel(
     AGAIN: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr,
 ):  # fmt: skip
     tiles_n = tl.cdiv(N, BLOCK_N)
-    # flattened, the loads of a tile overlap with the end of the one before
+    # flatten: the loads of a tile overlap the end of the tile before
     for tile in tl.range(tl.program_id(0), tl.cdiv(M, BLOCK_M) * tiles_n, tl.num_programs(0), flatten=True):
         row = tile // tiles_n * BLOCK_M
         col = tile % tiles_n * BLOCK_N
@@ -52,7 +53,7 @@ def _add_products_kernel(
         if factor_ptr is not None:
             rounded = (acc * tl.load(factor_ptr)).to(tl.bfloat16).to(tl.float16, bitcast=True)
         else:
-            # a unit of 2^-14 of the row's leading power of two: its largest element is then in [2^14, 2^15)
+            # in units of 2^-14 of the row's leading power of two the largest element is in [2^14, 2^15)
             top = tl.max(tl.abs(acc), axis=1).to(tl.int32, bitcast=True) >> 23
             exponent = tl.minimum(tl.maximum(top - 14, 16), 240)
             inverse = ((254 - exponent) << 23).to(tl.float32, bitcast=True)
@@ -83,13 +84,13 @@ def _scale_rows_kernel(
 
 
 def has_products(device: torch.device) -> bool:
-    """Whether ``add_products`` is fast on a device: older GPUs have no TMA, smaller ones no room for a tile."""
+    """True if ``add_products`` is fast on ``device``: older GPUs lack TMA, smaller GPUs shared memory for a tile."""
     on_device = architecture(device) in (9, 10)
-    return on_device or refused("sums of dw in 16 bits are for data center GPUs since Hopper: this one is in fp32")
+    return on_device or refused("dw is summed in fp32: sums in 16 bits need a data center GPU, Hopper or Blackwell")
 
 
 def _hopper_kernel(device: torch.device) -> Any:
-    """Return the module of the kernel for Hopper, or False on other GPUs and where it does not compile."""
+    """Return the module of the Hopper kernel, or False on other GPUs and if the kernel does not compile."""
     if architecture(device) != 9:
         return False
     if newer_than_tested("triton"):
@@ -99,8 +100,8 @@ def _hopper_kernel(device: torch.device) -> Any:
 
 @functools.cache
 def _try_hopper_kernel(device: torch.device) -> None:
-    """Fall back at once if the kernel for Hopper does not compile: the layout of ``exponents_like`` depends on it."""
-    with _disable_current_modes():  # torch.compile asks on fake tensors
+    """Fall back now if the Hopper kernel does not compile, since the layout of ``exponents_like`` depends on it."""
+    with _disable_current_modes():  # torch.compile calls this under a mode of fake tensors
         a, factor = (torch.zeros(64, n, dtype=torch.bfloat16, device=device) for n in (64, 1))
         total, exponents = torch.zeros_like(a, dtype=torch.float16), torch.zeros_like(a, dtype=torch.uint8)
         try:
@@ -111,13 +112,13 @@ def _try_hopper_kernel(device: torch.device) -> None:
 
 
 def exponent_block(device: torch.device) -> int:
-    """Return the number of columns that share an exponent: those of a tile."""
+    """Return the number of columns that share an exponent, the columns of a tile."""
     hopper = _hopper_kernel(device)
     return hopper.BLOCK_N if hopper else TILE["BLOCK_N"]
 
 
 def exponents_like(total: Tensor) -> Tensor:
-    """Room for the exponents of ``total`` [M, N]."""
+    """Return an uninitialised uint8 tensor [M, blocks] for the exponents of ``total`` [M, N]."""
     return total.new_empty((total.shape[0], -(-total.shape[1] // exponent_block(total.device))), dtype=torch.uint8)
 
 
@@ -131,11 +132,11 @@ def add_products(
     out: Tensor | None = None,
     factor: Tensor | None = None,
 ) -> None:
-    """``total`` = a^T b, plus ``total`` if ``again``, for ``a`` [K, M], ``b`` [K, N] and fp16 ``total`` [M, N] in the
-    units of ``exponents``.
+    """Store a^T b in ``total``, or add it to ``total`` if ``again``, for ``a`` [K, M] and ``b`` [K, N].
 
-    With ``factor`` [1], the last product: what would be the total, times ``factor``, goes to ``out`` [M, N] in bf16,
-    which may have the memory of ``total``. Rows start at multiples of 16 bytes; ``a`` and ``b`` are bf16 or fp16.
+    ``total`` [M, N] is fp16 in the units of ``exponents``. With ``factor`` [1] this is the last product: the new total
+    times ``factor`` goes to ``out`` [M, N] in bf16, which may share the memory of ``total``. ``a`` and ``b`` are bf16
+    or fp16, and all rows start at multiples of 16 bytes.
     """
     out = total if out is None else out.view(torch.float16)
     if hopper := _hopper_kernel(a.device):
@@ -155,10 +156,10 @@ def add_products(
 
 @op("scale_rows(Tensor src, Tensor? order, Tensor factor, Tensor(a!) out, bool add) -> ()", lambda *args: None)
 def scale_rows(src: Tensor, order: Tensor | None, factor: Tensor, out: Tensor, add: bool) -> None:
-    """Row ``order[i]`` (None: i) of ``out`` = row i of ``src`` [M, N] times ``factor`` [1], rounded once; added to
-    ``out`` if ``add``.
+    """Store row i of ``src`` [M, N] times ``factor`` [1] in row ``order[i]`` (None: i) of ``out``, or ``add`` it.
 
-    ``out`` may be ``src`` in a dtype of its size or smaller, as long as rows start at the same address.
+    The result is rounded once. ``out`` may share the memory of ``src`` in a dtype of equal or smaller size, if their
+    rows start at the same addresses.
     """
     M, N = src.shape
     block_n = min(triton.next_power_of_2(N), 4096)

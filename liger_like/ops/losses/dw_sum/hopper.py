@@ -1,9 +1,9 @@
-"""The sum of products of ``_accumulate`` for Hopper, in Gluon: as fast as a plain product of cuBLAS.
+"""Gluon kernel of ``dw_sum.add_products`` for Hopper, as fast as a plain product of cuBLAS.
 
-A program per multiprocessor walks over tiles of [128, 256]. One warp loads: the operands by TMA into a ring of STAGES
-buffers, and behind a tile's last operands what is stored of the sum. Two warp groups multiply, 64 rows each, add what
-was stored, and store. A buffer has a barrier for "full" and one for "empty"; the use-th filling goes into buffer
-use % STAGES, and the parity of use // STAGES is the barriers' phase.
+One program per multiprocessor loops over tiles of [128, 256]. One warp loads by TMA: the operands into a ring of STAGES
+buffers, and after a tile's last operands the tile's stored sum. Two warp groups multiply 64 rows each, add the stored
+sum and store the new sum. Each buffer has a barrier "full" and a barrier "empty". Filling number ``use`` goes into
+buffer use % STAGES, and the parity of use // STAGES is the phase of its barriers.
 """
 
 import torch
@@ -86,9 +86,9 @@ def _multiply(
             i = use % STAGES
             mbarrier.wait(full.index(i), use // STAGES & 1)
             acc = warpgroup_mma(a_bufs.index(2 * i + half).permute((1, 0)), b_bufs.index(i), acc, is_async=True)
-            acc = warpgroup_mma_wait(1, deps=(acc,))  # the product before this one is done
+            acc = warpgroup_mma_wait(1, deps=(acc,))  # the previous product is done, so its buffer is free
             mbarrier.arrive(empty.index((use + STAGES - 1) % STAGES), count=1, pred=k > 0)
-            if k == 0:  # by now the last tile's sum has left its buffer
+            if k == 0:  # the last tile's sum is stored by now, so this wait is short and frees its buffer
                 tma_store_wait(0)
                 if AGAIN:
                     mbarrier.arrive(sum_empty.index(half), count=1, pred=sum_use > 0)
@@ -155,7 +155,7 @@ def _descriptor(t: Tensor, block: list[int]) -> TensorDescriptor:
 def add_products(
     total: Tensor, out: Tensor, exponents: Tensor, factor: Tensor | None, a: Tensor, b: Tensor, *, again: bool
 ) -> None:
-    """``_accumulate.add_products``, with exponents of blocks of ``BLOCK_N`` columns."""
+    """Run ``dw_sum.add_products``, with an exponent for each row and block of ``BLOCK_N`` columns."""
     (K, M), N = a.shape, b.shape[1]
     tiles = triton.cdiv(M, 2 * HALF_M) * triton.cdiv(N, BLOCK_N)
     descriptors = (
