@@ -246,7 +246,7 @@ def test_half_precision_gradients_of_labels_without_weight(options, device):
 @pytest.mark.parametrize("options", [{}, {"recompute": True}], ids=str)
 def test_half_precision_gradients_of_a_large_z_loss(options, device):
     make = lambda: LINEAR.inputs(torch.float16, device, lead=(20,), H=64, V=200)  # noqa: E731
-    assert_accurate(LINEAR.fn, LINEAR.ref, make, {"z_loss": 5e3, **options}, draws=4)
+    assert_accurate(LINEAR.fn, LINEAR.ref, make, {"z_loss": 5e3, **options}, draws=16)
 
 
 def test_weight_gradient_over_many_chunks(device):
