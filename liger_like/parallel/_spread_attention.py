@@ -24,6 +24,7 @@ from torch import Tensor
 from liger_like.ops.attention import _deterministic, _use_kernel, _window, flash_attention, flash_attention_ref
 from liger_like.ops.attention.backward import attention_bwd
 from liger_like.ops.attention.forward import attention_fwd
+from liger_like.ops.attention.masking import Masking
 from liger_like.ops.attention.portable.delta import attention_delta
 from liger_like.ops.losses.vocab_shards import all_gather, reduce_scatter
 from liger_like.runtime.autograd import once_differentiable
@@ -160,10 +161,22 @@ def _around_ring(shards: Shards, kv: Tensor, use: Use) -> Tensor | None:
     return None if wait is None else wait()
 
 
-def _masking(q: Tensor, k: Tensor, piece: _Piece, scale: float, softcap: float | None) -> tuple[Any, ...]:
-    """Return the kernels' masking arguments for a piece, without bias, padding, packing or offsets."""
-    sizes = q.shape[1], k.shape[1]
-    return None, None, None, None, None, piece.spans, *sizes, scale, softcap, piece.left, piece.right
+def _masking(q: Tensor, k: Tensor, piece: _Piece, scale: float, softcap: float | None) -> Masking:
+    """Return the masks of a piece for the kernels: no bias, padding, packing or offsets."""
+    return Masking(
+        bias=None,
+        key_padding_mask=None,
+        cu_seqlens_q=None,
+        cu_seqlens_k=None,
+        offsets=None,
+        spans=piece.spans,
+        max_seqlen_q=q.shape[1],
+        max_seqlen_k=k.shape[1],
+        scale=scale,
+        softcap=softcap,
+        left=piece.left,
+        right=piece.right,
+    )
 
 
 def _attend(
@@ -280,7 +293,7 @@ def _with_travelling_keys(
 ) -> Tensor:  # fmt: skip
     spread: Callable[..., Tensor] = _Spread.apply
     starts = starts if starts is None else shards.own(starts)
-    left, scale = _window(True, (left, 0))[0], q.shape[-1] ** -0.5 if scale is None else scale
+    left, scale = _window(True, (left, 0))["left"], q.shape[-1] ** -0.5 if scale is None else scale
     return spread(q, k, v, sinks, starts, shards, travel, left, scale, softcap, _deterministic(deterministic))
 
 

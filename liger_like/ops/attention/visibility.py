@@ -70,7 +70,7 @@ def shift_of(offsets_ptr, index, length_q, length_k):
 
 @triton.jit
 def load_spans(ptr, b, B, total, rows):
-    """Return the starts and ends of the spans of ``rows`` of a batch of ``total``; rows past the end get the last span."""
+    """Return the starts and ends of the spans of ``rows`` of a batch of ``total``; later rows get the last span."""
     ptrs = ptr + b * total + tl.minimum(rows, total - 1)
     return tl.load(ptrs), tl.load(ptrs + tl.cast(B, tl.int64) * total)
 

@@ -6,7 +6,7 @@ from liger_like.runtime.gluon import gl, gluon, warpgroup_mma, warpgroup_mma_wai
 
 @gluon.jit
 def start_contract(a, b, zeros):
-    """Start a b^T for buffers in parts; the result is valid after a wait. ``zeros``: the shape and layout of the sum."""
+    """Start a b^T for buffers in parts; the result is valid after a wait. ``zeros`` has the layout of the sum."""
     acc = warpgroup_mma(a[0], b[0].permute((1, 0)), zeros, use_acc=False, is_async=True)
     for i in gl.static_range(1, len(a)):
         acc = warpgroup_mma(a[i], b[i].permute((1, 0)), acc, is_async=True)
