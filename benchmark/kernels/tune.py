@@ -39,7 +39,7 @@ def shapes(spec: testing.OpSpec) -> Iterator[dict[str, Any]]:
 
 
 def tune(spec: testing.OpSpec) -> None:
-    """Search at every shape; ``_tiles`` keeps what it finds."""
+    """Search at every shape; ``tiles`` keeps what it finds."""
     for shape in shapes(spec):
         inputs = spec.inputs(torch.bfloat16, "cuda", **shape)
         outputs = spec.fn(**inputs)

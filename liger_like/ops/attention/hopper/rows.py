@@ -201,7 +201,7 @@ def read_tile(queue, count):
 
 @gluon.jit
 def bounds(rows, before, after, spans, length, HAS_BEFORE: gl.constexpr, HAS_AFTER: gl.constexpr):
-    """Return the start and end of the range that each of ``rows`` sees, out of ``length``, as ``visible_range`` does."""
+    """Return the start and end of the range that each of ``rows`` sees, out of ``length``, as ``visible_range``."""
     starts = gl.zeros_like(rows)
     ends = starts + length
     if HAS_AFTER:
