@@ -1,4 +1,4 @@
-"""What the benchmarks share: how to time, and what to do with what was measured."""
+"""Time contestants, and save and merge their results: shared by all benchmarks."""
 
 import datetime
 import fcntl
@@ -25,10 +25,10 @@ from benchmark.common.markdown import RESULTS, Row
 T = TypeVar("T")
 Inputs = dict[str, Tensor]
 Step = Callable[[], Any]
-Build = Callable[[Inputs], Step]  # of a forward; what it imports is no part of the host's time
+Build = Callable[[Inputs], Step]  # returns the forward; its imports stay outside the host time
 Timer = Callable[[], list[float]]
 
-PACKAGES = {  # what a contestant needs
+PACKAGES = {  # package that a contestant needs
     "Liger": "liger-kernel",
     "CCE": "cut-cross-entropy",
     "fla": "fla-core",
@@ -48,12 +48,12 @@ def version(package: str) -> str | None:
 
 
 def present(contestants: Mapping[str, T]) -> dict[str, T]:
-    """Those that are installed, by their names up to a comma."""
+    """Return the contestants whose package is installed; the name up to a comma selects the package."""
     return {name: c for name, c in contestants.items() if version(PACKAGES.get(name.partition(",")[0], "torch"))}
 
 
 def gpu_state() -> dict[str, str]:
-    """Driver, clocks and power, if nvidia-smi can tell."""
+    """Return driver, clocks and power limit of the GPU, or {} if nvidia-smi does not report them."""
     if not torch.cuda.is_available() or shutil.which("nvidia-smi") is None:
         return {}
     gpu = f"GPU-{torch.cuda.get_device_properties().uuid}"
@@ -63,7 +63,7 @@ def gpu_state() -> dict[str, str]:
 
 
 def environment(*peers: str) -> Row:
-    """What a file of results begins with."""
+    """Return the head of a results file: GPU, date, versions and the state of the GPU."""
     packages = ("torch", "triton", *(PACKAGES.get(peer, peer) for peer in peers))
     return {
         "gpu": torch.cuda.get_device_name() if torch.cuda.is_available() else "no GPU",
@@ -74,14 +74,14 @@ def environment(*peers: str) -> Row:
 
 
 def reason(error: Exception) -> str:
-    """Of a row without figures."""
+    """Return the text of a row without figures: why ``error`` prevented the measurement."""
     if "out of memory" in str(error):
         return "out of memory"
     return f"{type(error).__name__}: {str(error).partition(chr(10))[0][:80]}"
 
 
 def attempt(measure: Callable[[], Row]) -> Row:
-    """What ``measure`` returns, or why it could not: other code's failure is a result, too."""
+    """Return the row of ``measure``, or a row with the reason of its failure: a peer's failure is a result, too."""
     try:
         return measure()
     except Exception as error:
@@ -89,7 +89,7 @@ def attempt(measure: Callable[[], Row]) -> Row:
 
 
 def gpu_times(step: Step, repeats: int, prepare: Step = lambda: None) -> list[float]:
-    """Times between two events around ``step``, in ms."""
+    """Return ``repeats`` times in ms, each between two events around ``step``; ``prepare`` is not timed."""
     pairs = [[torch.cuda.Event(enable_timing=True) for _ in range(2)] for _ in range(repeats)]
     for start, end in pairs:
         prepare()
@@ -101,7 +101,7 @@ def gpu_times(step: Step, repeats: int, prepare: Step = lambda: None) -> list[fl
 
 
 def captured(step: Step, times: int = 1, pool: Any = None) -> torch.cuda.CUDAGraph:
-    """A CUDA graph of ``step``, that many times, in memory that it may share with graphs whose results nobody reads."""
+    """Capture ``step``, run ``times`` times, as a CUDA graph. ``pool``: memory shared with graphs of unused results."""
     torch.cuda.set_sync_debug_mode("error")  # finds a step that waits for the GPU: a failed capture would outlive it
     try:
         step()
@@ -115,7 +115,7 @@ def captured(step: Step, times: int = 1, pool: Any = None) -> torch.cuda.CUDAGra
 
 
 def peak_mib(step: Callable[[], T]) -> tuple[float, T]:
-    """The peak memory of ``step`` above what was there, once it is warm, and what it returns."""
+    """Return the peak memory of a warm ``step`` above the memory allocated before, in MiB, and its result."""
     for _ in range(WARMUP):
         step()
     torch.cuda.synchronize()
@@ -127,10 +127,10 @@ def peak_mib(step: Callable[[], T]) -> tuple[float, T]:
 
 
 def settle(rows: Iterable[Row], rounds: int, wait: Step = torch.cuda.synchronize) -> None:
-    """Put the median of its times in the place of every timer in ``rows``.
+    """Replace every timer in ``rows`` by the median of its times.
 
-    In each round every timer runs once, in another order: the GPU's clock depends on what ran before. Memory may be
-    short by then: one that fails leaves a reason.
+    In each round every timer runs once, in a new order: the GPU's clock depends on the work before. A timer may run out
+    of memory; its row then gets a reason.
     """
     times: list[tuple[Row, str, Timer, list[float]]] = [
         (row, key, value, []) for row in rows for key, value in row.items() if callable(value)
@@ -152,7 +152,7 @@ def _add(timer: Timer, several: list[float]) -> Row:
 
 
 class Setting:
-    """Inputs and upstream gradients of one contestant, and the forward that it builds of them."""
+    """Inputs and upstream gradients of one contestant, and its forward built from them."""
 
     def __init__(self, build: Build, inputs: Inputs, upstream: Sequence[Tensor]) -> None:
         self.filling = [t.detach() for t in (*inputs.values(), *upstream)]
@@ -171,9 +171,7 @@ class Setting:
 
 
 def upstream_of(fn: Callable[..., Any], inputs: Inputs) -> list[Tensor]:
-    """Random gradients of what ``fn`` returns, with the strides of the first input of that shape, if there is one; of a
-    loss 1, as in training.
-    """
+    """Return a random gradient for each output of ``fn``, strided as the first input of its shape; 1 for a loss."""
     outputs = fn(**inputs)
     like = (
         next((t for t in inputs.values() if t.shape == output.shape), output)
@@ -183,7 +181,7 @@ def upstream_of(fn: Callable[..., Any], inputs: Inputs) -> list[Tensor]:
 
 
 def microseconds(step: Step, steps: int, finish: Step = lambda: None) -> list[float]:
-    """The mean of so many steps in a row, as the host sees it."""
+    """Return the mean host time of ``steps`` consecutive steps, in us, as a list of one time."""
     start = time.perf_counter()
     for _ in range(steps):
         step()
@@ -192,7 +190,7 @@ def microseconds(step: Step, steps: int, finish: Step = lambda: None) -> list[fl
 
 
 class Repeats(NamedTuple):
-    """Steps of a graph, its replays in a round, and eager steps in a round."""
+    """Counts of steps in a graph, of its replays in a round, and of eager steps in a round."""
 
     graph: int
     replays: int
@@ -218,20 +216,20 @@ def kernel_timers(setting: Setting, repeats: Repeats, pool: Any) -> Row:
 
 
 def gpu_row(setting: Setting, repeats: Repeats, pool: Any = None) -> Row:
-    """Peak memory, and timers of the wall time and, if a graph of the kernels can be had, of theirs."""
+    """Return the peak memory, a timer of the wall time and, if the step can be captured, timers of the kernels."""
     row = {"mib": peak_mib(setting.step)[0], "wall_us": partial(wall_us, setting, repeats.eager)}
     return row | attempt(partial(kernel_timers, setting, repeats, pool))
 
 
 def rounded(result: Row) -> Row:
-    """With four digits, which are more than a repetition would confirm."""
+    """Return ``result`` with floats of four digits: a second run would not confirm more."""
     numbers: Row = json.loads(json.dumps(result), parse_float=lambda digits: float(f"{float(digits):.4g}"))
     return numbers
 
 
 @contextmanager
 def locked(folder: Path) -> Iterator[None]:
-    """One process after the other: what it read there is still so when it writes."""
+    """Hold an exclusive lock on ``folder``, so that no other process writes between a read and a write."""
     lock = os.open(folder, os.O_RDONLY)
     try:
         fcntl.flock(lock, fcntl.LOCK_EX)
@@ -241,7 +239,7 @@ def locked(folder: Path) -> Iterator[None]:
 
 
 def slug(name: str) -> str:
-    """For the name of a file."""
+    """Return ``name`` in lower case with hyphens, for file names."""
     return re.sub("[^a-z0-9]+", "-", name.lower())
 
 
@@ -251,7 +249,7 @@ def path_of(result: Row, prefix: str) -> Path:
 
 
 def known(result: Row, prefix: str) -> Row:
-    """What results/ has of the GPU of ``result``, if anything."""
+    """Return the saved results for the GPU of ``result``, or {}."""
     path = path_of(result, prefix)
     return json.loads(path.read_text()) if path.exists() else {}  # type: ignore[no-any-return]
 
@@ -262,14 +260,14 @@ def save(result: Row, prefix: str) -> None:
 
 
 def merged(earlier: Row, now: Row, order: Mapping[str, Iterable[str]]) -> Row:
-    """What was measured now, and what was earlier of the other parts and contestants; those of each part in order."""
+    """Return ``now`` with the parts and contestants of ``earlier`` that it lacks, in ``order``."""
     found = {part: earlier.get("parts", {}).get(part, {}) | now["parts"].get(part, {}) for part in order}
     parts = {part: {name: found[part][name] for name in names if name in found[part]} for part, names in order.items()}
     return now | {"parts": parts}
 
 
 def update(result: Row, prefix: str, order: Mapping[str, Iterable[str]]) -> None:
-    """Save it ``merged`` with what the file has by now: other processes may measure other contestants."""
+    """Save ``result`` merged into its file, which other processes may have updated meanwhile."""
     RESULTS.mkdir(exist_ok=True)
     with locked(RESULTS):
         save(merged(known(result, prefix), result, order), prefix)

@@ -106,7 +106,7 @@ def test_descriptors_end_with_their_rows(packed):
     parts = [(0, 0, 17), (0, 17, 17), (0, 17, 43), (0, 43, 50)] if packed else [(b, 0, 50) for b in range(3)]
     for (b, start, end), h, col in itertools.product(parts, (0, 3), (0, 40)):
         for row in range(start, end + 100):
-            at = [getattr(i, "value", i) for i in buffers.at.fn(like, (b, end), h, row, col)]
+            at = [getattr(i, "value", i) for i in buffers.at.fn(like, buffers.Sequence(b, end), h, row, col)]
             moved = all(0 <= i < n for i, n in zip(at, desc.shape, strict=True))
             assert moved == (row < end)
             if moved:
