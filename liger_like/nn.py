@@ -11,7 +11,8 @@ import torch
 from torch import Tensor, nn
 
 from liger_like import ops
-from liger_like.ops.glu import gelu_of, glu_linear
+from liger_like.ops.glu import gelu_of
+from liger_like.ops.glu_linear import glu_linear
 from liger_like.ops.rms_norm import CASTING_MODES
 from liger_like.runtime.checks import require, require_choice, require_eps, require_integer, require_number
 from liger_like.runtime.support import KERNEL_DTYPES

@@ -16,7 +16,8 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F  # noqa: N812  # as transformers has it
 
-from liger_like.ops.glu import GLUS, glu_linear
+from liger_like.ops.glu import GLUS
+from liger_like.ops.glu_linear import glu_linear
 from liger_like.patches import (
     NothingToDoError,
     Recogniser,

@@ -2,7 +2,7 @@
 
 gate, up and y [..., N] are read as M rows. Packed input is [..., 2N] = [gate | up]; the kernels read both halves by
 stride and write one packed gradient, without split or cat. The maths are in fp32 and are rounded once, to the input
-dtype. The backward recomputes act(gate). ``glu_linear`` also recomputes y, which the linear layer would save.
+dtype. The backward recomputes act(gate). ``glu_linear`` recomputes y, too.
 """
 
 import functools
@@ -12,7 +12,7 @@ from typing import Any
 import torch
 import triton
 import triton.language as tl
-from torch import Tensor, nn
+from torch import Tensor
 
 from liger_like.runtime.autograd import apply, once_differentiable
 from liger_like.runtime.blocks import load_tile, store_tile
@@ -20,7 +20,7 @@ from liger_like.runtime.checks import require, require_choice
 from liger_like.runtime.launcher import launch
 from liger_like.runtime.layout import with_stride
 from liger_like.runtime.registry import on_shards, op
-from liger_like.runtime.support import autocast_dtype, unhooked, use_kernel
+from liger_like.runtime.support import use_kernel
 from liger_like.runtime.tiles import Tile, tiled
 
 GELUS = {"tanh": "gelu_tanh", "none": "gelu"}
@@ -125,7 +125,8 @@ def _fwd_output(gate: Tensor, up: Tensor | None, act: str) -> Tensor:
 
 
 @op("glu_fwd(Tensor gate, Tensor? up, str act) -> Tensor", _fwd_output)
-def _glu_fwd(gate: Tensor, up: Tensor | None, act: str) -> Tensor:
+def glu_fwd(gate: Tensor, up: Tensor | None, act: str) -> Tensor:
+    """Return act(gate) * up; ``up`` None: packed halves of ``gate``."""
     y = _fwd_output(gate, up, act)
     gate, up, *strides = _halves(gate, up)
     N = y.shape[-1]
@@ -139,16 +140,18 @@ def _glu_fwd(gate: Tensor, up: Tensor | None, act: str) -> Tensor:
     return y
 
 
-def _bwd_outputs(dy: Tensor, gate: Tensor, up: Tensor | None, act: str, needs: list[bool]) -> tuple[Tensor, Tensor]:
+def bwd_outputs(dy: Tensor, gate: Tensor, up: Tensor | None, act: str, needs: list[bool]) -> tuple[Tensor, Tensor]:
+    """Return memory for the gradients of gate and up; empty where ``needs`` is False."""
     dgate = torch.empty_like(gate, memory_format=torch.contiguous_format) if needs[0] else gate.new_empty(0)
     wanted = up is not None and needs[1]
     return dgate, torch.empty_like(up, memory_format=torch.contiguous_format) if wanted else gate.new_empty(0)
 
 
-def _backward(
+def glu_backward(
     dy: Tensor, gate: Tensor, up: Tensor | None, act: str, needs: list[bool], y_for_dy: bool
 ) -> tuple[Tensor, Tensor]:
-    dgate, dup = _bwd_outputs(dy, gate, up, act, needs)
+    """Return the gradients of gate and up; with ``y_for_dy``, also overwrite ``dy`` with act(gate) * up."""
+    dgate, dup = bwd_outputs(dy, gate, up, act, needs)
     N = dy.shape[-1]
     M = dy.numel() // N
     stride_dm = 2 * N if up is None else N
@@ -173,38 +176,9 @@ def _backward(
     return dgate, dup
 
 
-@op("glu_bwd(Tensor dy, Tensor gate, Tensor? up, str act, bool[2] needs) -> (Tensor dgate, Tensor dup)", _bwd_outputs)
+@op("glu_bwd(Tensor dy, Tensor gate, Tensor? up, str act, bool[2] needs) -> (Tensor dgate, Tensor dup)", bwd_outputs)
 def _glu_bwd(dy: Tensor, gate: Tensor, up: Tensor | None, act: str, needs: list[bool]) -> tuple[Tensor, Tensor]:
-    return _backward(dy, gate, up, act, needs, False)
-
-
-@op(
-    "glu_bwd_y_for_dy(Tensor(a!) dy, Tensor gate, Tensor? up, str act, bool[2] needs) -> (Tensor dgate, Tensor dup)",
-    _bwd_outputs,
-)
-def _glu_bwd_y_for_dy(
-    dy: Tensor, gate: Tensor, up: Tensor | None, act: str, needs: list[bool]
-) -> tuple[Tensor, Tensor]:
-    """Return the gradients, and overwrite ``dy`` with y."""
-    return _backward(dy, gate, up, act, needs, True)
-
-
-def _linear_outputs(gate: Tensor, up: Tensor | None, weight: Tensor, bias: Tensor | None, act: str) -> Tensor:
-    return gate.new_empty(*gate.shape[:-1], weight.shape[0])
-
-
-@op(
-    "glu_linear_fwd(Tensor gate, Tensor? up, Tensor weight, Tensor? bias, str act) -> Tensor",
-    _linear_outputs,
-    flops=lambda gate, up, weight, *_: 2 * gate.shape[:-1].numel() * weight.numel(),
-)
-def _glu_linear_fwd(gate: Tensor, up: Tensor | None, weight: Tensor, bias: Tensor | None, act: str) -> Tensor:
-    """Compute linear(act(gate) * up) as a named op, so that a checkpoint policy need not save its output.
-
-    Policies save the outputs of matrix products. Most layers only add this output to the residual, so no backward
-    reads it.
-    """
-    return nn.functional.linear(_glu_fwd(gate, up, act), weight, bias)
+    return glu_backward(dy, gate, up, act, needs, False)
 
 
 class _GLU(torch.autograd.Function):
@@ -212,7 +186,7 @@ class _GLU(torch.autograd.Function):
     def forward(ctx: Any, gate: Tensor, up: Tensor | None, act: str) -> Tensor:
         ctx.save_for_backward(gate, up)
         ctx.act = act
-        return _glu_fwd(gate, up, act)
+        return glu_fwd(gate, up, act)
 
     @staticmethod
     @once_differentiable
@@ -220,47 +194,6 @@ class _GLU(torch.autograd.Function):
         needs = list(ctx.needs_input_grad[:2])
         dgate, dup = _glu_bwd(dy, *ctx.saved_tensors, ctx.act, needs)
         return dgate if needs[0] else None, dup if needs[1] else None, None
-
-
-class _GLULinear(torch.autograd.Function):
-    """Autograd node that saves the operands of linear(act(gate) * up) and returns an empty tensor of its shape.
-
-    ``_Product`` runs afterwards and computes the values. A checkpoint's recomputation stops once all saved tensors are
-    restored, so it skips the product and act(gate) * up.
-    """
-
-    @staticmethod
-    def forward(ctx: Any, gate: Tensor, up: Tensor | None, weight: Tensor, bias: Tensor | None, act: str) -> Tensor:
-        ctx.save_for_backward(gate, up, weight)
-        ctx.act = act
-        return gate.new_empty(()).expand(*gate.shape[:-1], weight.shape[0])
-
-    @staticmethod
-    @once_differentiable
-    def backward(ctx: Any, dout: Tensor) -> Any:
-        gate, up, weight = ctx.saved_tensors
-        needs = list(ctx.needs_input_grad)
-        y = torch.matmul(dout, weight)  # holds dy here; the next line overwrites it with y
-        dgate, dup = _glu_bwd_y_for_dy(y, gate, up, ctx.act, needs[:2])
-        rows = dout.reshape(-1, weight.shape[0])
-        dweight = torch.mm(rows.t(), y.view(-1, weight.shape[1]))
-        dbias = rows.sum(0) if needs[3] else None
-        return dgate if needs[0] else None, dup if needs[1] else None, dweight, dbias, None
-
-
-class _Product(torch.autograd.Function):
-    """Autograd node that computes linear(act(gate) * up) and passes its gradient on to ``_GLULinear``."""
-
-    @staticmethod
-    def forward(
-        ctx: Any, kept: Tensor, gate: Tensor, up: Tensor | None, weight: Tensor, bias: Tensor | None, act: str
-    ) -> Tensor:
-        return _glu_linear_fwd(gate, up, weight, bias, act)
-
-    @staticmethod
-    @once_differentiable
-    def backward(ctx: Any, dout: Tensor) -> Any:
-        return dout, None, None, None, None, None
 
 
 def _elements(gate: Tensor, up: Tensor | None = None, **kwargs: Any) -> dict[str, dict[int, int]]:
@@ -275,7 +208,8 @@ def gelu_of(approximate: str) -> str:
     return GELUS[approximate]
 
 
-def _check(gate: Tensor, up: Tensor | None) -> None:
+def check_halves(gate: Tensor, up: Tensor | None) -> None:
+    """Raise TypeError or ValueError unless ``gate`` and ``up``, or the packed ``gate``, fit together."""
     require("gate", gate)
     if up is None:
         if gate.shape[-1] % 2:
@@ -298,7 +232,7 @@ def swiglu(gate: Tensor, up: Tensor | None = None) -> Tensor:
     Raises TypeError if a tensor is not floating point or the dtypes differ, ValueError if shapes or devices do not
     match. See Shazeer, arXiv:2002.05202.
     """
-    _check(gate, up)
+    check_halves(gate, up)
     return apply(_GLU, gate, up, "silu") if use_kernel(gate) else swiglu_ref(gate, up)
 
 
@@ -308,7 +242,7 @@ def geglu(gate: Tensor, up: Tensor | None = None, *, approximate: str = "tanh") 
 
     ``approximate`` is "tanh", or "none" for the exact erf; ValueError otherwise. Dtypes and errors as for ``swiglu``.
     """
-    _check(gate, up)
+    check_halves(gate, up)
     act = gelu_of(approximate)
     return apply(_GLU, gate, up, act) if use_kernel(gate) else geglu_ref(gate, up, approximate=approximate)
 
@@ -317,26 +251,3 @@ GLUS: dict[str, Callable[..., Tensor]] = {
     "silu": swiglu,
     **{act: functools.partial(geglu, approximate=approximate) for approximate, act in GELUS.items()},
 }
-
-
-def glu_linear(act: str, linear: Callable[[Tensor], Tensor], gate: Tensor, up: Tensor | None = None) -> Tensor:
-    """Return ``linear(act(gate) * up)`` for a key ``act`` of GLUS, without saving the linear layer's input.
-
-    The backward recomputes that input in the kernel of the gradients of gate and up. This moves 6 tensors instead of 5
-    and saves one tensor less. A linear layer that is not a plain trained ``nn.Linear`` is called as it is.
-    """
-    if not (torch.is_grad_enabled() and use_kernel(gate) and _is_plain(linear, gate)):
-        return linear(GLUS[act](gate, up))
-    _check(gate, up)
-    operands = gate, up, linear.weight, linear.bias
-    kept = apply(_GLULinear, *operands, act)
-    return apply(_Product, kept, *(None if t is None else t.detach() for t in operands), act)
-
-
-def _is_plain(linear: Any, x: Tensor) -> bool:
-    """True for an unhooked ``nn.Linear`` that trains, on local tensors of one dtype, without autocast."""
-    if type(linear) is not nn.Linear or not unhooked(linear):
-        return False
-    weight = linear.weight
-    plain = weight.requires_grad and type(weight) in (Tensor, nn.Parameter) and type(x) is Tensor
-    return plain and weight.dtype == x.dtype and not autocast_dtype(x.device)

@@ -20,6 +20,7 @@ from liger_like.ops.attention import (
     flash_attention_ref,
     flash_attention_varlen_ref,
 )
+from liger_like.ops.attention.masking import Masking
 from liger_like.ops.attention.portable import forward as portable_forward
 from liger_like.testing import assert_accurate, run
 from liger_like.testing.inputs import attention_inputs, attention_varlen_inputs, with_longest
@@ -246,8 +247,8 @@ def test_each_batch_has_its_own_position(device, poisoned):
     distance = keys - queries - offsets[:, None, None, None]
 
     def kernel(q, k, v, bias):
-        masking = None, None, None, offsets, None, S, Sk, 0.25, None, left, right
-        return _Attention.apply(q, k, v, None, bias, True, *masking)
+        masking = Masking(bias, None, None, None, offsets, None, S, Sk, 0.25, None, left, right)
+        return _Attention.apply(q, k, v, None, True, *masking)
 
     def whole(q, k, v, bias):
         return _attend_ref(q, k, v, (distance >= -left) & (distance <= right), 0.25, None, None, bias)

@@ -9,8 +9,9 @@ import torch
 from torch import nn
 from torch.utils.checkpoint import checkpoint
 
-from liger_like.ops import glu
-from liger_like.ops.glu import GLUS, glu_linear
+from liger_like.ops import glu_linear as glu_linear_module
+from liger_like.ops.glu import GLUS
+from liger_like.ops.glu_linear import glu_linear
 
 FROZEN = [(), ("gate",), ("up",), ("gate", "up"), ("bias",)]
 
@@ -47,8 +48,10 @@ def kept(fn, *args):
 @pytest.fixture
 def calls(monkeypatch):
     """Of the autograd.Function that keeps less."""
-    calls, apply = [], glu._GLULinear.apply
-    monkeypatch.setattr(glu, "_GLULinear", SimpleNamespace(apply=lambda *args: calls.append(1) or apply(*args)))
+    calls, apply = [], glu_linear_module._GLULinear.apply
+    monkeypatch.setattr(
+        glu_linear_module, "_GLULinear", SimpleNamespace(apply=lambda *args: calls.append(1) or apply(*args))
+    )
     return calls
 
 

@@ -42,7 +42,8 @@ from liger_like.ops.attention import tiles as attention_tiles
 from liger_like.ops.attention.hopper import backward as hopper_backward
 from liger_like.ops.attention.hopper import backward_256 as hopper_backward_256
 from liger_like.ops.attention.hopper import forward as hopper_forward
-from liger_like.ops.glu import GLUS, glu_linear
+from liger_like.ops.glu import GLUS
+from liger_like.ops.glu_linear import glu_linear
 from liger_like.ops.losses import dw_sum
 from liger_like.ops.losses.dw_sum import hopper as dw_sum_hopper
 from liger_like.runtime import support, tiles

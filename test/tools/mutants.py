@@ -76,6 +76,7 @@ TESTS = {
     "ops/rope.py": "rope",
     "ops/qk_norm_rope.py": "qk_norm_rope",
     "ops/glu.py": "glu",
+    "ops/glu_linear.py": "glu",
     "ops/losses/rows.py": "cross_entropy or test_losses or test_errors",
     "ops/losses/cross_entropy.py": "cross_entropy or test_losses",
     "ops/losses/linear_cross_entropy.py": "linear_cross_entropy or test_losses or test_chunked_loss",

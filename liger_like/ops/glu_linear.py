@@ -1,0 +1,109 @@
+"""A gated linear unit and the linear layer after it, linear(act(gate) * up), without keeping the input of that layer.
+
+The backward computes act(gate) * up again together with the gradients of gate and up: six readings and writings of that
+size where five are needed, and one tensor less to keep.
+"""
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from liger_like.ops.glu import GLUS, bwd_outputs, check_halves, glu_backward, glu_fwd
+from liger_like.runtime.autograd import apply, once_differentiable
+from liger_like.runtime.registry import op
+from liger_like.runtime.support import autocast_dtype, unhooked, use_kernel
+
+
+@op(
+    "glu_bwd_y_for_dy(Tensor(a!) dy, Tensor gate, Tensor? up, str act, bool[2] needs) -> (Tensor dgate, Tensor dup)",
+    bwd_outputs,
+)
+def _glu_bwd_y_for_dy(
+    dy: Tensor, gate: Tensor, up: Tensor | None, act: str, needs: list[bool]
+) -> tuple[Tensor, Tensor]:
+    """Return the gradients, and overwrite ``dy`` with y."""
+    return glu_backward(dy, gate, up, act, needs, True)
+
+
+def _linear_outputs(gate: Tensor, up: Tensor | None, weight: Tensor, bias: Tensor | None, act: str) -> Tensor:
+    return gate.new_empty(*gate.shape[:-1], weight.shape[0])
+
+
+@op(
+    "glu_linear_fwd(Tensor gate, Tensor? up, Tensor weight, Tensor? bias, str act) -> Tensor",
+    _linear_outputs,
+    flops=lambda gate, up, weight, *_: 2 * gate.shape[:-1].numel() * weight.numel(),
+)
+def _glu_linear_fwd(gate: Tensor, up: Tensor | None, weight: Tensor, bias: Tensor | None, act: str) -> Tensor:
+    """Compute linear(act(gate) * up) as a named op, so that a checkpoint policy need not save its output.
+
+    Policies save the outputs of matrix products. Most layers only add this output to the residual, so no backward
+    reads it.
+    """
+    return nn.functional.linear(glu_fwd(gate, up, act), weight, bias)
+
+
+class _GLULinear(torch.autograd.Function):
+    """Autograd node that saves the operands of linear(act(gate) * up) and returns an empty tensor of its shape.
+
+    ``_Product`` runs afterwards and computes the values. A checkpoint's recomputation stops once all saved tensors are
+    restored, so it skips the product and act(gate) * up.
+    """
+
+    @staticmethod
+    def forward(ctx: Any, gate: Tensor, up: Tensor | None, weight: Tensor, bias: Tensor | None, act: str) -> Tensor:
+        ctx.save_for_backward(gate, up, weight)
+        ctx.act = act
+        return gate.new_empty(()).expand(*gate.shape[:-1], weight.shape[0])
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, dout: Tensor) -> Any:
+        gate, up, weight = ctx.saved_tensors
+        needs = list(ctx.needs_input_grad)
+        y = torch.matmul(dout, weight)  # holds dy here; the next line overwrites it with y
+        dgate, dup = _glu_bwd_y_for_dy(y, gate, up, ctx.act, needs[:2])
+        rows = dout.reshape(-1, weight.shape[0])
+        dweight = torch.mm(rows.t(), y.view(-1, weight.shape[1]))
+        dbias = rows.sum(0) if needs[3] else None
+        return dgate if needs[0] else None, dup if needs[1] else None, dweight, dbias, None
+
+
+class _Product(torch.autograd.Function):
+    """Autograd node that computes linear(act(gate) * up) and passes its gradient on to ``_GLULinear``."""
+
+    @staticmethod
+    def forward(
+        ctx: Any, kept: Tensor, gate: Tensor, up: Tensor | None, weight: Tensor, bias: Tensor | None, act: str
+    ) -> Tensor:
+        return _glu_linear_fwd(gate, up, weight, bias, act)
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, dout: Tensor) -> Any:
+        return dout, None, None, None, None, None
+
+
+def glu_linear(act: str, linear: Callable[[Tensor], Tensor], gate: Tensor, up: Tensor | None = None) -> Tensor:
+    """Return ``linear(act(gate) * up)`` for a key ``act`` of GLUS, without saving the linear layer's input.
+
+    The backward recomputes that input in the kernel of the gradients of gate and up. This moves 6 tensors instead of 5
+    and saves one tensor less. A linear layer that is not a plain trained ``nn.Linear`` is called as it is.
+    """
+    if not (torch.is_grad_enabled() and use_kernel(gate) and _is_plain(linear, gate)):
+        return linear(GLUS[act](gate, up))
+    check_halves(gate, up)
+    operands = gate, up, linear.weight, linear.bias
+    kept = apply(_GLULinear, *operands, act)
+    return apply(_Product, kept, *(None if t is None else t.detach() for t in operands), act)
+
+
+def _is_plain(linear: Any, x: Tensor) -> bool:
+    """True for an unhooked ``nn.Linear`` that trains, on local tensors of one dtype, without autocast."""
+    if type(linear) is not nn.Linear or not unhooked(linear):
+        return False
+    weight = linear.weight
+    plain = weight.requires_grad and type(weight) in (Tensor, nn.Parameter) and type(x) is Tensor
+    return plain and weight.dtype == x.dtype and not autocast_dtype(x.device)
