@@ -252,8 +252,8 @@ OPS = [
     ),
     (
         "ops/losses/chunks.py",
-        "v_start=first_word + start",
-        "v_start=first_word",
+        "v_start=shard.first_word + start",
+        "v_start=shard.first_word",
         "labels of the first slice for every slice",
     ),
     (

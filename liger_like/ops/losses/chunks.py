@@ -5,7 +5,7 @@ last chunk. The backward runs over slices of the vocabulary and recomputes the l
 """
 
 from collections.abc import Callable, Iterator
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 import torch.distributed as dist
@@ -65,27 +65,88 @@ def _losses_and_gradient(
         )  # fmt: skip
 
 
-def _outputs(
-    x: Tensor, weight: Tensor, target: Tensor, bias: Tensor | None, u: Tensor | None, b: Tensor | None,
-    class_weight: Tensor | None, weight_unit: Tensor | None, needs: list[bool], entropy: bool, argmax: bool,
-    chunk_rows: int | None, accum_dtype: torch.dtype | None, dw_dtype: torch.dtype, group: str, first_word: int,
-    words: int, reduce_dx: bool, released: bool, *scalars: Any,
-) -> tuple[Tensor, ...]:  # fmt: skip
-    (T, H), V = x.shape, weight.shape[0]
+class Forward(NamedTuple):
+    """Arguments of ``linear_cross_entropy_fwd``, in the order of its schema; ``shard`` and ``options`` follow flat.
+
+    ``needs``: gradients of x, weight, bias, u and b to compute. ``entropy``, ``argmax``: results to compute.
+    """
+
+    x: Tensor
+    weight: Tensor
+    target: Tensor
+    bias: Tensor | None
+    u: Tensor | None
+    b: Tensor | None
+    class_weight: Tensor | None
+    weight_unit: Tensor | None
+    needs: list[bool]
+    entropy: bool
+    argmax: bool
+    chunk_rows: int | None
+    accum_dtype: torch.dtype | None
+    dw_dtype: torch.dtype
+    shard: Shard
+    options: Options
+
+
+class Backward(NamedTuple):
+    """Arguments of ``linear_cross_entropy_bwd``, in the order of its schema; ``shard`` and ``options`` follow flat.
+
+    ``order`` to ``entropy`` are results of the forward; ``dloss`` to ``dentropy`` are upstream gradients [T].
+    """
+
+    x: Tensor
+    weight: Tensor
+    target: Tensor
+    bias: Tensor | None
+    u: Tensor | None
+    b: Tensor | None
+    class_weight: Tensor | None
+    order: Tensor
+    kept: Tensor
+    lse: Tensor
+    lse_rest: Tensor
+    entropy: Tensor
+    dloss: Tensor
+    dlogprob: Tensor | None
+    dentropy: Tensor | None
+    dw_sum: Tensor | None
+    needs: list[bool]
+    dw_dtype: torch.dtype
+    shard: Shard
+    options: Options
+
+
+def flat(call: Forward | Backward) -> tuple[Any, ...]:
+    """Return the arguments of a call as the op takes them."""
+    return *call[:-2], *call.shard, *call.options
+
+
+def _call(kind: Any, args: tuple[Any, ...]) -> Any:
+    """Return the arguments of an op as a ``kind``, Forward or Backward: the inverse of ``flat``."""
+    own = len(kind._fields) - 2
+    sharded = own + len(Shard._fields)
+    return kind(*args[:own], Shard(*args[own:sharded]), Options(*args[sharded:]))
+
+
+def _outputs(*args: Any) -> tuple[Tensor, ...]:
+    call: Forward = _call(Forward, args)
+    x, u, shard = call.x, call.u, call.shard
+    (T, H), V = x.shape, call.weight.shape[0]
 
     def unless_empty(wanted: bool, shape: tuple[int, ...], dtype: torch.dtype = torch.float32) -> Tensor:
         return x.new_empty(shape if wanted else (0,) * len(shape), dtype=dtype)
 
-    rows = [unless_empty(wanted, (T,)) for wanted in (True, True, True, entropy)]
-    rows += [unless_empty(argmax, (T,), torch.int64), unless_empty(True, (T,))]
-    needs_dx, needs_dw, needs_dbias, needs_du, needs_db = needs
-    step, compact = _chunks(x, V, needs, chunk_rows, accum_dtype, dw_dtype)
+    rows = [unless_empty(wanted, (T,)) for wanted in (True, True, True, call.entropy)]
+    rows += [unless_empty(call.argmax, (T,), torch.int64), unless_empty(True, (T,))]
+    needs_dx, needs_dw, needs_dbias, needs_du, needs_db = call.needs
+    step, compact = _chunks(x, V, call.needs, call.chunk_rows, call.accum_dtype, call.dw_dtype)
     # the products read these rows, which must start at multiples of 16 bytes
     dx = unless_empty(needs_dx, (T, -(-H // 4) * 4))
-    dw = unless_empty(needs_dw, (V, H), torch.float16 if compact else accum_dtype or torch.float32)
+    dw = unless_empty(needs_dw, (V, H), torch.float16 if compact else call.accum_dtype or torch.float32)
     exponents = exponents_like(dw) if compact else x.new_empty((0, 0), dtype=torch.uint8)
     last_logits = unless_empty(compact, (step, -(-V // 16) * 16), x.dtype)
-    last_x = unless_empty(compact and (released or reduce_dx or not needs_dx), (step, H), x.dtype)
+    last_x = unless_empty(compact and (shard.released or shard.reduce_dx or not needs_dx), (step, H), x.dtype)
     rank = 0 if u is None else u.shape[1]
     dbias, du, db = (
         unless_empty(needs_dbias, (V,)),
@@ -115,28 +176,23 @@ def _flops(x: Tensor, weight: Tensor, target: Tensor, bias: Tensor | None, u: Te
     READS_HOST,
     flops=_flops,
 )
-def linear_cross_entropy_fwd(
-    x: Tensor, weight: Tensor, target: Tensor, bias: Tensor | None, u: Tensor | None, b: Tensor | None,
-    class_weight: Tensor | None, weight_unit: Tensor | None, needs: list[bool], entropy: bool, argmax: bool,
-    chunk_rows: int | None, accum_dtype: torch.dtype | None, dw_dtype: torch.dtype, group: str, first_word: int,
-    words: int, reduce_dx: bool, released: bool, *scalars: Any,
-) -> tuple[Tensor, ...]:  # fmt: skip
+def linear_cross_entropy_fwd(*args: Any) -> tuple[Tensor, ...]:
     """Return per-token results of the logits x weight^T + bias + u b^T, and the gradients that ``needs`` names.
+
+    The arguments are those of ``Forward``.
 
     The gradients are for an upstream gradient of ``unit``, times ``weight_unit`` [] if given. ``order`` is the order of
     rows in dx and du, with the tokens that went through the products first. ``kept``, on the host, holds their number
     and the start and end of the last chunk. A non-empty ``exponents`` leaves the last chunk's product for dw to
     ``linear_cross_entropy_last``: ``last_logits`` holds the gradient of its logits, ``last_x`` its x. If ``last_x`` is
-    empty, x is in the memory of dx, and the product for dx is left, too. With a ``group``, weight, bias and b are a
+    empty, x is in the memory of dx, and the product for dx is left, too. With a ``shard``, weight, bias and b are a
     vocabulary shard; the sum of a chunk's dx over the processes overlaps the next chunk.
     """
+    call: Forward = _call(Forward, args)
+    x, weight, target, bias, u, b, class_weight, weight_unit, needs, *_, shard, options = call
     raise_bad_label(x.device)
     (T, H), V = x.shape, weight.shape[0]
-    shard = Shard(group, first_word, words, reduce_dx, released)
-    outs = _outputs(
-        x, weight, target, bias, u, b, class_weight, weight_unit, needs, entropy, argmax, chunk_rows, accum_dtype,
-        dw_dtype, *shard, *scalars,
-    )  # fmt: skip
+    outs = _outputs(*args)
     rows, order, kept = outs[:6], outs[6], outs[7]
     dx, dw, exponents, last_logits, last_x, dbias, du, db = outs[8:]
     needs_dx, needs_dw, needs_dbias, needs_du, needs_db = needs
@@ -145,8 +201,7 @@ def linear_cross_entropy_fwd(
         t.fill_(-1 if t.dtype == torch.int64 else 0)
     for t in (dw, exponents, dbias, db) if T == 0 or needs_dbias else ():
         t.zero_()
-    options = Options(*scalars)
-    step, _ = _chunks(x, V, needs, chunk_rows, accum_dtype, dw_dtype)
+    step, _ = _chunks(x, V, needs, call.chunk_rows, call.accum_dtype, call.dw_dtype)
     count = _kept_first(target, options.ignore_index, order, many=step < T)
     logits = last_logits if last_logits.numel() else x.new_empty((step, -(-V // 16) * 16))
     start, end, n = 0, step, T
@@ -179,7 +234,7 @@ def linear_cross_entropy_fwd(
             add_products(dw, exponents, z, x_c, again=again)
         if needs_dx and (last_x.numel() or not is_left):  # after the last use of x_c
             _addmm(dx[chunk, :H], z, weight, False)
-        if needs_dx and reduce_dx:
+        if needs_dx and shard.reduce_dx:
             sums.append(dist.all_reduce(dx[chunk], group=shard.processes(), async_op=True))
         if is_left:
             break
@@ -224,16 +279,13 @@ def linear_cross_entropy_last(
         _addmm(dx[start:end, :H], z, weight.to(z.dtype), False)
 
 
-def _bwd_outputs(
-    x: Tensor, weight: Tensor, target: Tensor, bias: Tensor | None, u: Tensor | None, b: Tensor | None,
-    class_weight: Tensor | None, order: Tensor, kept: Tensor, lse: Tensor, lse_rest: Tensor, entropy: Tensor,
-    dloss: Tensor, dlogprob: Tensor | None, dentropy: Tensor | None, dw_sum: Tensor | None, needs: list[bool],
-    dw_dtype: torch.dtype, *shard_and_scalars: Any,
-) -> tuple[Tensor, ...]:  # fmt: skip
-    (T, H), V, rank = x.shape, weight.shape[0], 0 if u is None else u.shape[1]
-    needs_dx, needs_dw, needs_dbias, needs_du, needs_db = needs
+def _bwd_outputs(*args: Any) -> tuple[Tensor, ...]:
+    call: Backward = _call(Backward, args)
+    x, u = call.x, call.u
+    (T, H), V, rank = x.shape, call.weight.shape[0], 0 if u is None else u.shape[1]
+    needs_dx, needs_dw, needs_dbias, needs_du, needs_db = call.needs
     dx = x.new_empty((T if needs_dx else 0, H), dtype=torch.float32)
-    dw = x.new_empty((V if needs_dw and dw_sum is None else 0, H), dtype=dw_dtype)
+    dw = x.new_empty((V if needs_dw and call.dw_sum is None else 0, H), dtype=call.dw_dtype)
     dbias = x.new_empty(V if needs_dbias else 0, dtype=torch.float32)
     du = x.new_empty((T if needs_du else 0, rank), dtype=torch.float32)
     db = x.new_empty((V if needs_db else 0, rank), dtype=torch.float32)
@@ -250,21 +302,17 @@ def _bwd_outputs(
     READS_HOST,
     flops=_flops,
 )
-def linear_cross_entropy_bwd(
-    x: Tensor, weight: Tensor, target: Tensor, bias: Tensor | None, u: Tensor | None, b: Tensor | None,
-    class_weight: Tensor | None, order: Tensor, kept: Tensor, lse: Tensor, lse_rest: Tensor, entropy: Tensor,
-    dloss: Tensor, dlogprob: Tensor | None, dentropy: Tensor | None, dw_sum: Tensor | None, needs: list[bool],
-    dw_dtype: torch.dtype, group: str, first_word: int, words: int, reduce_dx: bool, released: bool, *scalars: Any,
-) -> tuple[Tensor, ...]:  # fmt: skip
+def linear_cross_entropy_bwd(*args: Any) -> tuple[Tensor, ...]:
     """Return the gradients for upstream gradients [T], from logits recomputed for a slice of the vocabulary at a time.
 
-    A slice's rows of dw are final: one product over all tokens, rounded once, or added to ``dw_sum``. The other
-    gradients are in fp32. dx and du are summed over slices; a half-precision dx is the second half of each fp32 row.
+    The arguments are those of ``Backward``. A slice's rows of dw are final: one product over all tokens, rounded once,
+    or added to ``dw_sum``. The other gradients are in fp32. dx and du are summed over slices; a half-precision dx is
+    the second half of each fp32 row.
     """
-    outs = _bwd_outputs(
-        x, weight, target, bias, u, b, class_weight, order, kept, lse, lse_rest, entropy, dloss, dlogprob, dentropy,
-        dw_sum, needs, dw_dtype, group, first_word, words, reduce_dx, released, *scalars,
-    )  # fmt: skip
+    call: Backward = _call(Backward, args)
+    x, weight, target, bias, u, b, class_weight, order, kept, *_, shard, options = call
+    dw_sum, needs = call.dw_sum, call.needs
+    outs = _bwd_outputs(*args)
     dx, dw, dbias, du, db = outs
     needs_dx, needs_dw, needs_dbias, needs_du, needs_db = needs
     V, H = weight.shape
@@ -276,12 +324,12 @@ def linear_cross_entropy_bwd(
         for t in outs:
             t.zero_()
         return outs
-    upstream = [packed(g) for g in (dloss, dlogprob, dentropy)]
-    factor, options = x.new_ones(1, dtype=torch.float32), Options(*scalars)
+    upstream = [packed(g) for g in (call.dloss, call.dlogprob, call.dentropy)]
+    factor = x.new_ones(1, dtype=torch.float32)
     if x.dtype == torch.float16:
-        factor = size_of_gradient(upstream, target, class_weight, lse, options)
+        factor = size_of_gradient(upstream, target, class_weight, call.lse, options)
         upstream = [None if g is None else g / factor for g in upstream]
-    entropies = entropy if entropy.numel() else None
+    entropies = call.entropy if call.entropy.numel() else None
     du_sum = du.new_empty((n, du.shape[1]))
     for start, end in _slices(V, n, H * dw.itemsize // x.itemsize if dw.numel() else 0):
         part, again = slice(start, end), start > 0
@@ -290,8 +338,8 @@ def linear_cross_entropy_bwd(
         w, b_part = weight[part], None if b is None else b[part]
         _logits(z, x, w, None if bias is None else bias[part], u, b_part)
         launch_bwd(
-            z, z, target, class_weight, (lse, lse_rest), entropies, upstream, options,
-            order=index, v_start=first_word + start, vocabulary=words or V,
+            z, z, target, class_weight, (call.lse, call.lse_rest), entropies, upstream, options,
+            order=index, v_start=shard.first_word + start, vocabulary=shard.words or V,
         )  # fmt: skip
         if needs_dx:
             _addmm(dx[:n], z, w, again)
@@ -310,8 +358,8 @@ def linear_cross_entropy_bwd(
                 scale_rows(product, None, factor, out, dw_sum is not None)
             else:
                 _addmm(out, z.t(), x, dw_sum is not None)
-    if needs_dx and reduce_dx:
-        dist.all_reduce(dx[:n], group=Shard(group).processes())
+    if needs_dx and shard.reduce_dx:
+        dist.all_reduce(dx[:n], group=shard.processes())
     dbias *= factor
     db *= factor
     if needs_du:

@@ -21,7 +21,14 @@ import torch
 from torch import Tensor
 from torch.nn.functional import linear
 
-from liger_like.ops.losses.chunks import linear_cross_entropy_bwd, linear_cross_entropy_fwd, linear_cross_entropy_last
+from liger_like.ops.losses.chunks import (
+    Backward,
+    Forward,
+    flat,
+    linear_cross_entropy_bwd,
+    linear_cross_entropy_fwd,
+    linear_cross_entropy_last,
+)
 from liger_like.ops.losses.dw_sum import scale_rows
 from liger_like.ops.losses.rows import (
     Options,
@@ -132,6 +139,19 @@ def _finish(
     return LossOutput(loss, **{name: results[name].view(target.shape) for name in outputs})
 
 
+class Settings(NamedTuple):
+    """How the loss is computed: gradients in the forward, dw added to ``weight.grad``, more results, chunks, dw's
+    dtype.
+    """
+
+    grads_now: bool
+    accumulate_grad: bool
+    entropy: bool
+    argmax: bool
+    chunk_rows: int | None
+    accum_dtype: torch.dtype | None
+
+
 class _FusedLinearCrossEntropy(torch.autograd.Function):
     @staticmethod
     def forward(
@@ -143,25 +163,36 @@ class _FusedLinearCrossEntropy(torch.autograd.Function):
         b: Tensor | None,
         target: Tensor,
         class_weight: Tensor | None,
-        grads_now: bool,
-        accumulate_grad: bool,
-        wants_entropy: bool,
-        wants_argmax: bool,
-        chunk_rows: int | None,
-        accum_dtype: torch.dtype | None,
+        settings: Settings,
         shard: Shard,
-        *scalars: Any,
+        options: Options,
     ) -> Any:
-        weight_unit = unit_of_weights(target, class_weight, Options(*scalars), x.dtype) if grads_now else None
-        inputs = x, weight.to(x.dtype), target, bias, u, b, class_weight, weight_unit
-        needs = [grads_now and needed for needed in ctx.needs_input_grad[:5]]
-        wants = needs, wants_entropy, wants_argmax, chunk_rows, accum_dtype, weight.dtype
-        outs = linear_cross_entropy_fwd(*inputs, *wants, *shard, *scalars)
+        grads_now = settings.grads_now
+        weight_unit = unit_of_weights(target, class_weight, options, x.dtype) if grads_now else None
+        call = Forward(
+            x,
+            weight.to(x.dtype),
+            target,
+            bias,
+            u,
+            b,
+            class_weight,
+            weight_unit,
+            needs=[grads_now and needed for needed in ctx.needs_input_grad[:5]],
+            entropy=settings.entropy,
+            argmax=settings.argmax,
+            chunk_rows=settings.chunk_rows,
+            accum_dtype=settings.accum_dtype,
+            dw_dtype=weight.dtype,
+            shard=shard,
+            options=options,
+        )
+        outs = linear_cross_entropy_fwd(*flat(call))
         loss, logprob, lse, entropy, argmax, lse_rest, order, kept = outs[:8]
         ctx.set_materialize_grads(False)
-        ctx.grads_now, ctx.accumulate_grad, ctx.shard, ctx.scalars = grads_now, accumulate_grad, shard, scalars
+        ctx.grads_now, ctx.accumulate_grad, ctx.shard, ctx.options = grads_now, settings.accumulate_grad, shard, options
         ctx.like = x.dtype, weight.dtype, x.shape[1]
-        rows = (logprob, lse, entropy if wants_entropy else None, argmax if wants_argmax else None)
+        rows = (logprob, lse, entropy if settings.entropy else None, argmax if settings.argmax else None)
         if grads_now:
             ctx.mark_non_differentiable(*(t for t in rows if t is not None))
             ctx.save_for_backward(weight, weight_unit, order, kept, *outs[8:])
@@ -176,10 +207,10 @@ class _FusedLinearCrossEntropy(torch.autograd.Function):
         ctx: Any, dloss: Tensor | None, dlogprob: Tensor | None, _lse: None, dentropy: Tensor | None, _argmax: None
     ) -> Any:
         if dloss is None and dlogprob is None and dentropy is None:
-            return (None,) * (14 + len(ctx.scalars))
+            return (None,) * len(ctx.needs_input_grad)
         grads = _scaled(ctx, dloss) if ctx.grads_now else _recomputed(ctx, dloss, dlogprob, dentropy)
         kept = (grad if needed else None for grad, needed in zip(grads, ctx.needs_input_grad[:5], strict=True))
-        return *kept, *(None,) * (9 + len(ctx.scalars))
+        return *kept, *(None,) * (len(ctx.needs_input_grad) - 5)
 
 
 def _grad_to_add_to(ctx: Any, weight: Tensor) -> Tensor | None:
@@ -199,7 +230,7 @@ def _scaled(ctx: Any, dloss: Tensor) -> tuple[Tensor | None, ...]:
     dx_sum, dw_sum, exponents, last_logits, last_x, dbias, du_sum, db = saved
     dtype, dw_dtype, H = ctx.like
     needs_dx, needs_dw, _, needs_du, _ = ctx.needs_input_grad[:5]
-    factor = (dloss / unit(Options(*ctx.scalars))).reshape(1)
+    factor = (dloss / unit(ctx.options)).reshape(1)
     factor = factor if weight_unit is None else factor / weight_unit
     last_use = is_last_backward()
     dx = du = dw = None
@@ -233,11 +264,10 @@ def _recomputed(
     if dloss is None:
         dloss = torch.zeros_like(dentropy if dlogprob is None else dlogprob)
     dw_sum = _grad_to_add_to(ctx, weight)
-    upstream = dloss, dlogprob, dentropy
     needs = list(ctx.needs_input_grad[:5])
-    dx, dw, dbias, du, db = linear_cross_entropy_bwd(
-        x, weight.to(dtype), *rest, *upstream, dw_sum, needs, dw_dtype, *ctx.shard, *ctx.scalars
-    )
+    upstream = dloss, dlogprob, dentropy
+    call = Backward(x, weight.to(dtype), *rest, *upstream, dw_sum, needs, dw_dtype, ctx.shard, ctx.options)
+    dx, dw, dbias, du, db = linear_cross_entropy_bwd(*flat(call))
     if dtype != torch.float32:
         dx = dx.view(dtype)[:, H:]
     return dx, None if dw_sum is not None else dw, dbias.to(dtype), du.to(dtype), db.to(dtype)
@@ -368,10 +398,14 @@ def fused_linear_cross_entropy(
     x = x.reshape(-1, x.shape[-1])
     u, b = (None, None) if lora is None else _low_rank(x, lora, shard)
     per_token = reduction == "none" or "logprob" in outputs or "entropy" in outputs
-    grads_now = torch.is_grad_enabled() and not (per_token or recompute)
-    rows = apply(
-        _FusedLinearCrossEntropy,
-        x, weight, bias, u, b, target.reshape(-1), class_weight, grads_now, accumulate_grad, "entropy" in outputs,
-        "argmax" in outputs or "correct" in outputs, chunk_rows, accum_dtype, shard, *options,
-    )  # fmt: skip
+    settings = Settings(
+        grads_now=torch.is_grad_enabled() and not (per_token or recompute),
+        accumulate_grad=accumulate_grad,
+        entropy="entropy" in outputs,
+        argmax="argmax" in outputs or "correct" in outputs,
+        chunk_rows=chunk_rows,
+        accum_dtype=accum_dtype,
+    )
+    operands = x, weight, bias, u, b, target.reshape(-1), class_weight
+    rows = apply(_FusedLinearCrossEntropy, *operands, settings, shard, options)
     return _finish(RowLosses(*rows), reduction, target, class_weight, ignore_index, num_items, outputs)
