@@ -20,7 +20,7 @@ from transformers.models.phi3.modeling_phi3 import Phi3MLP
 from transformers.models.seed_oss.modeling_seed_oss import SeedOssMLP
 from transformers.models.starcoder2.modeling_starcoder2 import Starcoder2MLP
 
-from liger_like.ops import glu_linear
+from liger_like.ops import glu, glu_linear
 from liger_like.patches import glu_mlp
 from liger_like.patching import patch, unpatch
 
@@ -68,8 +68,9 @@ def outcome(module, x):
 
 
 def counted(monkeypatch):
-    calls, true = [], glu_linear.use_kernel
-    monkeypatch.setattr(glu_linear, "use_kernel", lambda x: calls.append(1) or true(x))
+    calls, true = [], glu.use_kernel
+    for module in (glu, glu_linear):
+        monkeypatch.setattr(module, "use_kernel", lambda x: calls.append(1) or true(x))
     return calls
 
 
