@@ -1,4 +1,4 @@
-"""What the autograd functions of the ops share."""
+"""Support of the autograd functions: one differentiation, tensors passed twice, memory that may be reused."""
 
 import functools
 from collections.abc import Callable
@@ -11,7 +11,7 @@ TWICE = "trying to differentiate twice: the ops of liger_like are differentiable
 
 
 class _Once(torch.autograd.Function):
-    """Gradients as they are, whose derivative by the other tensors is not known."""
+    """Identity on gradients whose own derivative raises."""
 
     @staticmethod
     def forward(ctx: Any, count: int, *tensors: Tensor) -> tuple[Tensor, ...]:
@@ -23,7 +23,7 @@ class _Once(torch.autograd.Function):
 
 
 class _ReadOnce:
-    """A context whose saved tensors are read once, as a checkpoint gives them out once."""
+    """A context that reads its saved tensors once, since a checkpoint gives them out once."""
 
     def __init__(self, ctx: Any) -> None:
         self.ctx, self.saved_tensors = ctx, ctx.saved_tensors
@@ -33,10 +33,11 @@ class _ReadOnce:
 
 
 def once_differentiable(backward: Callable[..., Any]) -> Callable[..., Any]:
-    """Let a second differentiation of ``backward`` raise; costs time only where a graph of the gradients is asked for.
+    """Let a second differentiation of ``backward`` raise. This costs time only under ``create_graph``.
 
-    torch's own decorator does not connect the error with the inputs of the function: a second derivative by these alone
-    is silently zero. What makes its gradients in the forward (``ctx.grads_now``) keeps no inputs, and raises at once.
+    torch's own decorator does not connect the error with the inputs of the function: a second derivative with respect
+    to these alone is silently zero. A function that computes its gradients in the forward (``ctx.grads_now``) saves no
+    inputs, and raises at once.
     """
 
     @functools.wraps(backward)
@@ -51,7 +52,7 @@ def once_differentiable(backward: Callable[..., Any]) -> Callable[..., Any]:
         results = results if isinstance(results, tuple) else (results,)
         given = [t for t in (*grads, *context.saved_tensors) if t is not None and t.requires_grad]
         made = [result for result in results if result is not None]
-        # a linear function has saved nothing: zero is its second derivative by its inputs, but sums of it raise
+        # a linear function saves nothing: its second derivative is zero, but a sum that holds it raises
         once: Any = _Once.apply
         connected = iter(once(len(made), *made, *(given or [made[0].new_empty(0, requires_grad=True)])))
         return tuple(result if result is None else next(connected) for result in results)
@@ -60,9 +61,9 @@ def once_differentiable(backward: Callable[..., Any]) -> Callable[..., Any]:
 
 
 def apply(function: Any, *args: Any) -> Any:
-    """Return ``function.apply(*args)``; under torch.compile a tensor that is passed again is passed as a view.
+    """Return ``function.apply(*args)``; under torch.compile a repeated tensor argument is passed as a view.
 
-    torch 2.11 computes wrong gradients for a tensor in two places, and newer versions refuse to compile it.
+    torch 2.11 computes wrong gradients for a repeated argument, and newer versions refuse to compile it.
     """
     if not torch.compiler.is_compiling():
         return function.apply(*args)
@@ -74,8 +75,8 @@ def apply(function: Any, *args: Any) -> Any:
 
 
 def is_last_backward() -> bool:
-    """Within a backward: whether what it saved may be overwritten, since it runs without ``retain_graph``.
+    """Return True within a backward without ``retain_graph``, which may overwrite its saved tensors.
 
-    Never so in traced code, which must not modify what it saved.
+    Traced code must not modify its saved tensors: there the result is always False.
     """
     return not (torch.compiler.is_compiling() or torch._C._autograd._get_current_graph_task_keep_graph())

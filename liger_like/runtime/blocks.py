@@ -6,9 +6,9 @@ import triton.language as tl
 
 @triton.jit
 def load_tile(ptr, stride_m, offs_m, offs_n, M, N, EVEN: tl.constexpr = False):
-    """Rows ``offs_m`` (int64: rows times stride pass 2^31) and columns ``offs_n`` in fp32, zero outside [M, N].
+    """Load rows ``offs_m`` and columns ``offs_n`` in fp32, zero outside [M, N].
 
-    ``EVEN``: no column is outside.
+    ``offs_m`` are int64: rows times stride pass 2^31. EVEN: no column is outside.
     """
     mask = (offs_m < M)[:, None] if EVEN else (offs_m < M)[:, None] & (offs_n < N)[None, :]
     return tl.load(ptr + offs_m[:, None] * stride_m + offs_n[None, :], mask=mask, other=0.0).to(tl.float32)
@@ -16,14 +16,14 @@ def load_tile(ptr, stride_m, offs_m, offs_n, M, N, EVEN: tl.constexpr = False):
 
 @triton.jit
 def store_tile(ptr, stride_m, offs_m, offs_n, M, N, value, EVEN: tl.constexpr = False):
-    """Store what ``load_tile`` would load, rounded to the dtype of ``ptr``."""
+    """Store ``value`` where ``load_tile`` would load it, rounded to the dtype of ``ptr``."""
     mask = (offs_m < M)[:, None] if EVEN else (offs_m < M)[:, None] & (offs_n < N)[None, :]
     tl.store(ptr + offs_m[:, None] * stride_m + offs_n[None, :], value, mask=mask)
 
 
 @triton.jit
 def load_weight(ptr, offs_n, N):
-    """Elements ``offs_n`` of a vector in its dtype, zero beyond N; None without one."""
+    """Load elements ``offs_n`` of a vector in its dtype, zero past N; None if ``ptr`` is None."""
     w = None
     if ptr is not None:
         w = tl.load(ptr + offs_n, mask=offs_n < N, other=0.0)
@@ -32,7 +32,7 @@ def load_weight(ptr, offs_n, N):
 
 @triton.jit
 def load_vector(ptr, offs_n, N):
-    """Elements ``offs_n`` of a vector in fp32, zero beyond N."""
+    """Load elements ``offs_n`` of a vector in fp32, zero past N."""
     return load_weight(ptr, offs_n, N).to(tl.float32)
 
 
@@ -48,17 +48,19 @@ def sum_rows_kernel(x_ptr, out_ptr, P, N, BLOCK_P: tl.constexpr, BLOCK_N: tl.con
 
 @triton.jit
 def accumulate(ptr, offs, mask, again, value):
-    """Add ``value`` to the program's own memory, or store it there if this is not ``again``."""
+    """Add ``value`` to the program's own memory; overwrite on the first pass, when ``again`` is False."""
     tl.store(ptr + offs, value + tl.load(ptr + offs, mask=tl.where(again, mask, False), other=0.0), mask=mask)
 
 
 @triton.jit
 def tanh_and_slope(x, EXACT: tl.constexpr):
-    """tanh(x) and its derivative in fp32; ``EXACT``: to a relative error, not just an absolute one."""
+    """Return tanh(x) and its derivative in fp32; EXACT bounds the relative error, else only the absolute one is
+    bounded.
+    """
     if not EXACT:
         y = 2.0 / (1.0 + tl.exp(-2.0 * x)) - 1.0
         return y, 1.0 - y * y
-    # e = exp(-2|x|), tanh |x| = (1 - e) / (1 + e), its slope 4e / (1 + e)^2; near 0, where that cancels, the series
+    # e = exp(-2|x|), tanh |x| = (1 - e) / (1 + e), its slope 4e / (1 + e)^2; near 0, where this cancels, the series
     e = tl.exp(-2.0 * tl.abs(x))
     x2 = x * x
     near = -17.0 / 315 + x2 * (62.0 / 2835 - 1382.0 / 155925 * x2)
@@ -69,5 +71,5 @@ def tanh_and_slope(x, EXACT: tl.constexpr):
 
 @triton.jit
 def round_to(x, dtype: tl.constexpr):
-    """``x`` as it would be after a round trip through ``dtype``."""
+    """Return ``x`` rounded to ``dtype``, in fp32."""
     return x.to(dtype).to(tl.float32)

@@ -15,15 +15,12 @@ from torch.distributed.tensor import DTensor, Partial, Placement, Replicate, Sha
 Dims = dict[str, dict[int, int]]
 
 
-def run_on_shards(op: Callable[..., Any], rule: Callable[..., Dims] | str, args: tuple[Any, ...], kwargs: Any) -> Any:
+def run_on_shards(op: Callable[..., Any], rule: Callable[..., Dims], args: tuple[Any, ...], kwargs: Any) -> Any:
     """Return ``op(*args, **kwargs)`` for DTensors, each result sharded as the first tensor of ``rule``.
 
-    Result i has the sizes of tensor i of the rule along sharded dimensions. An op without a rule has a string instead,
-    the name of the function to use. Raises TypeError if the op has no rule, if some tensors are not DTensors or if
-    their meshes differ, ValueError for placements that the rule does not allow.
+    Result i has the sizes of tensor i of the rule along sharded dimensions. Raises TypeError if some tensors are not
+    DTensors or if their meshes differ, ValueError for placements that the rule does not allow.
     """
-    if isinstance(rule, str):
-        raise TypeError(f"{op.__name__} takes no DTensors: use {rule}, or give local tensors (to_local())")
     code = op.__code__
     arguments = dict(zip(code.co_varnames[: code.co_argcount], args, strict=False)) | kwargs
     tensors: dict[str, Any] = {name: value for name, value in arguments.items() if isinstance(value, Tensor)}

@@ -11,10 +11,10 @@ from torch import Tensor
 from liger_like.runtime import support
 from liger_like.runtime.fallback import start
 
-# the versions whose launcher ``launch`` calls as Triton itself does
+# the versions of Triton whose launcher ``launch`` calls as Triton itself does
 DIRECT = torch.version.hip is None and triton.__version__.startswith(("3.6.", "3.7.", "3.8.", "3.9."))
-# Options of every launch unless it passes its own. Whether a product and a sum are rounded once or twice would else be
-# decided by the version: fused up to Triton 3.9, not fused from 3.10 on.
+# Options of every launch unless it passes its own. Without this one the version of Triton would decide whether a product
+# and a sum are rounded once or twice: fused up to 3.9, not fused from 3.10 on.
 OPTIONS = {"enable_fp_fusion": True}
 _RUNTIME = triton.knobs.runtime
 _recorded: list[tuple[Any, tuple[int, ...], dict[str, Any]]] | None = None  # while ``recorded`` is entered
@@ -46,10 +46,10 @@ def launch(
     ``options`` holds the kernel's constants and Triton's launch options. The dtype and the block of a descriptor
     determine its layout.
 
-    Triton inspects all arguments at every call to find the compiled kernel. This function looks it up by a key of all
-    that Triton specialises on, and runs it the way Triton does. Sizes and floats are converted first, since Triton
-    would compile another kernel for an int where a float is meant. Triton itself launches in the interpreter, under
-    hooks, with tensors that are not aligned to 16 bytes, on AMD (which also specialises on tensor sizes), and in
+    Triton inspects all arguments at every call to find the compiled kernel. This function looks it up by a key of
+    everything that Triton specialises on, and runs it the way Triton does. Sizes and floats are converted first, since
+    Triton would compile another kernel for an int where a float is meant. Triton itself launches in the interpreter,
+    under hooks, with tensors that are not aligned to 16 bytes, on AMD (which also specialises on tensor sizes), and in
     versions that ``DIRECT`` does not list.
     """
     options = OPTIONS | options

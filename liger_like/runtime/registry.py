@@ -1,4 +1,4 @@
-"""Register an op with torch's dispatcher, and let it take DTensors."""
+"""Register an op with torch's dispatcher, and say what it does with DTensors."""
 
 import functools
 from collections.abc import Callable
@@ -20,10 +20,10 @@ def op(
 ) -> Callable[[Callable[..., Any]], Callable[..., Any]]:
     """Register the decorated launcher as ``torch.ops.liger_like.<name>``.
 
-    ``fake`` returns outputs without data. ``flops``, for an op that multiplies matrices, returns what torch's
-    FlopCounterMode counts. The launcher runs on the GPU of its first tensor, so that models spread over several GPUs
-    launch on the right one. It runs again where a newer Triton cannot compile the Gluon kernel that it chose. The
-    returned function calls it directly, or through the dispatcher if a mode or a profiler is active.
+    ``fake`` returns outputs without data. ``flops``, for an op that multiplies matrices, returns the count for torch's
+    FlopCounterMode. The launcher runs on the GPU of its first tensor, so that models spread over several GPUs launch on
+    the right one. It runs again if a newer Triton cannot compile the Gluon kernel that it chose. The returned function
+    calls the launcher directly, or through the dispatcher if a mode or a profiler is active.
     """
 
     def register(launch: Callable[..., Any]) -> Callable[..., Any]:
@@ -57,28 +57,44 @@ def op(
 
 
 def _heard(args: tuple[Any, ...]) -> bool:
-    """Whether the dispatcher has more to do than to call the launcher: for a mode, a profiler, a tensor subclass or a
-    tensor without data, which the first argument would be.
+    """True if the call must go through the dispatcher: an active mode or profiler, a tensor subclass, or a meta first
+    argument.
     """
     listens = torch._C._len_torch_dispatch_stack() or torch._C._autograd._profiler_enabled() or args[0].is_meta
     return listens or not _PLAIN.issuperset(map(type, args))
 
 
-def on_shards(rule: Callable[..., Any] | str) -> Callable[[F], F]:
-    """Let the decorated op take DTensors by a ``rule`` of ``liger_like.parallel``, a function of the op's arguments; or
-    refuse them, and say what to use instead.
-    """
+def on_shards(rule: Callable[..., Any]) -> Callable[[F], F]:
+    """Let the decorated op take DTensors: each rank runs the op on its shards, as ``rule`` of ``runtime.dtensor`` says."""
+
+    def run(function: F, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        from liger_like.runtime.dtensor import run_on_shards  # importing DTensor takes long
+
+        return run_on_shards(function, rule, args, kwargs)
+
+    return _for_dtensors(run)
+
+
+def refuses_dtensors(instead: str) -> Callable[[F], F]:
+    """Let the decorated op raise TypeError for DTensors, with the name of the function to use ``instead``."""
+
+    def run(function: F, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        raise TypeError(f"{function.__name__} takes no DTensors: use {instead}, or give local tensors (to_local())")
+
+    return _for_dtensors(run)
+
+
+def _for_dtensors(handle: Callable[..., Any]) -> Callable[[F], F]:
+    """Return a decorator that calls ``handle(function, args, kwargs)`` if an argument is a DTensor."""
 
     def decorate(function: F) -> F:
         @functools.wraps(function)
         def run(*args: Any, **kwargs: Any) -> Any:
             kinds = {*map(type, args), *map(type, kwargs.values())}
-            if not any(kind.__name__ == "DTensor" for kind in kinds - _PLAIN):  # of a name, torch 2.11 can compile it
-                return function(*args, **kwargs)
-            from liger_like.runtime.dtensor import run_on_shards
+            if any(kind.__name__ == "DTensor" for kind in kinds - _PLAIN):  # by name: torch 2.11 can compile that
+                return handle(function, args, kwargs)
+            return function(*args, **kwargs)
 
-            return run_on_shards(function, rule, args, kwargs)
-
-        return run
+        return run  # type: ignore[return-value]
 
     return decorate

@@ -1,4 +1,4 @@
-"""Where a kernel may run: dtypes, devices, and the reasons why not."""
+"""Decide whether a kernel may run, by dtype and device, and collect the reasons why not for ``explain``."""
 
 import contextlib
 import functools
@@ -8,7 +8,7 @@ import torch
 import triton
 from torch import Tensor
 
-INTERPRET: bool = triton.knobs.runtime.interpret  # read once, as the decorators of the kernels read it
+INTERPRET: bool = triton.knobs.runtime.interpret  # read once: the decorators of the kernels read it once, too
 KERNEL_DTYPES = (torch.float32, torch.float16, torch.bfloat16)
 _reasons: list[str] | None = None  # while ``collected_reasons`` is entered
 HOOKS = ("_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_pre_hooks")
@@ -38,7 +38,7 @@ def refused(reason: str) -> bool:
 
 
 def use_kernel(x: Tensor) -> bool:
-    """Whether the Triton kernel takes ``x``; the plain-torch reference runs otherwise."""
+    """Return True if a Triton kernel can run on ``x``; otherwise the plain-torch reference runs."""
     return (x.dtype in KERNEL_DTYPES or refused("kernels take float32, float16 and bfloat16")) and (
         x.is_cuda
         or (INTERPRET and x.device.type == "cpu")
@@ -48,19 +48,21 @@ def use_kernel(x: Tensor) -> bool:
 
 @functools.cache
 def architecture(device: torch.device) -> int:
-    """Major compute capability of an NVIDIA GPU, else 0."""
+    """Return the major compute capability of an NVIDIA GPU, else 0."""
     on_nvidia = device.type == "cuda" and not torch.version.hip
     return torch.cuda.get_device_capability(device)[0] if on_nvidia else 0
 
 
 @functools.cache
 def num_programs(device: torch.device, each: int = 4) -> int:
-    """Programs of a persistent kernel: ``each`` per multiprocessor; few in the interpreter, which runs them in turn."""
+    """Return the programs of a persistent kernel: ``each`` per multiprocessor, 3 without a GPU, which runs them in
+    turn.
+    """
     return each * torch.cuda.get_device_properties(device).multi_processor_count if device.type == "cuda" else 3
 
 
 def unhooked(module: torch.nn.Module) -> bool:
-    """Whether a call of ``module`` comes to the forward of its class, and to nothing else."""
+    """Return True if a call of ``module`` runs the forward of its class and no hook."""
     return "forward" not in module.__dict__ and not any(getattr(module, hooks) for hooks in HOOKS)
 
 

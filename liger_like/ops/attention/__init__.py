@@ -18,7 +18,7 @@ from liger_like.ops.attention.masking import Masking
 from liger_like.ops.attention.portable.delta import attention_delta
 from liger_like.runtime.autograd import apply, once_differentiable
 from liger_like.runtime.layout import packed
-from liger_like.runtime.registry import on_shards
+from liger_like.runtime.registry import refuses_dtensors
 from liger_like.runtime.support import refused, use_kernel
 
 MAX_HEAD_WIDTH = 256
@@ -147,7 +147,7 @@ def _deterministic(asked: bool | None) -> bool:
     return torch.are_deterministic_algorithms_enabled() if asked is None else asked
 
 
-@on_shards("liger_like.parallel.context_parallel")
+@refuses_dtensors("liger_like.parallel.context_parallel")
 def flash_attention(
     q: Tensor, k: Tensor, v: Tensor, *, causal: bool = False, scale: float | None = None,
     window: tuple[int, int] = (-1, -1), softcap: float | None = None, sinks: Tensor | None = None,
@@ -195,7 +195,7 @@ def flash_attention(
     return (out, lse) if return_lse else out
 
 
-@on_shards("liger_like.parallel.context_parallel")
+@refuses_dtensors("liger_like.parallel.context_parallel")
 def flash_attention_varlen(
     q: Tensor, k: Tensor, v: Tensor, cu_seqlens_q: Tensor, cu_seqlens_k: Tensor, max_seqlen_q: int, max_seqlen_k: int,
     *, causal: bool = False, scale: float | None = None, window: tuple[int, int] = (-1, -1),

@@ -37,7 +37,7 @@ from liger_like.runtime.blocks import tanh_and_slope
 from liger_like.runtime.checks import require, require_choice
 from liger_like.runtime.launcher import launch
 from liger_like.runtime.layout import as_rows, packed
-from liger_like.runtime.registry import on_shards, op
+from liger_like.runtime.registry import op, refuses_dtensors
 from liger_like.runtime.support import use_kernel
 
 
@@ -402,7 +402,7 @@ class _CrossEntropy(torch.autograd.Function):
         return dlogits, *(None for _ in range(5 + len(ctx.scalars)))
 
 
-@on_shards("liger_like.parallel.vocab_parallel_cross_entropy")
+@refuses_dtensors("liger_like.parallel.vocab_parallel_cross_entropy")
 def cross_entropy(
     logits: Tensor,
     target: Tensor,

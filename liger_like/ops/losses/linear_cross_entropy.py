@@ -44,7 +44,7 @@ from liger_like.ops.losses.units import unit, unit_of_weights
 from liger_like.ops.losses.vocab_shards import WHOLE, Shard, all_words, summed_gradient
 from liger_like.runtime.autograd import apply, is_last_backward, once_differentiable
 from liger_like.runtime.checks import require, require_choice, require_integer, require_number
-from liger_like.runtime.registry import on_shards
+from liger_like.runtime.registry import refuses_dtensors
 from liger_like.runtime.support import autocast_dtype, use_kernel
 
 OUTPUTS = ("logprob", "lse", "entropy", "argmax", "correct")
@@ -324,7 +324,7 @@ def _checked_outputs(outputs: Any) -> tuple[str, ...]:
     return tuple(outputs)
 
 
-@on_shards("liger_like.parallel.vocab_parallel_cross_entropy")
+@refuses_dtensors("liger_like.parallel.vocab_parallel_cross_entropy")
 def fused_linear_cross_entropy(
     x: Tensor,
     weight: Tensor,
@@ -398,14 +398,9 @@ def fused_linear_cross_entropy(
     x = x.reshape(-1, x.shape[-1])
     u, b = (None, None) if lora is None else _low_rank(x, lora, shard)
     per_token = reduction == "none" or "logprob" in outputs or "entropy" in outputs
-    settings = Settings(
-        grads_now=torch.is_grad_enabled() and not (per_token or recompute),
-        accumulate_grad=accumulate_grad,
-        entropy="entropy" in outputs,
-        argmax="argmax" in outputs or "correct" in outputs,
-        chunk_rows=chunk_rows,
-        accum_dtype=accum_dtype,
-    )
+    grads_now = torch.is_grad_enabled() and not (per_token or recompute)
+    wants_argmax = "argmax" in outputs or "correct" in outputs
+    settings = Settings(grads_now, accumulate_grad, "entropy" in outputs, wants_argmax, chunk_rows, accum_dtype)
     operands = x, weight, bias, u, b, target.reshape(-1), class_weight
     rows = apply(_FusedLinearCrossEntropy, *operands, settings, shard, options)
     return _finish(RowLosses(*rows), reduction, target, class_weight, ignore_index, num_items, outputs)
