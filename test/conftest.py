@@ -112,7 +112,7 @@ def results(monkeypatch, tmp_path):
 
     for module in (markdown, measure, sweeps_report):
         monkeypatch.setattr(module, "RESULTS", tmp_path / "results")
-    for name in ("README", "NOTES"):
+    for name in ("FIGURES", "NOTES"):
         page = tmp_path / f"{name}.md"
         page.write_text(f"before\n{sweeps_report.BEGIN}old\n{sweeps_report.END}after\n")
         monkeypatch.setattr(sweeps_report, name, page)

@@ -9,7 +9,8 @@ from typing import Any
 Row = dict[str, Any]
 
 FOLDER = Path(__file__).parents[1]
-README, NOTES, RESULTS = FOLDER.parent / "README.md", FOLDER / "NOTES.md", FOLDER / "results"
+README, FIGURES = FOLDER.parent / "README.md", FOLDER.parent / "docs/figures.md"
+NOTES, RESULTS = FOLDER / "NOTES.md", FOLDER / "results"
 
 
 def number(value: float | None, spec: str) -> str:

@@ -1,8 +1,8 @@
-"""The tables in NOTES.md and the README of what ``attention`` measured, from the files in results/."""
+"""The tables in NOTES.md and docs/figures.md of what ``attention`` measured, from the files in results/."""
 
 from collections.abc import Iterable, Iterator
 
-from benchmark.common.markdown import NOTES, README, Row, between, heading, number, ratio, results, summary, table
+from benchmark.common.markdown import FIGURES, NOTES, Row, between, heading, number, ratio, results, summary, table
 
 BEGIN = "<!-- attention: written by `python -m benchmark attention --report` -->\n"
 END = "<!-- /attention -->\n"
@@ -45,12 +45,12 @@ def overview(result: Row) -> str:
     return summary(result, COLUMNS[0], causal)
 
 
-def with_overview(readme: str, measured: Iterable[Row]) -> str:
-    """``readme`` with the overviews between the markers."""
-    return between(readme, BEGIN, END, "\n".join(map(overview, measured)))
+def with_overview(page: str, measured: Iterable[Row]) -> str:
+    """``page`` with the overviews between the markers."""
+    return between(page, BEGIN, END, "\n".join(map(overview, measured)))
 
 
 def write_report() -> None:
     measured = results("attention")
     NOTES.write_text(with_tables(NOTES.read_text(), measured))
-    README.write_text(with_overview(README.read_text(), measured))
+    FIGURES.write_text(with_overview(FIGURES.read_text(), measured))

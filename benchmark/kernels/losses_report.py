@@ -1,4 +1,4 @@
-"""Writes the tables and the picture of what ``losses`` measured into NOTES.md and the README."""
+"""Writes the tables and the picture of what ``losses`` measured into NOTES.md and docs/figures.md."""
 
 from collections.abc import Iterable, Iterator
 from math import inf
@@ -6,9 +6,9 @@ from typing import Any
 
 from benchmark.common import plots
 from benchmark.common.markdown import (
+    FIGURES,
     FOLDER,
     NOTES,
-    README,
     RESULTS,
     Row,
     between,
@@ -100,9 +100,9 @@ def overview(result: Row) -> str:
     return summary(result, "shape", rows)
 
 
-def with_overview(readme: str, results: Iterable[Row]) -> str:
-    """``readme`` with the overviews between the markers."""
-    return between(readme, BEGIN, END, "\n".join(map(overview, results)))
+def with_overview(page: str, results: Iterable[Row]) -> str:
+    """``page`` with the overviews between the markers."""
+    return between(page, BEGIN, END, "\n".join(map(overview, results)))
 
 
 def draw(figure: Any, result: Row) -> None:
@@ -133,6 +133,6 @@ def write_report() -> None:
     """Write the tables, and the picture."""
     results = read_results("losses")
     NOTES.write_text(with_tables(NOTES.read_text(), results))
-    README.write_text(with_overview(README.read_text(), results))
+    FIGURES.write_text(with_overview(FIGURES.read_text(), results))
     if results:
         plots.save(figure(results), PICTURE, digest("losses"))

@@ -1,8 +1,8 @@
-"""The tables in NOTES.md and the README of what ``memory_bound`` measured, from the files in results/."""
+"""The tables in NOTES.md and docs/figures.md of what ``memory_bound`` measured, from the files in results/."""
 
 from collections.abc import Iterable
 
-from benchmark.common.markdown import NOTES, README, Row, between, heading, number, ratio, results, summary, table
+from benchmark.common.markdown import FIGURES, NOTES, Row, between, heading, number, ratio, results, summary, table
 
 BEGIN = "<!-- memory-bound: written by `python -m benchmark memory_bound --report` -->\n"
 END = "<!-- /memory-bound -->\n"
@@ -56,12 +56,12 @@ def overview(result: Row) -> str:
     return summary(result, "op", rows)
 
 
-def with_overview(readme: str, measured: Iterable[Row]) -> str:
-    """``readme`` with the overviews between the markers."""
-    return between(readme, BEGIN, END, "\n".join(map(overview, measured)))
+def with_overview(page: str, measured: Iterable[Row]) -> str:
+    """``page`` with the overviews between the markers."""
+    return between(page, BEGIN, END, "\n".join(map(overview, measured)))
 
 
 def write_report() -> None:
     measured = results("memory-bound")
     NOTES.write_text(with_tables(NOTES.read_text(), measured))
-    README.write_text(with_overview(README.read_text(), measured))
+    FIGURES.write_text(with_overview(FIGURES.read_text(), measured))

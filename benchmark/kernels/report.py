@@ -1,8 +1,8 @@
-"""Writes what ``testing.SPECS`` and results/ say of the ops into README, docs/ops.md and NOTES.md:
+"""Writes what ``testing.SPECS`` and results/ say of the ops into docs/ops.md and NOTES.md:
 ``python -m benchmark report``.
 """
 
-from benchmark.common.markdown import README, between, table
+from benchmark.common.markdown import between, table
 from benchmark.kernels import ops_report, slower_report
 from liger_like import testing
 
@@ -15,12 +15,11 @@ def op_table() -> str:
     return table(("op", "what it computes", "paper"), rows)
 
 
-def with_table(readme: str) -> str:
-    """``readme`` with the table of today between its markers."""
-    return between(readme, BEGIN, END, op_table())
+def with_table(page: str) -> str:
+    """Return ``page`` with the table of ops between its markers."""
+    return between(page, BEGIN, END, op_table())
 
 
 def main() -> None:
-    README.write_text(with_table(README.read_text()))
-    ops_report.PAGE.write_text(ops_report.with_ops(ops_report.PAGE.read_text()))
+    ops_report.PAGE.write_text(ops_report.with_ops(with_table(ops_report.PAGE.read_text())))
     slower_report.write_report()

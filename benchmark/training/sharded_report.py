@@ -1,8 +1,8 @@
-"""The tables in NOTES.md, and their gist in the README, of what ``sharded`` measured: from results/."""
+"""The tables in NOTES.md, and their gist in docs/figures.md, of what ``sharded`` measured: from results/."""
 
 from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 
-from benchmark.common.markdown import NOTES, README, Row, between, heading, number, ratio, results, side_by_side, table
+from benchmark.common.markdown import FIGURES, NOTES, Row, between, heading, number, ratio, results, side_by_side, table
 
 BEGIN = "<!-- sharded: written by `python -m benchmark sharded --report` -->\n"
 END = "<!-- /sharded -->\n"
@@ -92,13 +92,13 @@ def with_tables(notes: str, measured: Iterable[Row]) -> str:
     return between(notes, BEGIN, END, "\n".join(map(tables, measured)))
 
 
-def with_overview(readme: str, measured: Collection[Row]) -> str:
-    """``readme`` with the overview of the most GPUs between the markers."""
+def with_overview(page: str, measured: Collection[Row]) -> str:
+    """``page`` with the overview of the most GPUs between the markers."""
     most = sorted(measured, key=lambda result: result["gpus"])[-1:]
-    return between(readme, BEGIN, END, "".join(map(overview, most)))
+    return between(page, BEGIN, END, "".join(map(overview, most)))
 
 
 def write_report() -> None:
     measured = results("sharded")
     NOTES.write_text(with_tables(NOTES.read_text(), measured))
-    README.write_text(with_overview(README.read_text(), measured))
+    FIGURES.write_text(with_overview(FIGURES.read_text(), measured))

@@ -1,13 +1,14 @@
-"""Writes the tables and the pictures of what ``sweeps`` measured into NOTES.md and the README."""
+"""Writes the tables and the pictures of what ``sweeps`` measured into NOTES.md and docs/figures.md."""
 
+import os
 from collections.abc import Callable, Collection, Mapping
 from pathlib import Path
 from typing import Any, NamedTuple
 
 from benchmark.common import plots
 from benchmark.common.markdown import (
+    FIGURES,
     NOTES,
-    README,
     RESULTS,
     Row,
     between,
@@ -27,7 +28,7 @@ marks the next size, which failed. Then, not checkpointed: which phase allocated
 on.
 """
 ABOUT_GRAPH = """\
-A small step, here of 1024 tokens, waits for the host, but not as one [CUDA graph](docs/patching.md#cuda-graphs):
+A small step, here of 1024 tokens, waits for the host, but not as one [CUDA graph](patching.md#cuda-graphs):
 """
 
 MODEL, INSIDE_SHAPE = "Llama-3.2-1B", (4, 4096)
@@ -244,7 +245,7 @@ def file_of(name: str) -> Path:
 def links(page: Path, measured: Collection[Row]) -> list[str]:
     """The pictures that there are."""
     return [
-        f"![{picture.text}]({file_of(name).relative_to(page.parent)})\n"
+        f"![{picture.text}]({os.path.relpath(file_of(name), page.parent)})\n"
         for name, picture in PICTURES.items()
         if picture.of(measured)
     ]
@@ -255,20 +256,20 @@ def with_tables(notes: str, measured: Collection[Row]) -> str:
     return between(notes, BEGIN, END, "\n".join([*links(NOTES, measured), *map(tables, measured)]))
 
 
-def with_overview(readme: str, measured: Collection[Row]) -> str:
-    """``readme`` with the pictures, and what a graph changes, between the markers."""
-    pictures = links(README, measured)
+def with_overview(page: str, measured: Collection[Row]) -> str:
+    """``page`` with the pictures, and what a graph changes, between the markers."""
+    pictures = links(FIGURES, measured)
     graphs = [result["parts"]["graph"] for result in measured if result["parts"].get("graph")]
     content = [ABOUT, *pictures] if pictures else []
     if graphs:
         content += [ABOUT_GRAPH, *(graph_table(only(contestants)) for contestants in graphs)]
-    return between(readme, BEGIN, END, "\n".join(content))
+    return between(page, BEGIN, END, "\n".join(content))
 
 
 def write_report() -> None:
     measured = results("sweeps")
     NOTES.write_text(with_tables(NOTES.read_text(), measured))
-    README.write_text(with_overview(README.read_text(), measured))
+    FIGURES.write_text(with_overview(FIGURES.read_text(), measured))
     for name, picture in PICTURES.items():
         if shown := picture.of(measured):
             plots.save(picture.figure(shown), file_of(name), digest("sweeps"))

@@ -13,8 +13,8 @@ from liger_like.runtime.fallback import start
 
 # the versions of Triton whose launcher ``launch`` calls as Triton itself does
 DIRECT = torch.version.hip is None and triton.__version__.startswith(("3.6.", "3.7.", "3.8.", "3.9."))
-# Options of every launch unless it passes its own. Without this one the version of Triton would decide whether a product
-# and a sum are rounded once or twice: fused up to 3.9, not fused from 3.10 on.
+# Options of every launch unless it passes its own. Without this one the version of Triton would decide whether a
+# product and a sum are rounded once or twice: fused up to 3.9, not fused from 3.10 on.
 OPTIONS = {"enable_fp_fusion": True}
 _RUNTIME = triton.knobs.runtime
 _recorded: list[tuple[Any, tuple[int, ...], dict[str, Any]]] | None = None  # while ``recorded`` is entered

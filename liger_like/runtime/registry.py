@@ -65,7 +65,7 @@ def _heard(args: tuple[Any, ...]) -> bool:
 
 
 def on_shards(rule: Callable[..., Any]) -> Callable[[F], F]:
-    """Let the decorated op take DTensors: each rank runs the op on its shards, as ``rule`` of ``runtime.dtensor`` says."""
+    """Let the decorated op take DTensors: each rank runs it on its shards, by a ``rule`` (see ``runtime.dtensor``)."""
 
     def run(function: F, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         from liger_like.runtime.dtensor import run_on_shards  # importing DTensor takes long

@@ -96,24 +96,24 @@ def test_tables():
 def test_report(results):
     """Pictures and tables appear with the results that they show."""
     sweeps_report.write_report()
-    notes, readme = sweeps_report.NOTES, sweeps_report.README
-    assert "old" not in notes.read_text() + readme.read_text()
+    notes, figures = sweeps_report.NOTES, sweeps_report.FIGURES
+    assert "old" not in notes.read_text() + figures.read_text()
     assert "![" not in notes.read_text()
-    assert readme.read_text() == f"before\n{sweeps_report.BEGIN}{sweeps_report.END}after\n"
+    assert figures.read_text() == f"before\n{sweeps_report.BEGIN}{sweeps_report.END}after\n"
     parts = {part: RESULT["parts"][part] for part in ("batch", "profile")}
     measure.update(RESULT | {"parts": parts}, "sweeps", sweeps.PARTS)
     sweeps_report.write_report()
     assert sorted(path.name for path in results.glob("*.png")) == ["profile.png", "sweeps.png"]
-    assert sweeps_report.ABOUT_GRAPH not in readme.read_text()
+    assert sweeps_report.ABOUT_GRAPH not in figures.read_text()
     measure.update(RESULT, "sweeps", sweeps.PARTS)
     sweeps_report.write_report()
     for name in sweeps_report.PICTURES:
         assert f"](results/{name}.png)" in notes.read_text()
-        assert f"](results/{name}.png)" in readme.read_text()
+        assert f"](results/{name}.png)" in figures.read_text()
         assert markdown.digest("sweeps").encode() in (results / f"{name}.png").read_bytes()
     assert TABLES in notes.read_text()
     graph = TABLES.partition("as one CUDA graph:\n")[2].partition("\n\nMemory")[0]
-    assert sweeps_report.ABOUT_GRAPH + graph in readme.read_text()
+    assert sweeps_report.ABOUT_GRAPH + graph in figures.read_text()
 
 
 def test_pictures_are_current():

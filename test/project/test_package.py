@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 
 import liger_like
-from benchmark.kernels import report
+from benchmark.kernels import ops_report, report
 
 ROOT = Path(__file__).parents[2]
 FOLDERS = ("liger_like", "patches", "benchmark", "examples", "test")
@@ -42,9 +42,9 @@ def test_names_that_are_not_there_raise() -> None:
     assert set(liger_like.__all__) <= set(dir(liger_like))
 
 
-def test_readme_table_is_current() -> None:
-    readme = report.README.read_text()
-    assert report.with_table(readme) == readme, "run python -m benchmark report"
+def test_table_of_ops_is_current() -> None:
+    page = ops_report.PAGE.read_text()
+    assert report.with_table(page) == page, "run python -m benchmark report"
 
 
 def is_kernel(function: ast.FunctionDef | ast.AsyncFunctionDef) -> bool:
