@@ -140,7 +140,9 @@ def test_on_a_gpu(op):
         assert min(ours[key] for key in ("wall_us", "host_us", "mib", "rate", "share", "forward_us", "us")) > 0
         assert "reason" not in ours
         if op == "swiglu" or ours["name"] == "torch":  # forwards of our loss make gradients, too
-            assert ours["forward_us"] < ours["us"] < ours["wall_us"]
+            assert ours["forward_us"] < ours["us"]
+        if op == "swiglu":  # launch-bound; milliseconds of products take as long in a graph as one by one
+            assert ours["us"] < ours["wall_us"]
 
 
 def test_a_shape_that_cannot_be_measured(monkeypatch):

@@ -163,7 +163,9 @@ def test_frozen_inputs(spec, options, device, poisoned):
         got = run(spec.fn, {n: t.detach().requires_grad_(n in trained) for n, t in inputs.items()}, options)
         assert {n for n in got if n.startswith("d")} == {f"d{n}" for n in trained}
         for name, tensor in got.items():
-            torch.testing.assert_close(tensor, full[name], rtol=0, atol=0)
+            # compiled for fewer gradients, a kernel may hold a block in another layout and sum it in another order
+            exact = {} if device == "cuda" and name.startswith("d") else {"rtol": 0, "atol": 0}
+            torch.testing.assert_close(tensor, full[name], **exact)
 
 
 @each_op

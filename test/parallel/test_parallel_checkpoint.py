@@ -19,7 +19,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.checkpoint import checkpoint
 
 import liger_like
-from liger_like.ops.glu import glu_linear
+from liger_like.ops.glu_linear import glu_linear
 from liger_like.parallel import checkpoint_policy
 
 MATMULS = ("mm", "addmm", "bmm")
