@@ -9,7 +9,7 @@ from typer.testing import CliRunner, Result
 
 import liger_like
 from examples import train
-from liger_like.ops import glu
+from liger_like.ops import glu_linear
 
 SMALL = ["--size", "tiny", "--steps", "6", "--batch", "1", "--seq", "16", "--dtype", "fp32", "--lr", "3e-3"]
 app = typer.Typer()
@@ -40,12 +40,12 @@ def test_losses_agree(tmp_path: Path) -> None:
 
 
 def test_one_percent_too_much_gradient_is_noticed(monkeypatch: pytest.MonkeyPatch) -> None:
-    patch, backward = liger_like.patch, glu._glu_bwd_y_for_dy
+    patch, backward = liger_like.patch, glu_linear._glu_bwd_y_for_dy
 
     def patch_then_break(model: PreTrainedModel) -> object:
         report = patch(model)  # this checks the kernels, so they break afterwards
         monkeypatch.setattr(
-            glu, "_glu_bwd_y_for_dy", lambda *args: tuple(1.01 * gradient for gradient in backward(*args))
+            glu_linear, "_glu_bwd_y_for_dy", lambda *args: tuple(1.01 * gradient for gradient in backward(*args))
         )
         return report
 
