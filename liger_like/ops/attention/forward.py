@@ -12,6 +12,7 @@ from liger_like.ops.attention.choice import FORWARD, hopper_kernels
 from liger_like.ops.attention.flops import forward_flops
 from liger_like.ops.attention.masking import MASKING_SCHEMA, Masking
 from liger_like.ops.attention.portable import forward as portable
+from liger_like.ops.attention.tiles import tile_for
 from liger_like.runtime.layout import dense, packed
 from liger_like.runtime.registry import op
 from liger_like.runtime.support import refused
@@ -46,9 +47,11 @@ def attention_fwd(
         return out, lse, sums
     masking, sinks = Masking(*options), packed(sinks)
     q, k, v = map(dense, (q, k, v))
-    few = portable.is_few(q, k, v, masking)
+    tile = tile_for("fwd", q, v, masking)
+    # all queries that share a key head fit into one block, whose keys are then split among programs
+    few = masking.max_seqlen_q * (q.shape[2] // k.shape[2]) <= tile.block_m
     if hopper := (not few or refused(FEW)) and hopper_kernels(FORWARD, masking, q, k, v):
         hopper.attention_fwd_hopper(q, k, v, sinks, masking, out, lse)
     else:
-        portable.fill_output(q, k, v, sinks, masking, out, lse, sums if sums.numel() else None)
+        portable.fill_output(q, k, v, sinks, masking, tile, few, out, lse, sums if sums.numel() else None)
     return out, lse, sums

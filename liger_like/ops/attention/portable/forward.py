@@ -17,7 +17,7 @@ from liger_like.ops.attention.portable.parts import (
     zero_parts,
 )
 from liger_like.ops.attention.softmax import LN2, LOG2E, finish, scores, unit_of_scores
-from liger_like.ops.attention.tiles import Tile, tile_for
+from liger_like.ops.attention.tiles import Tile
 from liger_like.ops.attention.visibility import (
     bounds_of_spans,
     find_rows,
@@ -171,18 +171,15 @@ def _splits(masking: Masking, tile: Tile, programs: int, device: torch.device) -
     return max(1, min(fill, masking.max_seqlen_k // (2 * tile.block_n), 64))
 
 
-def is_few(q: Tensor, k: Tensor, v: Tensor, masking: Masking) -> bool:
-    """Return True if all queries that share a key head fit into one block, whose keys are then split among programs."""
-    return masking.max_seqlen_q * (q.shape[2] // k.shape[2]) <= tile_for("fwd", q, v, masking).block_m
-
-
 def fill_output(
-    q: Tensor, k: Tensor, v: Tensor, sinks: Tensor | None, masking: Masking, out: Tensor, lse: Tensor,
-    sums: Tensor | None,
+    q: Tensor, k: Tensor, v: Tensor, sinks: Tensor | None, masking: Masking, tile: Tile, few: bool, out: Tensor,
+    lse: Tensor, sums: Tensor | None,
 ) -> None:  # fmt: skip
-    """Fill ``out`` [B, S, H, Dv], ``lse`` [B, H, S] and, if given, ``sums`` [2, B, H, S], for dense features."""
+    """Fill ``out`` [B, S, H, Dv], ``lse`` [B, H, S] and, if given, ``sums`` [2, B, H, S], for dense features.
+
+    ``few``: a block holds all queries that share a key head, as rows, and several programs share the keys.
+    """
     (B, S, H, _), (SK, HK, DV) = q.shape, v.shape[1:]
-    tile, few = tile_for("fwd", q, v, masking), is_few(q, k, v, masking)
     pack = H // HK if few else 1
     blocks, heads = masking.num_blocks(S * pack, tile.block_m), B * H // pack
     splits = _splits(masking, tile, blocks * heads, q.device) if few else 1
