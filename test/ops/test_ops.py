@@ -163,8 +163,9 @@ def test_frozen_inputs(spec, options, device, poisoned):
         got = run(spec.fn, {n: t.detach().requires_grad_(n in trained) for n, t in inputs.items()}, options)
         assert {n for n in got if n.startswith("d")} == {f"d{n}" for n in trained}
         for name, tensor in got.items():
-            # compiled for fewer gradients, a kernel may hold a block in another layout and sum it in another order
-            exact = {} if device == "cuda" and name.startswith("d") else {"rtol": 0, "atol": 0}
+            # without dx, Triton lays this kernel's block out otherwise, and dw and db sum over rows in another order
+            another = device == "cuda" and spec.name == "layer_norm" and name in ("dweight", "dbias")
+            exact = {} if another else {"rtol": 0, "atol": 0}
             torch.testing.assert_close(tensor, full[name], **exact)
 
 
