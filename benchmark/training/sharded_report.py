@@ -7,16 +7,17 @@ from benchmark.common.markdown import FIGURES, NOTES, Row, between, heading, num
 BEGIN = "<!-- sharded: written by `python -m benchmark sharded --report` -->\n"
 END = "<!-- /sharded -->\n"
 
+SHARE = "share of one GPU's rate"
 TITLES = {
     "fsdp": "Training steps, FSDP2",
-    "loss": "The loss of a head whose words are spread",
-    "context": "Attention of a sequence that is spread",
+    "loss": "Vocabulary-parallel loss",
+    "context": "Context-parallel attention",
     "longest": "The longest sequence that was trained, and the next one tried",
 }
 COLUMNS = {
     "fsdp": ("a GPU's batch", "", "step ms", "tokens/s", "peak GiB"),
     "loss": ("", "ms", "peak MiB", "bytes a logit", "loss"),
-    "context": ("", "forward ms", "TFLOP/s a GPU", "of one GPU's", "both ms", "TFLOP/s a GPU", "of one GPU's", "error"),
+    "context": ("", "forward ms", "TFLOP/s a GPU", SHARE, "both ms", "TFLOP/s a GPU", SHARE, "error"),
     "longest": ("", "tokens", "peak GiB", "the next length"),
 }
 GIST = {"fsdp": (3, 4), "loss": (1, 2), "context": (6,), "longest": (1, 3)}  # of the columns

@@ -28,7 +28,7 @@ marks the next size, which failed. Then, not checkpointed: which phase allocated
 on.
 """
 ABOUT_GRAPH = """\
-A small step, here of 1024 tokens, waits for the host, but not as one [CUDA graph](patching.md#cuda-graphs):
+A small step, here of 1024 tokens, is launch-bound; a [CUDA graph](patching.md#cuda-graphs) removes that:
 """
 
 MODEL, INSIDE_SHAPE = "Llama-3.2-1B", (4, 4096)

@@ -117,15 +117,15 @@ Training steps, FSDP2:
 | 2 x 16384 | transformers | out of \| memory | - | - |
 | 2 x 16384 | liger_like | 4,000 | 16,384 | 70.0 |
 
-The loss of a head whose words are spread:
+Vocabulary-parallel loss:
 
 |  | ms | peak MiB | bytes a logit | loss |
 |---|---|---|---|---|
 | liger_like | 10.0 | 1,000 | 2.50 | 11.0000 |
 
-Attention of a sequence that is spread:
+Context-parallel attention:
 
-|  | forward ms | TFLOP/s a GPU | of one GPU's | both ms | TFLOP/s a GPU | of one GPU's | error |
+|  | forward ms | TFLOP/s a GPU | share of one GPU's rate | both ms | TFLOP/s a GPU | share of one GPU's rate | error |
 |---|---|---|---|---|---|---|---|
 | ring | 5.0 | 200 | 80.0% | 20.0 | 175 | 90.0% | 1.0e-03 |
 | ulysses | ValueError | - | - | - | - | - | - |
@@ -146,11 +146,11 @@ OVERVIEW = r"""2 x GPU, 2026-01-01.
 
 | ms; peak MiB | liger_like |
 |---|---|
-| The loss of a head whose words are spread | 10.0; 1,000 |
+| Vocabulary-parallel loss | 10.0; 1,000 |
 
-| of one GPU's | ring | ulysses |
+| share of one GPU's rate | ring | ulysses |
 |---|---|---|
-| Attention of a sequence that is spread | 90.0% | - |
+| Context-parallel attention | 90.0% | - |
 
 | tokens; the next length | transformers | Liger |
 |---|---|---|

@@ -2,8 +2,9 @@
 lse_i = log(sum_j exp(s_ij) + exp(sink))   (Dao et al., arXiv:2205.14135, arXiv:2307.08691)
 
 q [B, S, H, D], k [B, Sk, Hk, D], v [B, Sk, Hk, Dv], o [B, S, H, Dv] in the dtype of q; lse [B, H, S] in fp32, natural
-log. Query head h attends with key head h // (H / Hk). A query at position i + Sk - S sees the keys of its window, and
-never all scores exist: not forward, not backward. Products take the dtype of the input, everything else is fp32.
+log. Query head h attends with key head h // (H / Hk). Query i has position i + Sk - S and sees the keys of its window.
+The scores never exist as a whole, neither forward nor backward. Products take the dtype of the input, all other maths
+are in fp32.
 """
 
 from typing import Any
@@ -36,7 +37,7 @@ def _attend_ref(
     q: Tensor, k: Tensor, v: Tensor, seen: Tensor, scale: float | None, softcap: float | None, sinks: Tensor | None,
     bias: Tensor | None,
 ) -> tuple[Tensor, Tensor]:  # fmt: skip
-    """Output and lse where ``seen`` (broadcast to [B, H, S, Sk]) says which keys a query sees."""
+    """Return output and lse; ``seen`` (broadcast to [B, H, S, Sk]) is True for the keys that a query sees."""
     acc = torch.promote_types(q.dtype, torch.float32)
     q, k, v = (t.transpose(1, 2) for t in (q, k, v))
     k, v = (t.repeat_interleave(q.shape[1] // t.shape[1], 1) for t in (k, v))
@@ -47,7 +48,7 @@ def _attend_ref(
         s = s + bias.to(acc)
     s = s.masked_fill(~seen, -torch.inf)
     unseen = (s == -torch.inf).all(-1, keepdim=True)
-    s = s.masked_fill(unseen, 0)  # not -inf, of which a softmax has no gradient
+    s = s.masked_fill(unseen, 0)  # the softmax of a row of -inf has no gradient
     if sinks is not None:
         s = torch.cat((s, sinks.to(acc)[:, None, None].expand(*s.shape[:-1], 1)), -1)
     p = s.softmax(-1).masked_fill(unseen, 0)[..., : k.shape[2]].to(v.dtype)
@@ -69,7 +70,7 @@ def flash_attention_ref(
     bias: Tensor | None = None, key_padding_mask: Tensor | None = None, spans: Tensor | None = None,
     deterministic: bool | None = None, return_lse: bool = False,
 ) -> Result:  # fmt: skip
-    """The definition, in plain torch."""
+    """Compute the op in plain torch; this defines it."""
     S, Sk = q.shape[1], k.shape[1]
     queries, keys = (torch.arange(n, device=q.device) for n in (S, Sk))
     seen = _in_window(queries + Sk - S, keys, **_window(causal, window))
@@ -84,7 +85,7 @@ def flash_attention_ref(
 
 
 def _packed(out: Tensor, lse: Tensor, return_lse: bool) -> Result:
-    """Of the one batch that packed sequences are; views, where ``out[0]`` has a gradient that is copied into zeros."""
+    """Return the results of packed sequences as views of the batch; the gradient of ``out[0]`` would fill zeros."""
     return (out.squeeze(0), lse.squeeze(0)) if return_lse else out.squeeze(0)
 
 
@@ -94,8 +95,8 @@ def flash_attention_varlen_ref(
     softcap: float | None = None, sinks: Tensor | None = None, deterministic: bool | None = None,
     return_lse: bool = False,
 ) -> Result:  # fmt: skip
-    """The definition, in plain torch."""
-    last = len(cu_seqlens_q) - 2  # rows behind the last sequence belong to none
+    """Compute the op in plain torch; this defines it."""
+    last = len(cu_seqlens_q) - 2  # rows after the last sequence belong to none
     sides = []
     for t, cu in ((q, cu_seqlens_q), (k, cu_seqlens_k)):
         rows = torch.arange(len(t), device=q.device)
@@ -156,18 +157,18 @@ def flash_attention(
 ) -> Result:  # fmt: skip
     """Attention of ``q`` [B, S, H, D] over ``k`` [B, Sk, Hk, D] and ``v`` [B, Sk, Hk, Dv]: [B, S, H, Dv].
 
-    ``causal`` and ``window=(left, right)`` (keys seen beside a query's own position; -1: all) count positions from the
-    end, so that the last query stands at the last key. ``scale``: of the products, None for D**-0.5. ``softcap``:
-    scores are ``softcap * tanh(scale q.k / softcap)``. ``sinks`` [H]: a learned score per head that joins the
-    softmax's denominator. ``bias``, broadcastable to [B, H, S, Sk], is added to the scores. ``key_padding_mask``
-    [B, Sk], bool: False for keys that nobody sees, whatever they hold. ``spans`` [2, B, S], int32: the first key that a
-    query may see, and the one behind the last, neither falling along S; packed documents, or chunks, without a cost
-    for what is outside. All these masks hold at once. ``return_lse`` also returns the log of the denominator [B, H, S]
-    in fp32, differentiable. A row that sees no key gives 0, and an lse of -inf.
+    ``causal`` and ``window=(left, right)`` (keys that a query sees beside its own position; -1: all) count positions
+    from the end: the last query has the position of the last key. ``scale`` multiplies the products q.k (None:
+    D**-0.5). With ``softcap`` the scores are ``softcap * tanh(scale q.k / softcap)``. ``sinks`` [H]: a learned score
+    per head that joins the softmax's denominator. ``bias``, broadcastable to [B, H, S, Sk], is added to the scores.
+    ``key_padding_mask`` [B, Sk], bool: False hides a key from all queries, whatever it holds. ``spans`` [2, B, S],
+    int32: the first key that a query may see, and the key after the last, neither decreasing along S; for packed
+    documents or chunks, and keys outside a span cost nothing. All masks hold at once. ``return_lse`` also returns the
+    log of the denominator [B, H, S] in fp32, differentiable. A row that sees no key returns 0, and an lse of -inf.
 
-    Gradients for q, k, v, sinks and bias; the scores are never in memory. ``deterministic``: whether the backward
-    repeats bit for bit (None: if ``torch.use_deterministic_algorithms`` says so). Any strides with dense features.
-    bf16, fp16 and fp32 with D and Dv up to 256; others, and other devices, run the plain-torch reference.
+    q, k, v, sinks and bias are differentiable; the scores are never in memory. ``deterministic``: the backward repeats
+    bit for bit (None: as ``torch.use_deterministic_algorithms`` says). Strides are free, but features must be dense.
+    Kernels take bf16, fp16 and fp32 with D and Dv up to 256; other inputs and devices run the plain-torch reference.
 
     Raises TypeError or ValueError for arguments that do not fit. See Dao, arXiv:2307.08691.
     """
@@ -204,12 +205,13 @@ def flash_attention_varlen(
 ) -> Result:  # fmt: skip
     """Attention within packed sequences: ``q`` [T, H, D] over ``k`` [Tk, Hk, D] and ``v`` [Tk, Hk, Dv]: [T, H, Dv].
 
-    Sequence i has the rows ``cu_seqlens_q[i]`` to ``cu_seqlens_q[i + 1]`` of q and those of ``cu_seqlens_k`` (both
-    int32 or int64 [n + 1], starting with 0, not falling) of k and v, either possibly none. ``max_seqlen_q`` and
-    ``max_seqlen_k``: the lengths of the longest, or more. Rows past the last sequence see nothing. lse is [H, T].
-    Otherwise as ``flash_attention``; only pairs of rows that see one another cost time.
+    Sequence i has the rows ``cu_seqlens_q[i]`` to ``cu_seqlens_q[i + 1]`` of q, and of k and v the rows that
+    ``cu_seqlens_k`` gives alike. Both are int32 or int64 [n + 1], start with 0 and do not decrease; a sequence may be
+    empty. ``max_seqlen_q`` and ``max_seqlen_k``: integers, at least the longest lengths. Rows after the last sequence
+    see nothing. lse is [H, T]. The other arguments are those of ``flash_attention``. Only pairs of rows that see one
+    another cost time.
 
-    Offsets that break these rules give wrong results, but read and write nothing outside of the tensors. With
+    Offsets that break these rules give wrong results, but read and write nothing outside the tensors. With
     ``LIGER_LIKE_CHECK=1`` in the environment they raise ValueError, at the cost of waiting for the GPU.
 
     Raises TypeError or ValueError for arguments that do not fit.

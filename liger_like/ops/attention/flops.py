@@ -1,4 +1,4 @@
-"""FLOPs of the attention kernels as torch counts those of its own attention: what a mask hides counts, too."""
+"""Count the FLOPs of the attention kernels as torch counts its own attention: masked pairs count, too."""
 
 from typing import Any
 
@@ -9,7 +9,7 @@ from liger_like.ops.attention.masking import Masking
 
 
 def _scores(q: Tensor, k: Tensor, masking: Masking) -> int:
-    """How many there are; of packed sequences whose lengths nobody knows, as if each were the longest."""
+    """Return the number of scores; packed sequences of unknown lengths count as the longest."""
     (B, S, H, _), SK = q.shape, k.shape[1]
     cu_q, cu_k = masking.cu_seqlens_q, masking.cu_seqlens_k
     if cu_q is None or cu_k is None:
@@ -20,14 +20,14 @@ def _scores(q: Tensor, k: Tensor, masking: Masking) -> int:
 
 
 def forward_flops(q: Tensor, k: Tensor, v: Tensor, sinks: Tensor | None, *options: Any) -> int:
-    """Of the scores, and of their product with v."""
+    """Return the FLOPs of the scores and of their product with v."""
     return 2 * _scores(q, k, Masking(*options)) * (q.shape[-1] + v.shape[-1])
 
 
 def backward_flops(
     dout: Tensor, q: Tensor, k: Tensor, v: Tensor, stats: Tensor, key_spans: Tensor | None, *args: Any
 ) -> int:
-    """Of the scores once more, of their gradient, and of the gradients that are asked for."""
+    """Return the FLOPs of the scores, computed again, of their gradient, and of the gradients that ``needs`` names."""
     *options, _, (needs_q, needs_k, needs_v, needs_bias) = args
     of_v = needs_v + any((needs_q, needs_k, needs_bias))
     each = q.shape[-1] * (1 + needs_q + needs_k) + v.shape[-1] * of_v

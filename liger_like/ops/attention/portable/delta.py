@@ -65,7 +65,7 @@ def _delta_outputs(
 def attention_delta(
     dout: Tensor, out: Tensor, lse: Tensor, sums: Tensor | None, dlse: Tensor | None, sinks: Tensor | None
 ) -> tuple[Tensor, Tensor]:
-    """Compute what the backward needs of each row, and the gradient of the sinks.
+    """Compute the numbers of each row that the backward reads, and the gradient of the sinks.
 
     The stats [2 or 3, B, H, more than S] in fp32 are lse, or inf where no key was seen, so that every p is 0; delta =
     sum(dout * out) - dlse; and, if ``sums`` [2, B, H, S] of ``attention_fwd`` are given, their log2, beside the
