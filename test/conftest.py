@@ -66,7 +66,7 @@ def device():
 
 @pytest.fixture(scope="module")
 def mesh():
-    """Of this process alone."""
+    """Return a mesh of this process alone."""
     dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
     yield init_device_mesh("cpu", (1,))
     dist.destroy_process_group()
@@ -106,7 +106,7 @@ def references(monkeypatch):
 
 @pytest.fixture
 def results(monkeypatch, tmp_path):
-    """Instead of the folder of results and the pages of the sweeps."""
+    """Replace the folder of results and the pages of the sweeps by temporary ones."""
     from benchmark.common import markdown, measure
     from benchmark.training import sweeps_report
 

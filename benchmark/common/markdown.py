@@ -34,12 +34,12 @@ def side_by_side(corner: str, rows: Iterable[tuple[str, Mapping[str, str]]], abs
 
 
 def summary(result: Row, corner: str, rows: Iterable[tuple[str, Mapping[str, str]]], absent: str = "-") -> str:
-    """Of a file of results, contestants side by side."""
+    """Return the table of a file of results, contestants side by side."""
     return f"{result['gpu']}, {result['date']}:\n\n" + side_by_side(corner, rows, absent)
 
 
 def heading(result: Row) -> list[str]:
-    """Where and when a file of results was measured, and of which versions."""
+    """Return the GPU, the date and the versions of a file of results."""
     versions = ", ".join(f"{name} {version}" for name, version in result["versions"].items() if version)
     absent = [name for name, version in result["versions"].items() if version is None]
     count = f"{result['gpus']} x" if "gpus" in result else "One"
@@ -67,7 +67,7 @@ def results(prefix: str) -> list[Row]:
 
 
 def digest(prefix: str) -> str:
-    """Of the files of results that a picture was drawn from; the picture carries it as its comment."""
+    """Return the digest of the files that a picture was drawn from; the picture carries it as its comment."""
     return digest_of(result_files(prefix))
 
 

@@ -34,7 +34,7 @@ ENVIRONMENT = {"TRITON_INTERPRET": "0", "PYTORCH_CUDA_ALLOC_CONF": "expandable_s
 
 
 class Processes(NamedTuple):
-    """As many as ``count``, which have ``timeout`` seconds."""
+    """``count`` processes that run tasks for at most ``timeout`` seconds each."""
 
     count: int
     timeout: float
@@ -118,7 +118,7 @@ def worst(*values: float) -> list[float]:
 
 
 def times(step: Step, repeats: int) -> list[float]:
-    """In ms; on the host where there is no GPU."""
+    """Return times in ms, measured on the host without a GPU."""
     if GPU:
         return gpu_times(step, repeats)
     ends = [time.perf_counter()]
@@ -129,7 +129,7 @@ def times(step: Step, repeats: int) -> list[float]:
 
 
 def median(step: Step, repeats: int) -> float:
-    """Of the times of ``step``, that of the slowest process."""
+    """Return the times of ``step`` in the slowest process."""
     return worst(statistics.median(times(step, repeats)))[0]
 
 

@@ -70,7 +70,7 @@ def build(name: str) -> nn.Module:
 
 
 def differences(got: dict[str, Tensor], expected: dict[str, Tensor]) -> list[str]:
-    """What is not equal."""
+    """Return the names of results that are not equal."""
     if got.keys() != expected.keys():
         return [f"{', '.join(sorted(got.keys() ^ expected.keys()))} in one of the two"]
     gradients = [value.norm() for name, value in expected.items() if name not in ("loss", "logits")]
@@ -91,7 +91,7 @@ def forward_of(cls: type[nn.Module]) -> str:
 
 
 def silent(model: nn.Module, rows: tuple[Any, ...]) -> list[str]:
-    """What is there to patch, by looks that the recognisers do not share, and in no row of the report."""
+    """Return modules that look patchable, by criteria independent of the recognisers, and are in no row of the report."""
     found = set()
     if model.get_output_embeddings() is not None:
         found.add(("lm_head", type(model).__name__))

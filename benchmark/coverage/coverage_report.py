@@ -72,7 +72,7 @@ def with_sentence(readme: str, result: Row) -> str:
 
 
 def read() -> Row:
-    """What the last run of all classes found."""
+    """Return the result of the last run of all classes."""
     return json.loads((RESULTS / "coverage.json").read_text())  # type: ignore[no-any-return]
 
 

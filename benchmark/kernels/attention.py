@@ -77,7 +77,7 @@ def contestants(case: Case) -> dict[str, Build]:
 
 
 def kernel_us(graph: torch.cuda.CUDAGraph, setting: Setting) -> list[float]:
-    """Of a graph which reads the tensors of ``setting``."""
+    """Time a graph that reads the tensors of ``setting``."""
     return [ms * 1e3 for ms in gpu_times(graph.replay, REPLAYS)]
 
 

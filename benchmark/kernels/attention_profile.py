@@ -61,7 +61,7 @@ def step(shape: dict[str, int], options: dict[str, Any]) -> None:
 
 
 def counters() -> list[str]:
-    """What ncu writes of a process that runs every case."""
+    """Return ncu's output for a process that runs every case."""
     sections = [option for name in SECTIONS for option in ("--section", name)]
     command = ["ncu", "--clock-control", "none", "--profile-from-start", "off", *sections, "--csv", "--page", "raw"]
     command += [sys.executable, "-m", __spec__.name, "--steps"]
@@ -81,7 +81,7 @@ def _number(text: str) -> float:
 
 
 def cells(kernel: dict[str, str]) -> list[str]:
-    """Of a kernel, but for the shape."""
+    """Return the row of a kernel without its shape."""
     before, after = STALL.split("{}")
     stalls = {
         name.removeprefix(before).removesuffix(after): _number(text)

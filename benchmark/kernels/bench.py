@@ -79,7 +79,7 @@ def tiny(shape: Shape) -> Shape:
 
 
 def fewer(shape: Shape) -> Shape:
-    """As much of ``shape`` as fits into memory in float64, with its full widths."""
+    """Return ``shape`` with as many rows as fit into memory in float64, and its full widths."""
     if "lengths" in shape:
         longest = SCORES // len(shape["lengths"])
         return {**shape, "lengths": tuple((min(n, longest),) * 2 for n, _ in shape["lengths"])}
@@ -114,7 +114,7 @@ def results(build: Build, inputs: Inputs, upstream: Iterable[Tensor]) -> Inputs:
 
 
 class Truth:
-    """What an op gives in float64, and how far torch is from it."""
+    """The results of an op in float64, and torch's distance from them."""
 
     def __init__(self, op: Plain | Attention, shape: Shape) -> None:
         self.inputs, self.k = make_inputs(op, shape), op.spec.k
@@ -142,7 +142,7 @@ class Truth:
 
 
 def repeats(setting: Setting) -> Repeats:
-    """As many as take a round's time."""
+    """Return the number of steps that fill the time of a round."""
     setting.step()
     wait()
     seconds = microseconds(setting.step, 1, wait)[0] / 1e6
@@ -150,7 +150,7 @@ def repeats(setting: Setting) -> Repeats:
 
 
 def timers(build: Build, inputs: Inputs, upstream: list[Tensor], pool: Any) -> Row:
-    """Of one contestant; graphs of the others share ``pool`` with its graphs."""
+    """Measure one contestant; its graphs share ``pool`` with those of the others."""
     setting = Setting(build, inputs, upstream)
     several = repeats(setting)
     host = partial(microseconds, setting.step, several.eager)
@@ -158,7 +158,7 @@ def timers(build: Build, inputs: Inputs, upstream: list[Tensor], pool: Any) -> R
 
 
 def rated(row: Row, work: float, ceiling: float) -> Row:
-    """With what follows from the times of ``row``; ``work`` a microsecond is its rate."""
+    """Return ``row`` with the figures that follow from its times; the rate is ``work`` per microsecond."""
     us = row.get("us", row.get("wall_us"))
     if us is None:
         return row
@@ -206,7 +206,7 @@ def measured_ceilings() -> dict[str, float]:
 
 
 def merged(earlier: Row, now: Row) -> Row:
-    """What was measured now, and what was earlier of the other shapes and contestants, of those versions."""
+    """Return the new rows, and the earlier rows of other shapes and contestants with the same versions."""
     found: dict[tuple[str, str], Row] = {}
     for case in (*earlier.get("cases", ()), *now["cases"]):
         known = found.get((case["op"], case["shape"]), {"rows": []})
@@ -221,7 +221,7 @@ def merged(earlier: Row, now: Row) -> Row:
 
 
 def show(case: Row, console: Console) -> None:
-    """What there is of the columns."""
+    """Return the columns that have a value."""
     rows = [bench_report.cells(case, row) for row in case["rows"]]
     columns = [column for column in zip(bench_report.COLUMNS, *rows, strict=True) if {*column[1:]} != {"-"}][2:]
     title = f"{case['op']}, {case['shape']} ({case['of']})"
@@ -234,7 +234,7 @@ def show(case: Row, console: Console) -> None:
 
 
 def complaint(ops: Collection[str], peers: Collection[str], names: Collection[str], quick: bool) -> str:
-    """What keeps ``run`` from it, if anything does."""
+    """Return the reason why ``run`` cannot run, or None."""
     for given, known in ((ops, OPS), (peers, PEERS), (names, SHAPES)):
         if unknown := {*given} - {*known}:
             return f"no {', '.join(sorted(unknown))}; there are {', '.join(known)}"

@@ -34,7 +34,7 @@ OVERVIEW = ("op", "shapes", "of the ceiling", "best other's time", "least", "by"
 
 
 def stem(result: Row) -> str:
-    """What the files of ``result`` are called."""
+    """Return the stem of the names of the files of ``result``."""
     return f"{'quick' if result['quick'] else 'bench'}-{slug(result['gpu'])}-{result['date']}"
 
 
@@ -71,13 +71,13 @@ def tables(result: Row) -> str:
 
 
 def times(case: Row) -> dict[str, float]:
-    """By contestant: of the kernels, or on the wall where they have none of their own."""
+    """Return the times by contestant: kernel time, or wall time without one."""
     found = {row["name"]: row.get("us", row.get("wall_us")) for row in case["rows"]}
     return {name: us for name, us in found.items() if us is not None}
 
 
 def overview(result: Row) -> Iterator[list[str]]:
-    """By op the shares that ours reach, and the times of the best of the others in units of ours: median, least."""
+    """Return, by op, our share of the limit, and the best other time divided by ours: median and least."""
     for op in by_op(result):
         cases = [case for case in result["cases"] if case["op"] == op]
         shares = [row["share"] for case in cases for row in case["rows"] if row["name"] == OURS and "share" in row]
@@ -203,7 +203,7 @@ def write_beside(path: Path) -> None:
 
 
 def write_report() -> None:
-    """Of all files in results/."""
+    """Write the report of all files in results/."""
     files = result_files("bench")
     for path in files:
         write_beside(path)

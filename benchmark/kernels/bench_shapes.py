@@ -12,7 +12,7 @@ ELEMENTS = 2**26  # of a norm's input while its width changes: no cache holds th
 
 
 def shapes(hidden: int, intermediate: int, heads: int, kv_heads: int, head: int, vocab: int) -> dict[str, Shape]:
-    """Of every op, in a layer or a head of these sizes."""
+    """Return the shapes of every op in a layer or a head of these sizes."""
     lead, S, per_head = {"lead": (TOKENS,)}, TOKENS // BATCH, {"H": heads, "Hk": kv_heads, "D": head}
     rope, glu = {"B": BATCH, "S": S, **per_head, "R": head}, {**lead, "N": intermediate}
     norm = {**lead, "N": hidden, "weight": True}

@@ -53,7 +53,7 @@ def torch_geglu(gate: Tensor, up: Tensor | None = None, approximate: str = "tanh
 
 
 def torch_rope(q: Tensor, k: Tensor, cos: Tensor, sin: Tensor) -> tuple[Tensor, Tensor]:
-    """In the dtype of q and k, as the models of transformers do it."""
+    """Rotate in the dtype of q and k, as the models of transformers do."""
     cos, sin = cos.unsqueeze(1), sin.unsqueeze(1)
 
     def rotate(x: Tensor) -> Tensor:
@@ -74,7 +74,7 @@ def torch_cross_entropy(logits: Tensor, target: Tensor) -> Tensor:
 def torch_qk_norm_rope(
     q: Tensor, k: Tensor, q_weight: Tensor, k_weight: Tensor, cos: Tensor, sin: Tensor
 ) -> tuple[Tensor, Tensor]:
-    """With the norm of Qwen3 in transformers: in fp32, rounded before the weight."""
+    """Normalise as Qwen3 in transformers does, in fp32 and rounded before the weight, then rotate."""
 
     def norm(x: Tensor, weight: Tensor) -> Tensor:
         h = x.float()
@@ -107,7 +107,7 @@ def glu(function: str, packed: str = "") -> Build:
 
 
 def liger_qk_norm_rope(inputs: Inputs) -> Step:
-    """As in a patched Qwen3: the norms on [B, S, H, D], before the heads are transposed."""
+    """Normalise [B, S, H, D] before the heads are transposed, as in a patched Qwen3."""
     norm, rope = resolve_name(LIGER + "liger_rms_norm"), resolve_name(LIGER + "liger_rope")
     q, k, q_weight, k_weight, cos, sin = inputs.values()
 
@@ -135,13 +135,13 @@ def unsloth_rms_norm(inputs: Inputs) -> Step:
 
 
 def unsloth_rope(inputs: Inputs) -> Step:
-    """With cos and sin [S, R] that all sequences share."""
+    """Call with cos and sin [S, R] that all sequences share."""
     q, k, cos, sin = inputs.values()
     return partial(resolve_name(UNSLOTH + "rope_embedding:fast_rope_embedding"), q, k, cos[0], sin[0])
 
 
 def unsloth_cross_entropy(inputs: Inputs) -> Step:
-    """Of a batch."""
+    """Return the arguments of a batch."""
     loss = resolve_name(UNSLOTH + "cross_entropy_loss:fast_cross_entropy_loss")
     return lambda: loss(*(t.unsqueeze(0) for t in inputs.values()))
 
@@ -176,7 +176,7 @@ def heads_first(fn: Callable[..., Tensor], inputs: Inputs) -> Tensor:
 
 
 def block_mask(inputs: Inputs, causal: bool = False, window: tuple[int, int] = (-1, -1)) -> BlockMask | None:
-    """What flex_attention is told of the mask."""
+    """Return the mask in the form that flex_attention takes."""
     device, S = inputs["q"].device, inputs["q"].shape[-3]
     left, documents = window[0] if window[0] >= 0 else S, None
     if "cu_seqlens_q" in inputs:
@@ -190,7 +190,7 @@ def block_mask(inputs: Inputs, causal: bool = False, window: tuple[int, int] = (
 
 
 def packed(inputs: Inputs) -> dict[str, Any]:
-    """What functions of packed sequences are told of them."""
+    """Return the arguments that functions of packed sequences take."""
     cu = {name: t for name, t in inputs.items() if name.startswith("cu_")}
     return {**cu, **{f"max_seqlen_{name[-1]}": int(t.diff().max()) for name, t in cu.items()}}
 

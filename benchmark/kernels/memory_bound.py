@@ -133,7 +133,7 @@ def small_shapes(spec: testing.OpSpec) -> list[dict[str, Any]]:
 
 
 def contests(names: Iterable[str]) -> list[Contest]:
-    """Those ops, after what any op costs."""
+    """Return the rows of these ops, after the cost of an empty op."""
     return [(SPECS["rms_norm"], "floor", FLOOR), *((OPS[n].spec, n, OPS[n].contestants()) for n in names)]
 
 
@@ -158,7 +158,7 @@ def time_host(
 
 
 def host_alone(names: Iterable[str]) -> Row:
-    """What a file in results/ has of the host's time."""
+    """Return the host times of a file in results/."""
     if torch.cuda.is_available():
         host = time_host(contests(names), ROUNDS)
     else:

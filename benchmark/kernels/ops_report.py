@@ -13,7 +13,9 @@ Case = tuple[str, dict[str, str]]
 
 
 class Figures(NamedTuple):
-    """Of which files of results, what their numbers are, and those of an op: a shape, and by contestant the numbers."""
+    """The files of results, the names of their numbers, and a function of an op that returns shape and numbers by
+    contestant.
+    """
 
     prefix: str
     numbers: str

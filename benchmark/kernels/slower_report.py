@@ -26,7 +26,7 @@ def slower(case: Row) -> Iterator[list[str]]:
 
 
 def content(measured: list[Row]) -> str:
-    """By GPU, how many shapes there are and the rows of those in which ours is not the fastest."""
+    """Return, by GPU, the number of shapes and the rows in which ours is not the fastest."""
     parts = []
     for result in measured:
         rows = [[*slower(case)] for case in result["cases"]]

@@ -26,7 +26,7 @@ BEGIN, END = "<!-- curves: written by `python -m benchmark curves --report` -->\
 
 
 def measure() -> Row:
-    """By seed, the losses of both models."""
+    """Return the losses of both models by seed."""
     config = CONFIGS["1b"]
     tokens = read_tokens(None, None, config)
     curves: list[Row] = []
@@ -45,7 +45,7 @@ def smoothed(curve: list[float]) -> torch.Tensor:
 
 
 def cells(result: Row) -> list[list[str]]:
-    """By seed: where both end, and how far they part; in the last row how far the seeds do."""
+    """Return, by seed, the last losses of both models and their distance; the last row is the distance between seeds."""
     pairs = [{name: smoothed(curve) for name, curve in both.items()} for both in result["curves"]]
     rows = []
     for seed, both in enumerate(pairs):

@@ -30,7 +30,7 @@ TIMEOUT = 900
 
 
 class Sizes(NamedTuple):
-    """What is measured: of each part the model, or the shapes."""
+    """The models and shapes of each part."""
 
     config: PreTrainedConfig
     settings: tuple[tuple[int, int], ...]  # rows of a process, and their tokens

@@ -36,7 +36,7 @@ LADDER = (*itertools.chain(*((n, n * 3 // 2) for n in (1 << i for i in range(13,
 
 
 class Contestant(NamedTuple):
-    """What is done to a model, and whether each process has a part of every sequence, and no sequence of its own."""
+    """How a model is changed; ``spread``: each process has a part of every sequence."""
 
     prepare: Preparation
     spread: bool = False

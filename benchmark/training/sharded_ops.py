@@ -25,7 +25,7 @@ METHODS = ("allgather", "ring", "ulysses")
 
 
 def by_loss_parallel(dtype: torch.dtype, x: Tensor, weight: DTensor, target: Tensor) -> Tensor:
-    """What torch makes of a head that has ColwiseParallel, with logits in ``dtype``."""
+    """Compute the loss of a head under ColwiseParallel with torch, with logits in ``dtype``."""
     logits = F.linear(DTensor.from_local(x, weight.device_mesh, [Replicate()], run_check=False), weight)
     return F.cross_entropy(logits.to(dtype), target)
 

@@ -76,7 +76,7 @@ def gist(part: str, cells: Sequence[str]) -> str:
 
 
 def overview(result: Row) -> str:
-    """Of each part the gist, contestants side by side."""
+    """Return the main figures of each part, with contestants side by side."""
     parts = [f"{result['gpus']} x {result['gpu']}, {result['date']}.\n"]
     for part, title in TITLES.items():
         rows = []

@@ -46,7 +46,7 @@ Shape = tuple[int, int]  # batch and sequence
 
 
 class Sizes(NamedTuple):
-    """What is measured: the model, what is swept, the shape of the graph, and that of the other parts."""
+    """The model, the swept sizes, the shape of the graph, and the shape of the other parts."""
 
     config: PreTrainedConfig
     sweeps: Mapping[str, tuple[Shape, ...]]
@@ -106,7 +106,7 @@ def sweep(prepare: Preparation, config: PreTrainedConfig, shapes: Collection[Sha
 
 
 def ablate(names: Collection[str], config: PreTrainedConfig, batch: int, seq: int) -> list[Row]:
-    """Of one model, patched in each of these variants in turns, so that 1 % shows."""
+    """Measure variants of one patched model in turns, so that a difference of 1 % shows."""
     clear()
     model = build(nothing, config, checkpointing=False)
     step = partial(trainer(model), tokens_of(config, batch, seq))
@@ -149,7 +149,7 @@ def replayed(prepare: Preparation, config: PreTrainedConfig, batch: int, seq: in
 
 
 def inside(part: str, prepare: Preparation, config: PreTrainedConfig, batch: int, seq: int) -> Row:
-    """What is in one step, warm: its memory, or the time of each group of its work."""
+    """Return the memory of one warm step, or the time of each group of its work."""
     if part == "memory" and not GPU:
         return {"reason": "needs a GPU"}
     clear()
@@ -165,13 +165,13 @@ def inside(part: str, prepare: Preparation, config: PreTrainedConfig, batch: int
 
 
 def small(sizes: Sizes, tokens: float) -> Sizes:
-    """What is swept up to so many tokens; the times of these wait for the host, which other processes may share."""
+    """Return the swept sizes up to ``tokens``; such steps are launch-bound, and other processes may share the host."""
     sweeps = {part: tuple(shape for shape in shapes if prod(shape) <= tokens) for part, shapes in sizes.sweeps.items()}
     return sizes._replace(sweeps=sweeps)
 
 
 def large(result: Row, tokens: float) -> dict[tuple[str, str], list[Row]]:
-    """By part and contestant, the rows of more tokens that ``result`` has."""
+    """Return, by part and contestant, the rows of ``result`` with more tokens."""
     parts = result.get("parts", {})
     swept = [(part, name, rows) for part in FULL.sweeps for name, rows in parts.get(part, {}).items()]
     return {(p, name): [row for row in rows if row["batch"] * row["sequence"] > tokens] for p, name, rows in swept}

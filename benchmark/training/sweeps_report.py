@@ -129,7 +129,7 @@ PARTS = {
 
 
 def only(contestants: Mapping[str, list[Row]]) -> Rows:
-    """Of parts that are no sweeps: the row of each."""
+    """Return the row of each contestant, for parts that are no sweeps."""
     return {name: row for name, (row,) in contestants.items()}
 
 
@@ -224,7 +224,7 @@ class Picture(NamedTuple):
     draw: Callable[[Any, Row], None]
 
     def of(self, measured: Collection[Row]) -> list[Row]:
-        """Those results that it shows."""
+        """Return the results that the picture shows."""
         return [result for result in measured if any(result["parts"].get(part) for part in self.parts)]
 
     def figure(self, shown: list[Row]) -> Any:

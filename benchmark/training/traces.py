@@ -43,7 +43,7 @@ GROUPS = ("matrix products", "attention", "norms", "RoPE", "GLU", "loss", "optim
 
 
 def memory(step: Callable[[Callable[[str], None]], None]) -> Row:
-    """What ``step``, which tells its phases as they end, has allocated at each time."""
+    """Return the memory that ``step`` has allocated at each time; ``step`` reports the end of its phases."""
     before = torch.cuda.memory_allocated()
     phases: dict[str, Sequence[Event]] = {}
     seen = 0

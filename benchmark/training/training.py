@@ -98,7 +98,7 @@ def patch(model: PreTrainedModel) -> None:
 
 
 def patch_and_select(model: PreTrainedModel, *save: str) -> None:
-    """Of a checkpointed layer these are kept; without any, what the policy keeps by default."""
+    """Checkpoint layers and keep these results; without names, those of the policy's default."""
     patch(model)
     policy = checkpoint_policy(save) if save else checkpoint_policy()
     model.gradient_checkpointing_enable({"use_reentrant": False, "context_fn": policy})
@@ -213,7 +213,7 @@ def compare_forms(setting: Setting) -> list[Row]:
 
 
 def measure(settings: Collection[Setting]) -> dict[str, list[Row]]:
-    """By setting, a row of each contestant; Liger's come after all others."""
+    """Return a row of each contestant for each setting; Liger runs after all others, since it changes the process."""
     rows: dict[str, list[Row]] = {setting.text(): [] for setting in settings}
     for name, prepare in present(CONTESTANTS).items():
         for setting in settings:

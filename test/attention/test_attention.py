@@ -257,7 +257,7 @@ def test_padding_beside_scores_far_below_zero(padded, deterministic, device, poi
 
 
 def test_softcap_far_above_the_scores(device):
-    """Where tanh is hardly bent, its relative error counts."""
+    """Near 0, where tanh is nearly linear, its relative error counts."""
     make = lambda: attention_inputs(torch.float32, device, B=1, S=9, Sk=20, H=2, Hk=1, D=16)  # noqa: E731
     check(make, {"softcap": 300.0}, draws=2)
 

@@ -26,7 +26,7 @@ def coarse(*shape, device):
 @pytest.mark.parametrize(("S", "Sk"), [(20, 80), (2, 80), (2, 321 if DEVICE == "cpu" else 4993)])  # the last in parts
 @pytest.mark.parametrize("common", [-1000, 1000])
 def test_scores_far_from_zero(common, S, Sk, more, device, poisoned):
-    """In fp32 no output or gradient depends on what all scores of a row have in common."""
+    """In fp32 no output or gradient depends on a number added to all scores of a row."""
 
     def make():
         inputs = attention_inputs(torch.float32, device, B=1, S=S, Sk=Sk, H=2, Hk=1, D=16, **more)

@@ -93,7 +93,7 @@ def test_places_where_no_call_is_taken(name, value, like_hopper, monkeypatch):
 
 @pytest.mark.parametrize("packed", [False, True])
 def test_descriptors_end_with_their_rows(packed):
-    """Whatever TMA moves is a row of the batch or the sequence, by 64 bits of an address, or out of one dimension."""
+    """TMA moves rows of the batch or the sequence only, by 64 bits of an address; others are outside a dimension."""
     x = torch.zeros(1 if packed else 3, 50, 4, 80, dtype=torch.bfloat16)[..., 8:72]
     cu = torch.tensor([0, 17, 17, 43]) if packed else None
     masking = Masking(**dict.fromkeys(Masking._fields) | {"cu_seqlens_q": cu})
@@ -168,7 +168,7 @@ def some(*axes):
 
 
 def assert_right(fn, ref, make_inputs, options, launched, monkeypatch):
-    """By the rule, and near the portable kernel."""
+    """The result keeps the rule and is near the portable kernel's."""
     launched.clear()
     assert_accurate(finite(fn), finite(ref), lambda: frozen(make_inputs()), options, 4, k=2)
     assert {name for name, _ in launched} == {KERNEL}
@@ -248,7 +248,7 @@ def test_documents_are_those_of_varlen(D, Dv, hopper, poisoned):
 @each_width
 @pytest.mark.parametrize("S", [40, 400])
 def test_empty_spans(S, D, Dv, hopper, poisoned):
-    """Of all rows of a block, before the keys, between them, behind them."""
+    """Windows of all rows of a block: before the keys, between them, after them."""
     inputs = attention_inputs(torch.bfloat16, "cuda", B=3, S=S, Sk=300, H=8, Hk=1, D=D, Dv=Dv, sinks=True)
     inputs["v"] = torch.full_like(inputs["v"], torch.nan)
     for start, end in ((-9, -4), (200, 200), (250, 140), (300, 300), (900, 990)):

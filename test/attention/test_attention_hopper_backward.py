@@ -32,7 +32,7 @@ def gpu(test):
 
 
 def kernels(launched):
-    """Those of the backward, but for what prepares it."""
+    """Return the launched kernels of the backward, without those that prepare it."""
     return {name for name, _ in launched} & {*AT_ONCE, *IN_TWO, *PORTABLE}
 
 
@@ -51,7 +51,7 @@ def backward(q, k, v, dout, *, deterministic=False, needs=(True, True, True, Fal
 
 @pytest.fixture
 def takes(monkeypatch):
-    """What the kernels for Hopper do for a call."""
+    """Return the kernels for Hopper that a call runs."""
     done = []
 
     def add_gradients(dout, q, k, v, rows, masking, splits, dk, dv):
@@ -80,7 +80,7 @@ def takes(monkeypatch):
 
 
 def test_which_calls_it_takes(takes, monkeypatch, device):
-    """Those with heads that fit and tensors that TMA moves, which ask for dq and one of dk and dv, in any order."""
+    """The one-pass kernel takes heads that fit and tensors that TMA moves, if dq and one of dk and dv are needed."""
     q, k, v, dout = heads_of(64, device=device)
     assert takes(q, k, v, dout) == ["all"]
     assert takes(*heads_of(128, device=device)) == ["all"]
@@ -100,7 +100,7 @@ def test_which_calls_it_takes(takes, monkeypatch, device):
 
 
 def test_which_calls_with_wide_heads_it_takes(takes, monkeypatch, device):
-    """Whatever they ask for, each of the two kernels."""
+    """Each of the two kernels runs for any needed gradients."""
     q, k, v, dout = heads_of(256, device=device)
     for D, Dv in ((192, 192), (192, 128), (136, 64)):
         assert takes(*heads_of(D, Dv=Dv, device=device)) == ["dkv", "dq"]
@@ -248,7 +248,7 @@ def test_gradients_of_packed_sequences(mask, D, Dv, dtype, launched, poisoned):
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 @pytest.mark.parametrize(("D", "Dv"), [(48, 48), (96, 96), (80, 128), (136, 72), (192, 64), (160, 160)])
 def test_narrower_heads(D, Dv, dtype, launched, poisoned):
-    """Those that are filled up with zeros, and values of another width than keys."""
+    """Heads that are filled up with zeros, and values of another width than keys."""
     options = {"causal": True, "deterministic": False}
     shape = {"B": 2, "S": 130, "Sk": 300, **HEADS, "D": D, "Dv": Dv}
     make = lambda: attention_inputs(dtype, "cuda", **shape)  # noqa: E731
@@ -265,7 +265,7 @@ def test_narrower_heads(D, Dv, dtype, launched, poisoned):
 @pytest.mark.parametrize("mask", [{"causal": True}, {"softcap": 5.0}], ids=str)
 @pytest.mark.parametrize("lost", [0, 1, 2, 3], ids=["first", "middle", "last", "behind"])
 def test_sequences_with_nan_do_not_touch_others(lost, mask, D, Dv, dtype, poisoned):
-    """Whatever rows of another sequence hold, those that share a block with them see none of it."""
+    """Rows of another sequence in the same block have no influence, whatever they hold."""
     lengths, behind = ((100, 100), (70, 70), (150, 150)), 50
     shape = {"lengths": lengths, **HEADS, "D": D, "Dv": Dv, "behind": behind}
     inputs = attention_varlen_inputs(dtype, "cuda", **shape)

@@ -90,7 +90,7 @@ def test_what_is_outside_is_not_read(deterministic, device, poisoned):
 
 @both_ways
 def test_empty_spans(deterministic, device, poisoned):
-    """Wherever they lie, also with the end before the start, beyond the last key and before the first."""
+    """Spans anywhere, also with the end before the start, after the last key and before the first."""
     inputs = attention_inputs(torch.float32, device, B=3, S=9, Sk=40, H=1, Hk=1, D=16, sinks=True, bias="bhsk")
     inputs["spans"] = torch.tensor([[[0] * 9, [7] * 9, [-9] * 5 + [30] * 4], [[0] * 9, [3] * 9, [-4] * 5 + [50] * 4]])
     inputs["spans"] = inputs["spans"].int().to(device)
@@ -107,7 +107,7 @@ def test_empty_spans(deterministic, device, poisoned):
 
 @both_ways
 def test_spans_of_a_part_of_the_keys(deterministic, device, poisoned):
-    """In rows of that part: they start before it and end behind it."""
+    """Return the spans in rows of a part; they may start before it and end after it."""
 
     def make():
         inputs = attention_inputs(torch.float32, device, B=2, S=33, Sk=70, H=1, Hk=1, D=16, spans=True)

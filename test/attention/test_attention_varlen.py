@@ -165,7 +165,7 @@ class Parts(torch.autograd.Function):
 
     @staticmethod
     def masking(ctx, rows, keys):
-        """What the kernels take of the mask for a part: its share of the bias and of every document, and positions."""
+        """Return the mask of a part: its share of the bias and of every document, and its positions."""
         q, k, _, _, bias, mask, cu_q, cu_k = ctx.tensors
         size = rows.stop - rows.start, keys.stop - keys.start
         if cu_q is None:

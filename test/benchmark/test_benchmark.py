@@ -383,7 +383,7 @@ def attention_cases(monkeypatch, tmp_path):
 
 
 def test_attention_that_is_cut_off(attention_cases, monkeypatch):
-    """What was measured before is kept, also of an earlier run, in the order of the table."""
+    """Earlier measurements are kept, also those of an earlier run, in the order of the table."""
     first, second, _, fourth = attention_cases[:4]
     earlier = [{"shape": text, "rows": []} for text in (first, second, fourth)]
     measure.save({"gpu": "GPU", "cases": earlier}, "attention")

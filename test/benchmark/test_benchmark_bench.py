@@ -163,7 +163,7 @@ def waiting(inputs):
 
 @no_gpu
 def test_rows_of_a_gpu(monkeypatch):
-    """By a clock that says 10 us of a forward and 40 of both; one contestant cannot be captured."""
+    """Use a clock that returns 10 us for a forward and 40 us for both; one contestant cannot be captured."""
     several, pools = measure.Repeats(graph=5, replays=4, eager=2), []
 
     def captured(step, times, pool):
@@ -275,7 +275,7 @@ def apart(q, k):
 
 
 def attend(q, k, v, causal, window_size):
-    """As FlashAttention-4 is called."""
+    """Take the arguments of FlashAttention-4."""
     assert (causal, window_size) == (True, (None, None))
     q, k, v = (t.transpose(1, 2) for t in (q, k, v))
     return F.scaled_dot_product_attention(q, k, v, is_causal=True, enable_gqa=True).transpose(1, 2), None
@@ -321,7 +321,7 @@ NEW = {"quack": 5, "Unsloth": 3, "flash-attn-4": 2}
 
 @no_gpu
 def test_how_libraries_are_called(monkeypatch):
-    """With functions of torch that take the arguments of theirs."""
+    """Replace peers by functions of torch that take the same arguments."""
     monkeypatch.setattr(measure, "version", lambda package: "1")
     monkeypatch.setattr(support, "INTERPRET", False)
     for module, functions in LIBRARIES.items():
@@ -416,7 +416,7 @@ def test_committed_files_are_current():
 
 
 def test_merged():
-    """By shape and contestant, in the order of the table of ops."""
+    """Rows are sorted by shape and contestant, in the order of the table of ops."""
     now = RESULT | {"cases": [{**RESULT["cases"][0], "rows": [row("torch", 5.0, 0.6), row("Liger", 7.0, 0.4)]}]}
     (first, second, *others) = bench.merged({**RESULT, "cases": RESULT["cases"][::-1]}, now)["cases"]
     assert [r["name"] for r in {**first, **second}["rows"]] == ["liger_like", "torch", "liger_like, slow", "Liger"]

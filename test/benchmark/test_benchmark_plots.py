@@ -26,7 +26,7 @@ DISTANCE = 0.1  # of two colours, where black and white are 1.7 apart
 
 
 def bench_marks(result):
-    """By op and contestant: the shares in percent by shape."""
+    """Return the shares in percent by op, contestant and shape."""
     return {
         (case["op"], row["name"], case["shape"], 100 * row["share"])
         for case in result["cases"]
@@ -249,7 +249,7 @@ def test_unreadable_picture_is_noticed(monkeypatch):
 
 
 def test_results_of_a_host_without_gpu():
-    """Where every time is wall time, that is no remark about single contestants; a remark names the others."""
+    """A remark names contestants with wall time, unless every time is wall time."""
     case = {
         "rows": [{"name": "torch", "share": 0.1}, {"name": "Liger", "reason": "wrong"}, {"name": "CCE", "reason": "x"}]
     }
@@ -268,7 +268,9 @@ def test_apart():
 
 
 def test_contestants_differ():
-    """In each picture by marker or colour, and libraries by colours that a colour-blind reader keeps apart."""
+    """Each picture tells contestants apart by marker or colour, libraries by colours that colour-blind readers
+    distinguish.
+    """
     for name, (_, picture) in PICTURES.items():
         if name.startswith("bench"):
             lines = [line for ax in picture.figure(picture.results).axes for line in ax.lines]

@@ -12,7 +12,7 @@ pytestmark = pytest.mark.skipif(GPU, reason="a process for each GPU, which are n
 
 
 def worker(tasks):
-    """In which one process fails, and the other waits for it."""
+    """One process fails while the other waits for it."""
     for task in tasks:
         if dist.get_rank() == 1:
             if task == "memory":

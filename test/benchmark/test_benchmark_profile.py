@@ -29,6 +29,6 @@ SHAPES = [
 
 
 def test_counters_that_are_missing():
-    """As of a ncu that names them differently."""
+    """Rename the counters, as another version of ncu does."""
     with pytest.raises(KeyError, match="gpu__time_duration"):
         attention_profile.report(["ID,Kernel Name", ",", "0,_attention_fwd"])

@@ -218,7 +218,7 @@ def test_sums_that_the_engine_makes(monkeypatch):
 
 
 def test_kernels(monkeypatch):
-    """What a range spans on the GPU is no kernel, and what adds products multiplies matrices."""
+    """A range on the GPU is no kernel, and the kernel that adds products counts as a matrix product."""
     monkeypatch.setattr(traces, "GPU", True)
 
     def event(name, parent=None, *kernels, device_type=DeviceType.CPU):
@@ -316,7 +316,7 @@ def test_the_graph_has_a_shape_of_its_own(monkeypatch):
 
 
 def test_liger_comes_last(results, monkeypatch):
-    """As it changes transformers for the whole process."""
+    """Liger runs last, since it changes transformers for the whole process."""
     order = []
 
     def measured(part, names, sizes):

@@ -38,7 +38,7 @@ def operand(*shape, dtype, device):
 
 
 class Sum:
-    """What ``add_products`` has added up, in memory that held garbage."""
+    """Return the sum of ``add_products`` in memory that held garbage."""
 
     def __init__(self, M, N, device):
         self.total = torch.full((M, N), float("nan"), dtype=torch.float16, device=device)

@@ -1,4 +1,4 @@
-"""What ``explain`` says is what ran, and what spoke against the rest."""
+"""``explain`` names the kernels that ran, and the reasons against the others."""
 
 import pytest
 import torch

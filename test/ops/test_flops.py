@@ -1,4 +1,4 @@
-"""What torch's FlopCounterMode counts of ops in which it sees no products."""
+"""FLOPs that torch's FlopCounterMode counts for ops whose products it does not see."""
 
 import pytest
 import torch
@@ -11,7 +11,7 @@ import liger_like
 
 
 def flops(call, *leaves):
-    """Of a forward, and of its backward."""
+    """Return the FLOPs of a forward, and of its backward."""
     for leaf in leaves:
         leaf.requires_grad_()
     with FlopCounterMode(display=False) as forward:

@@ -47,7 +47,7 @@ def kept(fn, *args):
 
 @pytest.fixture
 def calls(monkeypatch):
-    """Of the autograd.Function that keeps less."""
+    """Count the calls of the autograd.Function that saves less."""
     calls, apply = [], glu_linear_module._GLULinear.apply
     monkeypatch.setattr(
         glu_linear_module, "_GLULinear", SimpleNamespace(apply=lambda *args: calls.append(1) or apply(*args))

@@ -1,4 +1,4 @@
-"""What is special about the losses."""
+"""Options, errors and edge cases of the losses."""
 
 import pytest
 import torch
@@ -148,7 +148,7 @@ def test_logits_far_from_zero(mean, std, options, device):
 
 @pytest.mark.parametrize("options", [{}, {"recompute": True}, {"outputs": ("entropy", "logprob")}], ids=str)
 def test_logits_of_a_head_far_from_zero(options, device):
-    """Of products that are exact in fp32, so that only the loss can be wrong."""
+    """Use products that are exact in fp32, so that only the loss can be wrong."""
 
     def make():
         x, w, bias = (torch.randn(shape, device=device) for shape in ((30, 8), (300, 8), (300,)))
@@ -284,7 +284,7 @@ def test_autocast(device):
 
 @pytest.mark.parametrize("autocast", [False, True])
 def test_a_low_rank_term_whose_first_product_is_made(autocast, device):
-    """As by a caller who has a dropout before it."""
+    """Call as a caller with a dropout before the head does."""
     x, w = torch.randn(2, 3, 16, device=device), torch.randn(40, 16, device=device)
     y = torch.randint(0, 40, (2, 3), device=device)
     lora = [torch.randn(shape, device=device) for shape in ((4, 16), (40, 4))]

@@ -1,4 +1,4 @@
-"""What is special about the norms and RoPE."""
+"""Options, errors and edge cases of the norms and RoPE."""
 
 import itertools
 
@@ -109,7 +109,7 @@ def test_one_output_unused(used, device):
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64])  # by a kernel, and by the reference
 def test_layer_norm_is_contiguous(dtype, device):
-    """As torch's is: some models of images, whose patches were channels, call view on it."""
+    """The output is contiguous, as torch's: some image models, whose patches were channels, call view on it."""
     assert ops.layer_norm(torch.randn(2, 8, 6, device=device, dtype=dtype).mT).is_contiguous()
 
 

@@ -1,4 +1,4 @@
-"""What holds for every op of the table."""
+"""Properties that every op of the table has."""
 
 import inspect
 import itertools
@@ -184,7 +184,7 @@ def test_no_grad_gives_the_same_and_keeps_no_graph(spec, device):
 
 @each_op
 def test_recomputed_by_a_checkpoint(spec, device):
-    """Which hands out what was saved once."""
+    """A checkpoint hands out each saved tensor once."""
 
     def recomputed(**kwargs):
         return checkpoint(spec.fn, use_reentrant=False, **kwargs)
@@ -215,7 +215,7 @@ def test_double_backward_raises(spec, device):
 
 @each_op
 def test_first_derivatives_of_a_graph(spec, device):
-    """What ``create_graph`` gives is right, in a checkpoint, too; the fused loss has made its gradients before."""
+    """Gradients under ``create_graph`` are right, also in a checkpoint; the fused loss has computed its own before."""
     inputs = spec.inputs(torch.float32, device, **small(spec))
     options = {"recompute": True} if spec.name == "fused_linear_cross_entropy" else {}
     leaves = [t for t in inputs.values() if t.requires_grad]
@@ -251,7 +251,7 @@ def test_bitwise_repeatable(spec, device, poisoned):
 
 
 class _Filled(TorchDispatchMode):
-    """What torch's own ops fill, with its size: no views, and not what is left empty."""
+    """Record the results of torch's own ops with their sizes, without views and unfilled memory."""
 
     def __init__(self):
         super().__init__()
@@ -396,7 +396,7 @@ TWICE = {
 
 @pytest.mark.parametrize("name", TWICE)
 def test_a_tensor_in_two_places_compiles(name, device, poisoned):
-    """With the gradients of eager mode."""
+    """Compare with the gradients of eager mode."""
     spec = next(spec for spec in SPECS if spec.name == name)
     for second, first in TWICE[name].items():
         shapes = (shape | {"Hk": shape["H"]} if "Hk" in shape else shape for shape in spec.test_shapes)

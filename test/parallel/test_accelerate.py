@@ -20,7 +20,7 @@ FOLDER = ROOT / "examples/accelerate"
 
 
 def losses(config, *options):
-    """Of each step. Where there is no GPU the patched model runs plain torch, not the interpreter."""
+    """Return the losses of each step. Without a GPU the patched model runs plain torch, not the interpreter."""
     environment = {name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"}
     launch = [sys.executable, "-m", "accelerate.commands.accelerate_cli", "launch", "--config_file", FOLDER / config]
     port = ["--main_process_port", "0"]

@@ -1,4 +1,4 @@
-"""What a checkpointed region computes again in the backward, and what it does not."""
+"""Recomputation of a checkpointed region in the backward."""
 
 import copy
 import functools
@@ -91,7 +91,7 @@ def test_what_is_saved_runs_once(save, device):
 
 
 def test_it_can_be_pickled():
-    """As Trainer does with its arguments."""
+    """Copy the policy as Trainer copies its arguments."""
     policy = checkpoint_policy(("norm",))
     again = pickle.loads(pickle.dumps(policy))
     assert (again.func, again.args) == (policy.func, policy.args)
@@ -159,7 +159,7 @@ def test_the_product_behind_a_gated_unit(save, behind, again, device):
 
 
 def test_compiled(device):
-    """In one graph, too, the backward has the ops whose results are not saved, and no others of the forward."""
+    """Also in one graph, the backward has the ops whose results are not saved, and no other op of the forward."""
     graphs = []
 
     def keep(graph, inputs):

@@ -39,7 +39,7 @@ def counts(method, n):
 
 
 def counted(call):
-    """What ``call`` returns, and how often it communicates, by operation."""
+    """Return the result of ``call``, and its number of communications by operation."""
     with CommDebugMode() as mode, mock.patch.object(dist, "batch_isend_irecv", wraps=dist.batch_isend_irecv) as ring:
         result = call()
     found = {op.__name__: n for op, n in mode.get_comm_counts().items()}
@@ -63,7 +63,7 @@ def gradients(out, leaves, dout):
 
 
 def whole(inputs, options):
-    """What one process computes."""
+    """Return the results of one process."""
     options = dict(options)
     spans, left, cu_seqlens = None, options.pop("left"), options.pop("cu_seqlens")
     leaves = {name: t.detach().requires_grad_() for name, t in inputs.items()}
@@ -78,7 +78,7 @@ def whole(inputs, options):
 
 
 def across(cp, inputs, options):
-    """What the processes compute: this one's part, but of sinks the sum."""
+    """Return this process's part of the results, and the sum of the gradients of the sinks."""
     parts = {name: t if name == "sinks" else cp.shards.own(t) for name, t in inputs.items()}
     dout = parts.pop("dout")
     leaves = {name: t.detach().requires_grad_() for name, t in parts.items()}
@@ -156,7 +156,7 @@ IDS = torch.arange(1, 25).view(2, 12)
 
 
 def shard(batch, rank=0, layout="zigzag", size=2):
-    """What a process gets of ``batch``; no communication."""
+    """Return this process's part of ``batch``, without communication."""
     return ContextParallel(Shards(None, rank, size, LAYOUTS[layout]), "ring").shard(batch)
 
 

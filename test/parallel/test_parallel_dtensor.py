@@ -78,7 +78,7 @@ def check_op(mesh, name):
 
 
 def refusals(mesh):
-    """What the ops do not take, and a word of what they say."""
+    """Placements that the ops refuse, and a word of each message."""
 
     def whole(*shape):
         return distribute_tensor(torch.randn(shape), mesh, [Replicate()])

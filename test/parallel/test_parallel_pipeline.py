@@ -68,7 +68,7 @@ def step(schedule, first, last, ids, target, **options):
 
 
 def check(model, losses, last, expected):
-    """What a process has is what one process computes of all."""
+    """The result of each process equals that of one process alone."""
     parameters = {name: p for name, p in model.named_parameters() if p.grad is not None}
     assert any("mlp" in name for name in parameters)
     assert ("lm_head.weight" in parameters) == last
@@ -144,7 +144,7 @@ def test_schedules(monkeypatch):
 
 
 def test_kernels_with_weights_where_the_backward_is_split():
-    """Of inputs first, of weights later: the graph of both is gone through twice."""
+    """Compute gradients of inputs first and of weights later: the shared graph is traversed twice."""
     run(train, 2, ["InterleavedZeroBubble"], {"attention": False, "rope": False, "mlp": False})
 
 

@@ -52,7 +52,7 @@ def made(adapters, saved=None):
 
 
 def learnt(cls, model, folder, *callbacks):
-    """What each step logs, and the trained parameters at the end, whole."""
+    """Return the log of each step, and the whole trained parameters at the end."""
     torch.manual_seed(2)
     data = examples()
     if cls is Trainer:
@@ -83,7 +83,7 @@ def compare(rank, folder, saved):
 
 
 def test_fsdp(monkeypatch, tmp_path):
-    """In four bits, too, where bitsandbytes is installed."""
+    """Also in four bits, if bitsandbytes is installed."""
     monkeypatch.delenv("TRITON_INTERPRET", raising=False)  # interpreted kernels take a hundred times as long
     saved = None
     if importlib.util.find_spec("bitsandbytes"):

@@ -61,7 +61,7 @@ def loss_of(function, x, weight, target, leaves, options, **more):
 
 
 def gradients(result, leaves):
-    """Of a sum with weights that differ from token to token."""
+    """Differentiate a sum with a weight per token."""
     parts = [result.loss, result.logprob, result.entropy] if isinstance(result, tuple) else [result]
     parts = [t for t in parts if t is not None and t.requires_grad]
     total = sum((t * torch.arange(1.0, t.numel() + 1).view(t.shape)).sum() for t in parts)
@@ -215,7 +215,7 @@ def test_heads_of_models(tmp_path):
 
 
 def on_gpus(rank):
-    """In bf16, by the comparison rule, with the sum of dw in 16 bits and a chunk that waits for the backward."""
+    """In bf16, by the comparison rule, with dw summed in 16 bits and a chunk left for the backward."""
     spec = next(s for s in SPECS if s.name == "fused_linear_cross_entropy")
     words = slice(rank * 4000, (rank + 1) * 4000)
 

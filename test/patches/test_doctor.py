@@ -77,7 +77,7 @@ def fields_of(family, **changed):
 
 
 def parsed(text):
-    """As JSON has it, without NaN and infinity."""
+    """Return the value as JSON has it, without NaN and infinity."""
     return json.loads(text, parse_constant=lambda name: pytest.fail(f"{name} is no JSON"))
 
 

@@ -38,14 +38,14 @@ def pair(family, device, **config):
 
 
 def masked(inputs, columns):
-    """With these columns of the first row as padding."""
+    """Return a batch with these columns of the first row as padding."""
     mask = torch.ones_like(inputs["input_ids"])
     mask[0, columns] = 0
     return {**inputs, "attention_mask": mask, "labels": inputs["labels"].masked_fill(mask == 0, -100)}
 
 
 def packed(inputs, *lengths):
-    """As documents of these lengths."""
+    """Return a batch of documents of these lengths."""
     positions = torch.cat([torch.arange(n) for n in lengths]).to(inputs["input_ids"].device)
     return {**inputs, "position_ids": positions.expand(len(inputs["input_ids"]), -1), "use_cache": False}
 
@@ -164,7 +164,7 @@ def test_autocast(device):
 
 
 def test_masks_that_are_given_are_used(device):
-    """Of 4 dimensions, bool or to be added."""
+    """Masks of 4 dimensions, bool or additive."""
     patched, original = pair("Llama", device)
     inputs = batch(device)
     seen = torch.ones(2, 1, 12, 12, dtype=torch.bool, device=device).tril()

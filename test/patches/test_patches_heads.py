@@ -51,7 +51,7 @@ class OwnLoss(transformers.LlamaForCausalLM):
 
 
 def test_torch_s_loss_is_compiled_without_graph_breaks(device):
-    """From logits: torch.compile does not follow a function of torch into what stands for a tensor."""
+    """The loss from logits: torch.compile does not trace a torch function into a tensor's stand-in."""
     original = tiny("Llama", device)
     original.__class__ = OwnLoss
     model = copy.deepcopy(original)

@@ -199,7 +199,7 @@ def test_a_changed_activation_is_refused_whatever_was_patched_before(change, dev
 
 
 def test_hooks_that_act_around_an_activation_leave_the_kernel(device, monkeypatch):
-    """As ZeRO-3's, which are on every module."""
+    """Hooks like ZeRO-3's, which are on every module."""
     hook = lambda *args: None  # noqa: E731
     hook.__module__ = "deepspeed.runtime.zero.parameter_offload"
     model = nn.Sequential(LlamaMLP(CONFIG)).to(device)

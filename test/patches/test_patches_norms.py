@@ -127,6 +127,6 @@ def test_a_gate_may_be_missing_or_named(device):
 
 
 def test_a_norm_is_named_once():
-    """Whatever its name: this one is an RMSNorm."""
+    """A norm is recognised by its code, not its name."""
     (row,) = (row for row in patch(nn.Sequential(T5LayerNorm(N))).rows if row.cls)
     assert row.pattern == "rms_norm"

@@ -203,7 +203,7 @@ def test_softcap_and_first_words_with_an_adapter(device):
 
 @pytest.mark.parametrize("half", [torch.float16, pytest.param(torch.bfloat16, marks=pytest.mark.gpu)])
 def test_adapters_of_a_wider_dtype(half, device):
-    """As PEFT makes them for models in 16 bits: against the same model in float64."""
+    """Adapters as PEFT makes them for 16-bit models, compared with the same model in float64."""
     model, original = pair(ADAPTERS["head"], device)
     for m in (model, original):
         m.to(half)

@@ -82,7 +82,7 @@ def test_changes_after_patching_are_heard(change, device, calls):
     ("weights", "table", "fused"), [("float32", "float16", 0), ("float16", "float32", 0), ("float16", "float16", 1)]
 )
 def test_dtypes(weights, table, fused, device, calls):
-    """Those that rounding in one kernel would change are left to norms and function."""
+    """Layers whose rounding one kernel would change keep norms and RoPE apart."""
     model, original, _ = pair(device)
     attention, same = (m.model.layers[0].self_attn.to(getattr(torch, weights)) for m in (model, original))
     q, k = (torch.randn(2, h, 5, 16, device=device).half() for h in (4, 2))

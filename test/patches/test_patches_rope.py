@@ -156,7 +156,7 @@ def test_tables_of_unequal_neighbours_are_left_alone(device, monkeypatch):
 
 
 def test_an_embedding_that_does_not_run_is_reported(device, monkeypatch):
-    """As one whose sections are not those of its heads: the model itself does not run."""
+    """A config whose sections do not fit its heads: the model itself does not run."""
     model = tiny("Llama", device)
 
     def torn(self, x, position_ids):

@@ -180,7 +180,7 @@ def pair(family, device):
 
 
 def labelled(inputs):
-    """With labels for words."""
+    """Return inputs with labels for words."""
     hidden = (inputs["attention_mask"] == 0) | (inputs["input_ids"] == IMAGE)
     return {**inputs, "labels": inputs["input_ids"].masked_fill(hidden, -100)}
 

@@ -20,7 +20,7 @@ pytestmark = pytest.mark.filterwarnings("error:liger_like")
 
 @pytest.fixture
 def reporting(monkeypatch):
-    """As for users: what the code of others raises is reported."""
+    """Report exceptions of other libraries' code, as for users."""
     monkeypatch.setattr(liger_like.patching, "raise_errors", False)
     monkeypatch.setattr(liger_like.patching, "_confirmed", set())
 
@@ -131,7 +131,7 @@ def test_an_instance_whose_forward_was_replaced_is_named(part, device):
 
 
 def keep_and_wrap(model):
-    """As TRL does: a closure holds the forward that the model had."""
+    """Replace the forward as TRL does: a closure holds the model's former forward."""
     kept = model.forward
 
     @functools.wraps(type(model).forward)

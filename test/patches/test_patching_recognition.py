@@ -1,4 +1,4 @@
-"""What is recognised, and what is left alone and why."""
+"""Code that is recognised, and code that is left alone with the reason."""
 
 import copy
 import functools

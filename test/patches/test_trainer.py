@@ -73,7 +73,7 @@ def pair(device, **config):
 
 
 def trained(trainer, model, examples, **arguments):
-    """What each step logs, and the weights at the end."""
+    """Return the log of each step, and the weights at the end."""
     this = trainer(copy.deepcopy(model), trained=examples, **arguments)
     this.train()
     logs = [{k: entry[k] for k in ("loss", "grad_norm")} for entry in this.state.log_history if "loss" in entry]
@@ -166,7 +166,7 @@ def test_the_fused_loss_is_what_trains(trainer, device, monkeypatch):
 
 
 def test_evaluation(trainer, device):
-    """With labels, and logits for metrics; and without."""
+    """Evaluate with labels, with and without logits for metrics."""
     data, results = examples(6), []
 
     def accuracy(prediction):

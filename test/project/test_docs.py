@@ -23,7 +23,7 @@ by_path = pytest.mark.parametrize("page", PAGES, ids=lambda page: str(page.relat
 
 
 def check_names(block):
-    """What ``block`` imports is there, and what it calls of this package takes the arguments that it is given."""
+    """The imports of ``block`` exist, and functions of this package take the arguments of its calls."""
     tree, names = ast.parse(block), {}
     imports = [node for node in ast.walk(tree) if isinstance(node, ast.Import | ast.ImportFrom)]
     exec(compile(ast.Module(imports, []), "imports", "exec"), names)
@@ -37,7 +37,7 @@ def check_names(block):
 
 @by_path
 def test_python(page, monkeypatch):
-    """From the top of a page to its end, as a reader without a GPU would run it; of a fragment, the names."""
+    """Run the blocks of a page in order, as a reader without a GPU would; of a fragment, check the names."""
     monkeypatch.setattr(support, "INTERPRET", False)
     names = {}
     for fragment, block in BLOCK.findall(page.read_text()):
@@ -143,12 +143,12 @@ def said(node, by=""):
 
 
 def pattern(parts):
-    """Of the first line of what is made of ``parts``."""
+    """Return a pattern for the first line of the text made of ``parts``."""
     return re.compile("".join(".+" if part is None else re.escape(part) for part in parts).partition("\\\n")[0])
 
 
 def is_made(line, patterns):
-    """Whether the sources make ``line``, and if it begins with an error's or a warning's name, for that."""
+    """Return True if the sources make ``line``, for the error or warning that it begins with, if any."""
     error, message = re.fullmatch(r"(?:(\w+(?:Error|Warning)): )?(.*)", line).groups()
     makers = {by for by, known in patterns if known.fullmatch(message)}
     return bool(makers if error is None else makers & {MAKERS.get(error, error), ""})

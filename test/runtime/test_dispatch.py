@@ -67,7 +67,7 @@ def test_subclasses_see_the_ops(x):
 
 
 def test_fake_tensors(x):
-    """With the mode that made them, and without."""
+    """Call under the mode that made the tensors, and without it."""
     with FakeTensorMode() as mode:
         fake = mode.from_tensor(x)
         assert isinstance(step(fake), FakeTensor)

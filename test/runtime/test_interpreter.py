@@ -1,4 +1,4 @@
-"""What makes Triton's interpreter quicker leaves its checks as they are."""
+"""The speed-ups of Triton's interpreter keep its checks."""
 
 import pytest
 import torch

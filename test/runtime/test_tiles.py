@@ -1,4 +1,4 @@
-"""Which tile a kernel gets, and that a launch runs the kernel that Triton would."""
+"""Tiles of kernels, and launches: each runs the kernel that Triton would run."""
 
 import itertools
 import random
@@ -93,7 +93,7 @@ def test_results_do_not_depend_on_the_tile(spec, device, monkeypatch):
 
 
 def test_sum_of_many_partial_sums(device):
-    """As many as a large GPU has programs."""
+    """Sum as many partial sums as a large GPU has programs."""
     partial, total = torch.randn(528, 70, device=device), torch.empty(70, device=device)
     tiles.sum_partials(partial, total)
     torch.testing.assert_close(total, partial.double().sum(0).float())
@@ -214,7 +214,7 @@ FLOATS = (0, 1, 2, True, 0.0, 1.0, 0.5, -1, 16, np.float32(1.0), np.float64(0.5)
 
 
 def test_launch_runs_what_triton_would_compile(monkeypatch):
-    """Whatever the types of the numbers are, and whatever came before, a kernel runs with arguments of its own kind."""
+    """For any types of numbers, and any earlier calls, a kernel runs with arguments of its own kind."""
     monkeypatch.setattr(support, "INTERPRET", False)
     for name, value in {"DIRECT": True, "OPTIONS": {}}.items():
         monkeypatch.setattr(launcher, name, value)

@@ -99,7 +99,7 @@ PRODUCT = re.compile(r"(?<![.\w])\w+MMA\b")  # of matrices, as HMMA, HGMMA, UTCH
 
 @functools.cache
 def binder(kernel: JITFunction[Any], target: GPUTarget) -> Any:
-    """What Triton's launcher calls with the arguments of ``kernel``."""
+    """Return the function that Triton's launcher calls with the arguments of ``kernel``."""
     return create_function_from_signature(kernel.signature, kernel.params, make_backend(target))
 
 
@@ -136,7 +136,7 @@ class Cost(NamedTuple):
 
 @functools.lru_cache(2)  # of the last kernel, which may be asked for twice
 def dump(kernel: Any, option: str) -> str:
-    """What is in the machine code of a compiled kernel."""
+    """Return cuobjdump's output for a compiled kernel."""
     with tempfile.NamedTemporaryFile(suffix=".cubin") as file:
         file.write(kernel.asm["cubin"])
         file.flush()
@@ -161,7 +161,7 @@ def cost(kernel: Any) -> Cost:
 
 
 def spills(sass: str, one_in: int) -> bool:
-    """Whether too many instructions move a register to memory or back.
+    """Return True if too many instructions move a register to memory or back.
 
     They may be one in ``BOUND_BY_MEMORY``, but of code that multiplies matrices one in ``one_in``, in each loop that is
     not around another one.
@@ -232,7 +232,7 @@ def attention_calls(
 
 
 def unfilled(*shape: int, dtype: torch.dtype, grad: bool = True, **_: Any) -> Tensor:
-    """In place of random numbers."""
+    """Return unfilled memory in place of random numbers."""
     return torch.empty(shape, dtype=dtype, requires_grad=grad)
 
 
@@ -334,7 +334,7 @@ def verdict(gpu: str, future: Future[Cost]) -> tuple[Cost | None, str]:
 
 
 def variant(launch: Launch) -> str:
-    """What tells launches of a kernel apart, but for which of the dtypes of two bytes it is."""
+    """Return a key that distinguishes the launches of a kernel, but not bf16 from fp16."""
     return str(launch.bind(TARGETS["sm_90"][0])[1:]).replace("bf16", "fp16")
 
 

@@ -12,7 +12,7 @@ Key = tuple[str, str]
 
 
 class Fate(NamedTuple):
-    """What became of a bug, and the first test that failed for it."""
+    """The fate of a bug, and the first test that failed for it."""
 
     fate: str
     by: str = ""

@@ -41,7 +41,7 @@ def test_list_is_of_these_bugs():
 
 
 def test_fate_of_a_bug(tmp_path, monkeypatch):
-    """In a copy of its own: what a test does with a bug, without one, and in too little time."""
+    """Plant in a copy: a test with a bug, without one, and in too little time."""
     monkeypatch.setattr(mutants, "ROOT", tmp_path)
     monkeypatch.setattr(mutants, "FILES", ("test_it.py",))
     (tmp_path / PACKAGE).mkdir(parents=True)
