@@ -91,7 +91,7 @@ def forward_of(cls: type[nn.Module]) -> str:
 
 
 def silent(model: nn.Module, rows: tuple[Any, ...]) -> list[str]:
-    """Return modules that look patchable, by criteria independent of the recognisers, and are in no row of the report."""
+    """Return modules that look patchable, by criteria of its own, and are in no row of the report."""
     found = set()
     if model.get_output_embeddings() is not None:
         found.add(("lm_head", type(model).__name__))

@@ -45,7 +45,7 @@ def smoothed(curve: list[float]) -> torch.Tensor:
 
 
 def cells(result: Row) -> list[list[str]]:
-    """Return, by seed, the last losses of both models and their distance; the last row is the distance between seeds."""
+    """Return, by seed, the last losses of both models and their distance; the last row compares the seeds."""
     pairs = [{name: smoothed(curve) for name, curve in both.items()} for both in result["curves"]]
     rows = []
     for seed, both in enumerate(pairs):
