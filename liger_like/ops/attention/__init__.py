@@ -15,7 +15,7 @@ from torch import Tensor
 from liger_like.ops.attention.backward import attention_bwd
 from liger_like.ops.attention.checks import check_heads, check_masks, check_offsets, check_options
 from liger_like.ops.attention.forward import attention_fwd
-from liger_like.ops.attention.masking import Masking
+from liger_like.ops.attention.masking import TENSORS, Masking
 from liger_like.ops.attention.portable.delta import attention_delta
 from liger_like.runtime.autograd import apply, once_differentiable
 from liger_like.runtime.layout import packed
@@ -23,7 +23,6 @@ from liger_like.runtime.registry import refuses_dtensors
 from liger_like.runtime.support import refused, use_kernel
 
 MAX_HEAD_WIDTH = 256
-TENSORS = Masking._fields.index("max_seqlen_q")  # the fields before it are tensors
 Result = Tensor | tuple[Tensor, Tensor]
 
 

@@ -37,7 +37,7 @@ class Masking(NamedTuple):
 
     def pointers(self) -> tuple[Tensor | None, ...]:
         """Return the tensors in the order of the kernels' arguments."""
-        return self[:6]
+        return self[:TENSORS]
 
     def bias_strides(self) -> tuple[int, int, int, int]:
         """Return the strides of the bias as [B, H, S, Sk]; 0 where it is broadcast."""
@@ -68,6 +68,9 @@ class Masking(NamedTuple):
         them.
         """
         return rows // block + self.sequences + 1 if self.sequences else -(-rows // block)
+
+
+TENSORS = Masking._fields.index("max_seqlen_q")  # the fields before it are tensors
 
 
 def heads_in_l2(k: Tensor, v: Tensor, keys: int, group: int) -> int:

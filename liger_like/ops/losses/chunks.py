@@ -129,8 +129,7 @@ def _call(kind: Any, args: tuple[Any, ...]) -> Any:
     return kind(*args[:own], Shard(*args[own:sharded]), Options(*args[sharded:]))
 
 
-def _outputs(*args: Any) -> tuple[Tensor, ...]:
-    call: Forward = _call(Forward, args)
+def _outputs(call: Forward) -> tuple[Tensor, ...]:
     x, u, shard = call.x, call.u, call.shard
     (T, H), V = x.shape, call.weight.shape[0]
 
@@ -172,7 +171,7 @@ def _flops(x: Tensor, weight: Tensor, target: Tensor, bias: Tensor | None, u: Te
     f" {OPTIONS_SCHEMA}) -> (Tensor loss, Tensor logprob, Tensor lse, Tensor entropy, Tensor argmax,"
     " Tensor lse_rest, Tensor order, Tensor kept, Tensor dx, Tensor dw, Tensor exponents, Tensor last_logits,"
     " Tensor last_x, Tensor dbias, Tensor du, Tensor db)",
-    _outputs,
+    lambda *args: _outputs(_call(Forward, args)),
     READS_HOST,
     flops=_flops,
 )
@@ -192,7 +191,7 @@ def linear_cross_entropy_fwd(*args: Any) -> tuple[Tensor, ...]:
     x, weight, target, bias, u, b, class_weight, weight_unit, needs, *_, shard, options = call
     raise_bad_label(x.device)
     (T, H), V = x.shape, weight.shape[0]
-    outs = _outputs(*args)
+    outs = _outputs(call)
     rows, order, kept = outs[:6], outs[6], outs[7]
     dx, dw, exponents, last_logits, last_x, dbias, du, db = outs[8:]
     needs_dx, needs_dw, needs_dbias, needs_du, needs_db = needs
@@ -279,8 +278,7 @@ def linear_cross_entropy_last(
         _addmm(dx[start:end, :H], z, weight.to(z.dtype), False)
 
 
-def _bwd_outputs(*args: Any) -> tuple[Tensor, ...]:
-    call: Backward = _call(Backward, args)
+def _bwd_outputs(call: Backward) -> tuple[Tensor, ...]:
     x, u = call.x, call.u
     (T, H), V, rank = x.shape, call.weight.shape[0], 0 if u is None else u.shape[1]
     needs_dx, needs_dw, needs_dbias, needs_du, needs_db = call.needs
@@ -298,7 +296,7 @@ def _bwd_outputs(*args: Any) -> tuple[Tensor, ...]:
     " Tensor? dlogprob, Tensor? dentropy, Tensor(a!)? dw_sum, bool[5] needs, ScalarType dw_dtype,"
     f" {SHARD_SCHEMA}, {OPTIONS_SCHEMA})"
     " -> (Tensor dx, Tensor dw, Tensor dbias, Tensor du, Tensor db)",
-    _bwd_outputs,
+    lambda *args: _bwd_outputs(_call(Backward, args)),
     READS_HOST,
     flops=_flops,
 )
@@ -312,7 +310,7 @@ def linear_cross_entropy_bwd(*args: Any) -> tuple[Tensor, ...]:
     call: Backward = _call(Backward, args)
     x, weight, target, bias, u, b, class_weight, order, kept, *_, shard, options = call
     dw_sum, needs = call.dw_sum, call.needs
-    outs = _bwd_outputs(*args)
+    outs = _bwd_outputs(call)
     dx, dw, dbias, du, db = outs
     needs_dx, needs_dw, needs_dbias, needs_du, needs_db = needs
     V, H = weight.shape
