@@ -53,11 +53,11 @@ def sentence(result: Row) -> str:
     run = [count.total() - count["skipped"] for count in (causal, others)]
     seeing = sum(row.get("images", False) for row in result["rows"] if row["name"].endswith([*KINDS][1]))
     text = (
-        f"Of {causal.total()} causal language models in transformers {result['transformers']}, {run[0]} can be built "
-        f"tiny from their default config and run: {causal['exact']} are exact with loss, norms, RoPE and MLP patched "
-        f"wherever they have them, {causal['partly']} are exact with some of it left alone and reported. Of "
-        f"{others.total()} classes for conditional generation {run[1]} run, {seeing} of them with images and most "
-        f"others on text alone: {others['exact']} and {others['partly']} are so. "
+        f"transformers {result['transformers']} has {causal.total()} causal language models. {run[0]} of them can be "
+        f"built tiny from their default config and run: {causal['exact']} are exact with loss, norms, RoPE and MLP "
+        f"patched wherever they have them, {causal['partly']} are exact with some of these left alone and reported. "
+        f"It has {others.total()} classes for conditional generation. {run[1]} of them run, {seeing} with images and "
+        f"most others on text alone: {others['exact']} and {others['partly']} are exact in these two ways. "
         f"{causal['wrong'] + others['wrong']} are wrong."
     )
     return textwrap.fill(text, 120) + "\n"

@@ -147,10 +147,10 @@ TABLES = r"""## Causal, transformers 5.0
 
 
 SENTENCE = """\
-Of 2 causal language models in transformers 5.0, 2 can be built tiny from their default config and run: 1 are exact with
-loss, norms, RoPE and MLP patched wherever they have them, 1 are exact with some of it left alone and reported. Of 2
-classes for conditional generation 1 run, 1 of them with images and most others on text alone: 1 and 0 are so. 0 are
-wrong.
+transformers 5.0 has 2 causal language models. 2 of them can be built tiny from their default config and run: 1 are
+exact with loss, norms, RoPE and MLP patched wherever they have them, 1 are exact with some of these left alone and
+reported. It has 2 classes for conditional generation. 1 of them run, 1 with images and most others on text alone: 1 and
+0 are exact in these two ways. 0 are wrong.
 """
 
 
