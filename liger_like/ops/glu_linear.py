@@ -48,8 +48,8 @@ def _glu_linear_fwd(gate: Tensor, up: Tensor | None, weight: Tensor, bias: Tenso
 class _GLULinear(torch.autograd.Function):
     """Autograd node that saves the operands of linear(act(gate) * up) and returns an empty tensor of its shape.
 
-    ``_Product`` runs afterwards and computes the values. A checkpoint's recomputation stops once all saved tensors are
-    restored, so it skips the product and act(gate) * up.
+    ``_GLULinearValues`` runs afterwards and computes the values. A checkpoint's recomputation stops once all saved
+    tensors are restored, so it skips the product and act(gate) * up.
     """
 
     @staticmethod
@@ -71,7 +71,7 @@ class _GLULinear(torch.autograd.Function):
         return dgate if needs[0] else None, dup if needs[1] else None, dweight, dbias, None
 
 
-class _Product(torch.autograd.Function):
+class _GLULinearValues(torch.autograd.Function):
     """Autograd node that computes linear(act(gate) * up) and passes its gradient on to ``_GLULinear``."""
 
     @staticmethod
@@ -97,7 +97,7 @@ def glu_linear(act: str, linear: Callable[[Tensor], Tensor], gate: Tensor, up: T
     check_halves(gate, up)
     operands = gate, up, linear.weight, linear.bias
     kept = apply(_GLULinear, *operands, act)
-    return apply(_Product, kept, *(None if t is None else t.detach() for t in operands), act)
+    return apply(_GLULinearValues, kept, *(None if t is None else t.detach() for t in operands), act)
 
 
 def _is_plain(linear: Any, x: Tensor) -> bool:

@@ -198,16 +198,16 @@ def _reference(
     return flash_attention_ref(q, k, v, sinks=sinks, scale=scale, softcap=softcap, **options)
 
 
-def _merge(out: Tensor, sums: Tensor, more: Tensor, more_sums: Tensor) -> tuple[Tensor, Tensor]:
+def _merge(out: Tensor, sums: Tensor, other: Tensor, other_sums: Tensor) -> tuple[Tensor, Tensor]:
     """Return the fp32 output [B, S, H, Dv] and sums [2, B, H, S] over two sets of keys, from the results of each."""
-    most = torch.maximum(sums[0], more_sums[0])  # finite: the first set has the query's own key
-    parts = [torch.exp2((part[0] - most) / math.log(2) + part[1]) for part in (sums, more_sums)]
+    row_max = torch.maximum(sums[0], other_sums[0])  # finite: the first set has the query's own key
+    parts = [torch.exp2((part[0] - row_max) / math.log(2) + part[1]) for part in (sums, other_sums)]
     total = parts[0] + parts[1]
-    a, b = (x * (part / total).transpose(1, 2).unsqueeze(-1) for x, part in zip((out, more), parts, strict=True))
-    return a.add_(b), torch.stack((most, torch.log2(total)))
+    a, b = (x * (part / total).transpose(1, 2).unsqueeze(-1) for x, part in zip((out, other), parts, strict=True))
+    return a.add_(b), torch.stack((row_max, torch.log2(total)))
 
 
-def _of_rows(q: Tensor, sinks: Tensor | None, dout: Tensor, out: Tensor, sums: Tensor) -> Any:
+def _sums_and_delta(q: Tensor, sinks: Tensor | None, dout: Tensor, out: Tensor, sums: Tensor) -> Any:
     """Return the sums and delta of rows over all their keys, as the backward takes them, and the sinks' gradient."""
     lse = sums[0] + sums[1] * math.log(2)
     if _use_kernel(q, out):
@@ -267,7 +267,7 @@ class _Spread(torch.autograd.Function):
         mine = shards.chunks()
         queries, douts, outs = (t.chunk(len(mine), 1) for t in (q, dout, out))
         parts = zip(queries, douts, outs, sums.chunk(len(mine), 3), strict=True)
-        rows = [_of_rows(queries, sinks, *others) for queries, *others in parts]
+        rows = [_sums_and_delta(queries, sinks, *others) for queries, *others in parts]
         dq = torch.zeros_like(q, dtype=sums.dtype)
         widths = [k.shape[-1], v.shape[-1]]
 

@@ -8,6 +8,7 @@ from liger_like import ops
 from liger_like.ops.losses import chunks, dw_sum, linear_cross_entropy
 from liger_like.ops.losses.dw_sum import add_products, exponent_block, exponents_like, scale_rows
 from liger_like.ops.losses.dw_sum import hopper as dw_sum_hopper
+from liger_like.ops.losses.dw_sum import portable as dw_sum_portable
 from liger_like.ops.losses.vocab_shards import Shard
 from liger_like.runtime import support
 from liger_like.testing import SPECS, assert_accurate, run
@@ -23,7 +24,7 @@ def kernel(request, monkeypatch, device):
         monkeypatch.setattr(dw_sum, "architecture", lambda device: 10)
     elif support.architecture(torch.device(device)) != 9:
         pytest.skip("needs a Hopper GPU")
-    for module in (dw_sum, dw_sum_hopper):
+    for module in (dw_sum_portable, dw_sum_hopper):
         monkeypatch.setattr(module, "num_programs", lambda *args: 3)
 
 
@@ -48,7 +49,7 @@ class Sum:
         self.rounds = 0
 
     def add(self, a, b):
-        add_products(self.total, self.exponents, a, b, again=self.rounds > 0)
+        add_products(self.total, self.exponents, a, b, accumulate=self.rounds > 0)
         self.rounds += 1
         assert self.memory[-64:].eq(255).all()
         return decoded(self.total, self.exponents)
@@ -74,7 +75,7 @@ def test_sum_of_products(kernel, K, M, N, dtype, device):
     out, exact = torch.full_like(before, float("nan"), dtype=torch.bfloat16), -0.3 * (exact + a.double().T @ b.double())
     for target in (out, summed.total.view(torch.bfloat16)):  # beside it, and in its memory
         assert torch.equal(summed.total, before)
-        add_products(summed.total, summed.exponents, a, b, again=True, out=target, factor=factor)
+        add_products(summed.total, summed.exponents, a, b, accumulate=True, out=target, factor=factor)
         best = (exact.bfloat16().double() - exact).norm()
         assert (target.double() - exact).norm() <= best * (1.1 if device == "cuda" else 2.2)  # interpreted: truncated
 
@@ -149,9 +150,9 @@ def products(monkeypatch, H, V):
     """A list that gets the number of tokens of every product of the loss."""
     tokens = []
 
-    def counted(fn, out, a, b, *again):
+    def counted(fn, out, a, b, *accumulate):
         tokens.append(a.shape[0] * a.shape[1] * b.shape[1] // (H * V))
-        return fn(a, b, out=out) if fn is mm else fn(out, a, b, *again)
+        return fn(a, b, out=out) if fn is mm else fn(out, a, b, *accumulate)
 
     mm, addmm = torch.mm, chunks._addmm
     monkeypatch.setattr(torch, "mm", lambda a, b, out: counted(mm, out, a, b))

@@ -258,9 +258,9 @@ def test_sums_of_products_repeat_bit_for_bit():
     def summed():
         total = torch.empty(9000, 1032, device="cuda", dtype=torch.float16)
         exponents, out = dw_sum.exponents_like(total), torch.empty_like(total, dtype=torch.bfloat16)
-        for again in (False, True, True):
-            dw_sum.add_products(total, exponents, a, b, again=again)
-        dw_sum.add_products(total, exponents, a, b, again=True, out=out, factor=factor)
+        for accumulate in (False, True, True):
+            dw_sum.add_products(total, exponents, a, b, accumulate=accumulate)
+        dw_sum.add_products(total, exponents, a, b, accumulate=True, out=out, factor=factor)
         return total, exponents, out
 
     first = summed()

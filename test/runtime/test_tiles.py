@@ -295,7 +295,7 @@ def test_every_launch_says_whether_to_fuse(device, monkeypatch):
     total = torch.empty(128, 64, dtype=torch.float16, device=device)
     for architecture in (9, 10):
         monkeypatch.setattr(dw_sum, "architecture", lambda device, it=architecture: it)
-        dw_sum.add_products(total, dw_sum.exponents_like(total), a, b, again=False)
+        dw_sum.add_products(total, dw_sum.exponents_like(total), a, b, accumulate=False)
     dw_sum.scale_rows(b, None, torch.ones(1, device=device), b, False)
     assert {"_add_products_kernel", "_add_products_hopper_kernel", "_scale_rows_kernel"} < said.keys()
     assert [name for name, fused in said.items() if fused is not True] == []

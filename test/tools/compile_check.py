@@ -46,6 +46,7 @@ from liger_like.ops.glu import GLUS
 from liger_like.ops.glu_linear import glu_linear
 from liger_like.ops.losses import dw_sum
 from liger_like.ops.losses.dw_sum import hopper as dw_sum_hopper
+from liger_like.ops.losses.dw_sum import portable as dw_sum_portable
 from liger_like.runtime import support, tiles
 from liger_like.testing import inputs as random_inputs
 
@@ -75,7 +76,7 @@ CLASSES = {
 }
 # kernels that not every GPU gets
 ONLY = {
-    dw_sum._add_products_kernel: ("sm_90", "sm_100"),
+    dw_sum_portable._add_products_kernel: ("sm_90", "sm_100"),
     dw_sum_hopper._add_products_hopper_kernel: ("sm_90",),
     hopper_forward._attention_fwd_hopper_kernel: ("sm_90",),
     hopper_backward._attention_bwd_hopper_kernel: ("sm_90",),
@@ -296,12 +297,12 @@ def record() -> list[Launch]:
                 differentiate(spec, dtype, shape, options)
         # products that on a CPU are torch's; M and N with and without 16 as a divisor
         flags, factors = (False, True), (None, torch.ones(1))
-        for architecture, again, factor, M, N in itertools.product((9, 10), flags, factors, (128, 136), (64, 72)):
+        for architecture, accumulate, factor, M, N in itertools.product((9, 10), flags, factors, (128, 136), (64, 72)):
             a, b = (torch.empty(32, columns, dtype=torch.bfloat16) for columns in (M, N))
             total = torch.empty(M, N, dtype=torch.float16)
             with patch.object(dw_sum, "architecture", lambda device, it=architecture: it):
                 exponents = dw_sum.exponents_like(total)
-                dw_sum.add_products(total, exponents, a, b, again=again, factor=factor)
+                dw_sum.add_products(total, exponents, a, b, accumulate=accumulate, factor=factor)
     return list(launches.values())
 
 

@@ -83,6 +83,7 @@ TESTS = {
     "ops/losses/chunks.py": "test_losses or test_chunked_loss",
     "ops/losses/units.py": "test_losses",
     "ops/losses/dw_sum/__init__.py": "test_chunked_loss",
+    "ops/losses/dw_sum/portable.py": "test_chunked_loss",
     **{file: "attention" for file, *_ in ATTENTION},
     "ops/attention/portable/bias.py": "attention and (bias or parts or position)",
     "ops/attention/hopper/buffers.py": "descriptors",

@@ -27,14 +27,14 @@ READS_HOST = torch.Tag.cudagraph_unsafe  # the host reads the token count: torch
 COMPACT_BELOW = 0.75  # if a smaller share of the tokens counts, the backward gathers these first
 
 
-def _addmm(out: Tensor, a: Tensor, b: Tensor, again: bool) -> None:
-    """Store a @ b in ``out``, or add it to ``out`` if ``again``; the sum is kept in the dtype of ``out``."""
+def _addmm(out: Tensor, a: Tensor, b: Tensor, accumulate: bool) -> None:
+    """Store a @ b in ``out``, or add it to ``out`` if ``accumulate``; the sum is kept in the dtype of ``out``."""
     if out.dtype == a.dtype:
-        torch.addmm(out, a, b, beta=int(again), out=out)
+        torch.addmm(out, a, b, beta=int(accumulate), out=out)
     elif a.is_cuda:
-        torch.addmm(out, a, b, out_dtype=out.dtype, beta=int(again), out=out)
+        torch.addmm(out, a, b, out_dtype=out.dtype, beta=int(accumulate), out=out)
     else:
-        torch.addmm(out, a.to(out.dtype), b.to(out.dtype), beta=int(again), out=out)
+        torch.addmm(out, a.to(out.dtype), b.to(out.dtype), beta=int(accumulate), out=out)
 
 
 def _logits(out: Tensor, x: Tensor, weight: Tensor, bias: Tensor | None, u: Tensor | None, b: Tensor | None) -> None:
@@ -103,7 +103,7 @@ class Backward(NamedTuple):
     b: Tensor | None
     class_weight: Tensor | None
     order: Tensor
-    kept: Tensor
+    chunk_bounds: Tensor
     lse: Tensor
     lse_rest: Tensor
     entropy: Tensor
@@ -139,21 +139,21 @@ def _outputs(call: Forward) -> tuple[Tensor, ...]:
     rows = [unless_empty(wanted, (T,)) for wanted in (True, True, True, call.entropy)]
     rows += [unless_empty(call.argmax, (T,), torch.int64), unless_empty(True, (T,))]
     needs_dx, needs_dw, needs_dbias, needs_du, needs_db = call.needs
-    step, compact = _chunks(x, V, call.needs, call.chunk_rows, call.accum_dtype, call.dw_dtype)
+    step, dw_in_16_bits = _chunks(x, V, call.needs, call.chunk_rows, call.accum_dtype, call.dw_dtype)
     # the products read these rows, which must start at multiples of 16 bytes
     dx = unless_empty(needs_dx, (T, -(-H // 4) * 4))
-    dw = unless_empty(needs_dw, (V, H), torch.float16 if compact else call.accum_dtype or torch.float32)
-    exponents = exponents_like(dw) if compact else x.new_empty((0, 0), dtype=torch.uint8)
-    last_logits = unless_empty(compact, (step, -(-V // 16) * 16), x.dtype)
-    last_x = unless_empty(compact and (shard.released or shard.reduce_dx or not needs_dx), (step, H), x.dtype)
+    dw = unless_empty(needs_dw, (V, H), torch.float16 if dw_in_16_bits else call.accum_dtype or torch.float32)
+    exponents = exponents_like(dw) if dw_in_16_bits else x.new_empty((0, 0), dtype=torch.uint8)
+    last_logits = unless_empty(dw_in_16_bits, (step, -(-V // 16) * 16), x.dtype)
+    last_x = unless_empty(dw_in_16_bits and (shard.released or shard.reduce_dx or not needs_dx), (step, H), x.dtype)
     rank = 0 if u is None else u.shape[1]
     dbias, du, db = (
         unless_empty(needs_dbias, (V,)),
         unless_empty(needs_du, (T, rank)),
         unless_empty(needs_db, (V, rank)),
     )
-    order, kept = x.new_empty(T, dtype=torch.int64), torch.empty(3, dtype=torch.int64)
-    return *rows, order, kept, dx, dw, exponents, last_logits, last_x, dbias, du, db
+    order, chunk_bounds = x.new_empty(T, dtype=torch.int64), torch.empty(3, dtype=torch.int64)
+    return *rows, order, chunk_bounds, dx, dw, exponents, last_logits, last_x, dbias, du, db
 
 
 def _flops(x: Tensor, weight: Tensor, target: Tensor, bias: Tensor | None, u: Tensor | None, *args: Any) -> int:
@@ -169,7 +169,7 @@ def _flops(x: Tensor, weight: Tensor, target: Tensor, bias: Tensor | None, u: Te
     " Tensor? class_weight, Tensor? weight_unit, bool[5] needs, bool entropy, bool argmax, SymInt? chunk_rows,"
     f" ScalarType? accum_dtype, ScalarType dw_dtype, {SHARD_SCHEMA},"
     f" {OPTIONS_SCHEMA}) -> (Tensor loss, Tensor logprob, Tensor lse, Tensor entropy, Tensor argmax,"
-    " Tensor lse_rest, Tensor order, Tensor kept, Tensor dx, Tensor dw, Tensor exponents, Tensor last_logits,"
+    " Tensor lse_rest, Tensor order, Tensor chunk_bounds, Tensor dx, Tensor dw, Tensor exponents, Tensor last_logits,"
     " Tensor last_x, Tensor dbias, Tensor du, Tensor db)",
     lambda *args: _outputs(_call(Forward, args)),
     READS_HOST,
@@ -181,8 +181,8 @@ def linear_cross_entropy_fwd(*args: Any) -> tuple[Tensor, ...]:
     The arguments are those of ``Forward``.
 
     The gradients are for an upstream gradient of ``unit``, times ``weight_unit`` [] if given. ``order`` is the order of
-    rows in dx and du, with the tokens that went through the products first. ``kept``, on the host, holds their number
-    and the start and end of the last chunk. A non-empty ``exponents`` leaves the last chunk's product for dw to
+    rows in dx and du, with the tokens that went through the products first. ``chunk_bounds``, on the host, holds their
+    number and the start and end of the last chunk. A non-empty ``exponents`` leaves the last chunk's product for dw to
     ``linear_cross_entropy_last``: ``last_logits`` holds the gradient of its logits, ``last_x`` its x. If ``last_x`` is
     empty, x is in the memory of dx, and the product for dx is left, too. With a ``shard``, weight, bias and b are a
     vocabulary shard; the sum of a chunk's dx over the processes overlaps the next chunk.
@@ -192,10 +192,10 @@ def linear_cross_entropy_fwd(*args: Any) -> tuple[Tensor, ...]:
     raise_bad_label(x.device)
     (T, H), V = x.shape, weight.shape[0]
     outs = _outputs(call)
-    rows, order, kept = outs[:6], outs[6], outs[7]
+    rows, order, chunk_bounds = outs[:6], outs[6], outs[7]
     dx, dw, exponents, last_logits, last_x, dbias, du, db = outs[8:]
     needs_dx, needs_dw, needs_dbias, needs_du, needs_db = needs
-    kept.zero_()  # without tokens no chunk sets it
+    chunk_bounds.zero_()  # without tokens no chunk sets it
     for t in rows:
         t.fill_(-1 if t.dtype == torch.int64 else 0)
     for t in (dw, exponents, dbias, db) if T == 0 or needs_dbias else ():
@@ -206,7 +206,7 @@ def linear_cross_entropy_fwd(*args: Any) -> tuple[Tensor, ...]:
     start, end, n = 0, step, T
     sums: list[Any] = []
     while start < end:
-        chunk, again = slice(start, end), start > 0
+        chunk, accumulate = slice(start, end), start > 0
         index, z = order[chunk], logits[: end - start, :V]
         if last_x.numel():
             x_c = last_x[: end - start]
@@ -224,13 +224,13 @@ def linear_cross_entropy_fwd(*args: Any) -> tuple[Tensor, ...]:
         if needs_du:
             _addmm(du[chunk], z, b, False)
         if needs_db:
-            _addmm(db, z.t(), u_c, again)
-        kept.copy_(torch.tensor([n, start, end]))
+            _addmm(db, z.t(), u_c, accumulate)
+        chunk_bounds.copy_(torch.tensor([n, start, end]))
         is_left = exponents.numel() > 0 and end >= n
         if needs_dw and not exponents.numel():
-            _addmm(dw, z.t(), x_c, again)
+            _addmm(dw, z.t(), x_c, accumulate)
         elif needs_dw and not is_left:
-            add_products(dw, exponents, z, x_c, again=again)
+            add_products(dw, exponents, z, x_c, accumulate=accumulate)
         if needs_dx and (last_x.numel() or not is_left):  # after the last use of x_c
             _addmm(dx[chunk, :H], z, weight, False)
         if needs_dx and shard.reduce_dx:
@@ -247,7 +247,7 @@ def linear_cross_entropy_fwd(*args: Any) -> tuple[Tensor, ...]:
 
 @op(
     "linear_cross_entropy_last(Tensor(a!) dx, Tensor dw, Tensor exponents, Tensor last_logits, Tensor last_x,"
-    " Tensor weight, Tensor kept, Tensor factor, Tensor(b!) out) -> ()",
+    " Tensor weight, Tensor chunk_bounds, Tensor factor, Tensor(b!) out) -> ()",
     lambda *args: None,
     READS_HOST,
 )
@@ -258,7 +258,7 @@ def linear_cross_entropy_last(
     last_logits: Tensor,
     last_x: Tensor,
     weight: Tensor,
-    kept: Tensor,
+    chunk_bounds: Tensor,
     factor: Tensor,
     out: Tensor,
 ) -> None:
@@ -266,14 +266,14 @@ def linear_cross_entropy_last(
 
     ``out`` gets the whole sum of dw times ``factor``, and may share the memory of ``dw``.
     """
-    _, start, end = kept.tolist()
+    _, start, end = chunk_bounds.tolist()
     V, H = weight.shape
     if start == end:
         out.zero_()
         return
     z = last_logits[: end - start, :V]
     x = last_x[: end - start] if last_x.numel() else dx[start:end].view(z.dtype)[:, :H]  # autocast's, not the weight's
-    add_products(dw, exponents, z, x, again=start > 0, out=out, factor=factor)
+    add_products(dw, exponents, z, x, accumulate=start > 0, out=out, factor=factor)
     if not last_x.numel():
         _addmm(dx[start:end, :H], z, weight.to(z.dtype), False)
 
@@ -292,8 +292,8 @@ def _bwd_outputs(call: Backward) -> tuple[Tensor, ...]:
 
 @op(
     "linear_cross_entropy_bwd(Tensor x, Tensor weight, Tensor target, Tensor? bias, Tensor? u, Tensor? b,"
-    " Tensor? class_weight, Tensor order, Tensor kept, Tensor lse, Tensor lse_rest, Tensor entropy, Tensor dloss,"
-    " Tensor? dlogprob, Tensor? dentropy, Tensor(a!)? dw_sum, bool[5] needs, ScalarType dw_dtype,"
+    " Tensor? class_weight, Tensor order, Tensor chunk_bounds, Tensor lse, Tensor lse_rest, Tensor entropy,"
+    " Tensor dloss, Tensor? dlogprob, Tensor? dentropy, Tensor(a!)? dw_sum, bool[5] needs, ScalarType dw_dtype,"
     f" {SHARD_SCHEMA}, {OPTIONS_SCHEMA})"
     " -> (Tensor dx, Tensor dw, Tensor dbias, Tensor du, Tensor db)",
     lambda *args: _bwd_outputs(_call(Backward, args)),
@@ -308,13 +308,13 @@ def linear_cross_entropy_bwd(*args: Any) -> tuple[Tensor, ...]:
     the second half of each fp32 row.
     """
     call: Backward = _call(Backward, args)
-    x, weight, target, bias, u, b, class_weight, order, kept, *_, shard, options = call
+    x, weight, target, bias, u, b, class_weight, order, chunk_bounds, *_, shard, options = call
     dw_sum, needs = call.dw_sum, call.needs
     outs = _bwd_outputs(call)
     dx, dw, dbias, du, db = outs
     needs_dx, needs_dw, needs_dbias, needs_du, needs_db = needs
     V, H = weight.shape
-    index = order[: int(kept[0])] if int(kept[0]) < COMPACT_BELOW * x.shape[0] else None
+    index = order[: int(chunk_bounds[0])] if int(chunk_bounds[0]) < COMPACT_BELOW * x.shape[0] else None
     if index is not None:
         x, u = x[index], None if u is None else u[index]
     n = x.shape[0]
@@ -330,7 +330,7 @@ def linear_cross_entropy_bwd(*args: Any) -> tuple[Tensor, ...]:
     entropies = call.entropy if call.entropy.numel() else None
     du_sum = du.new_empty((n, du.shape[1]))
     for start, end in _slices(V, n, H * dw.itemsize // x.itemsize if dw.numel() else 0):
-        part, again = slice(start, end), start > 0
+        part, accumulate = slice(start, end), start > 0
         z = None  # frees the last slice's memory before the next is allocated
         z = _logits_behind(dw, end, x, end - start)
         w, b_part = weight[part], None if b is None else b[part]
@@ -340,9 +340,9 @@ def linear_cross_entropy_bwd(*args: Any) -> tuple[Tensor, ...]:
             order=index, v_start=shard.first_word + start, vocabulary=shard.words or V,
         )  # fmt: skip
         if needs_dx:
-            _addmm(dx[:n], z, w, again)
+            _addmm(dx[:n], z, w, accumulate)
         if needs_du:
-            _addmm(du_sum, z, b_part, again)
+            _addmm(du_sum, z, b_part, accumulate)
         if needs_db:
             _addmm(db[part], z.t(), u, False)
         if needs_dbias:
@@ -382,13 +382,16 @@ def _chunks(
 ) -> tuple[int, bool]:
     """Return the tokens per chunk, enough for products at full speed, and True if dw is summed in 16 bits."""
     T, H = x.shape
-    compact = needs[1] and accum_dtype is None and dw_dtype == torch.bfloat16 and H % 8 == 0 and has_products(x.device)
+    dw_in_16_bits = needs[1] and accum_dtype is None and dw_dtype == torch.bfloat16 and H % 8 == 0
+    dw_in_16_bits = dw_in_16_bits and has_products(x.device)
     rows = chunk_rows or max(CHUNK_ROWS if any(needs) else CHUNK_ROWS // 2, CHUNK_BYTES // (V * x.itemsize))
     few_rounds = -(-T // (MAX_ROUNDS * 128)) * 128
-    if compact and chunk_rows is None and few_rounds <= rows + H:  # larger chunks take more memory than a dw in fp32
+    if (
+        dw_in_16_bits and chunk_rows is None and few_rounds <= rows + H
+    ):  # larger chunks take more memory than a dw in fp32
         rows = max(rows, few_rounds)
     # sym_min: traced code with a symbolic T must not depend on whether T exceeds a chunk
-    return torch.sym_min(T, rows), compact and MAX_ROUNDS * rows >= T
+    return torch.sym_min(T, rows), dw_in_16_bits and MAX_ROUNDS * rows >= T
 
 
 def _even(rest: int, step: int) -> int:

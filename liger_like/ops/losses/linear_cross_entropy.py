@@ -41,7 +41,7 @@ from liger_like.ops.losses.rows import (
     row_losses_ref,
 )
 from liger_like.ops.losses.units import unit, unit_of_weights
-from liger_like.ops.losses.vocab_shards import WHOLE, Shard, all_words, summed_gradient
+from liger_like.ops.losses.vocab_shards import WHOLE, Shard, all_vocab_logits, summed_gradient
 from liger_like.runtime.autograd import apply, is_last_backward, once_differentiable
 from liger_like.runtime.checks import require, require_choice, require_integer, require_number
 from liger_like.runtime.registry import refuses_dtensors
@@ -98,7 +98,7 @@ def fused_linear_cross_entropy_ref(
         u, b = _low_rank(x, lora, shard)
         logits = torch.addmm(logits, u, b.t())
     if shard:
-        logits = all_words(logits, shard)
+        logits = all_vocab_logits(logits, shard)
     options = Options(ignore_index, label_smoothing, z_loss, softcap, logit_scale)
     rows = row_losses_ref(logits, target.reshape(-1), class_weight, options)
     return _finish(rows, reduction, target, class_weight, ignore_index, num_items, outputs)
@@ -188,17 +188,17 @@ class _FusedLinearCrossEntropy(torch.autograd.Function):
             options=options,
         )
         outs = linear_cross_entropy_fwd(*flat(call))
-        loss, logprob, lse, entropy, argmax, lse_rest, order, kept = outs[:8]
+        loss, logprob, lse, entropy, argmax, lse_rest, order, chunk_bounds = outs[:8]
         ctx.set_materialize_grads(False)
         ctx.grads_now, ctx.accumulate_grad, ctx.shard, ctx.options = grads_now, settings.accumulate_grad, shard, options
         ctx.like = x.dtype, weight.dtype, x.shape[1]
         rows = (logprob, lse, entropy if settings.entropy else None, argmax if settings.argmax else None)
         if grads_now:
             ctx.mark_non_differentiable(*(t for t in rows if t is not None))
-            ctx.save_for_backward(weight, weight_unit, order, kept, *outs[8:])
+            ctx.save_for_backward(weight, weight_unit, order, chunk_bounds, *outs[8:])
             return loss.sum(), *rows
         ctx.mark_non_differentiable(*(t for t in (lse, rows[3]) if t is not None))
-        ctx.save_for_backward(x, weight, target, bias, u, b, class_weight, order, kept, lse, lse_rest, entropy)
+        ctx.save_for_backward(x, weight, target, bias, u, b, class_weight, order, chunk_bounds, lse, lse_rest, entropy)
         return loss, *rows
 
     @staticmethod
@@ -209,8 +209,8 @@ class _FusedLinearCrossEntropy(torch.autograd.Function):
         if dloss is None and dlogprob is None and dentropy is None:
             return (None,) * len(ctx.needs_input_grad)
         grads = _scaled(ctx, dloss) if ctx.grads_now else _recomputed(ctx, dloss, dlogprob, dentropy)
-        kept = (grad if needed else None for grad, needed in zip(grads, ctx.needs_input_grad[:5], strict=True))
-        return *kept, *(None,) * (len(ctx.needs_input_grad) - 5)
+        asked = (grad if needed else None for grad, needed in zip(grads, ctx.needs_input_grad[:5], strict=True))
+        return *asked, *(None,) * (len(ctx.needs_input_grad) - 5)
 
 
 def _grad_to_add_to(ctx: Any, weight: Tensor) -> Tensor | None:
@@ -226,7 +226,7 @@ def _scaled(ctx: Any, dloss: Tensor) -> tuple[Tensor | None, ...]:
 
     In the last backward dw takes the memory of its sum where it fits, and the last chunk's logits are freed.
     """
-    weight, weight_unit, order, kept, *saved = ctx.saved_tensors
+    weight, weight_unit, order, chunk_bounds, *saved = ctx.saved_tensors
     dx_sum, dw_sum, exponents, last_logits, last_x, dbias, du_sum, db = saved
     dtype, dw_dtype, H = ctx.like
     needs_dx, needs_dw, _, needs_du, _ = ctx.needs_input_grad[:5]
@@ -237,7 +237,7 @@ def _scaled(ctx: Any, dloss: Tensor) -> tuple[Tensor | None, ...]:
     if needs_dw and exponents.numel():
         dw = dw_sum.view(dw_dtype) if last_use else torch.empty_like(dw_sum, dtype=dw_dtype)
         dx_sum = dx_sum if last_use else dx_sum.clone()
-        linear_cross_entropy_last(dx_sum, dw_sum, exponents, last_logits, last_x, weight, kept, factor, dw)
+        linear_cross_entropy_last(dx_sum, dw_sum, exponents, last_logits, last_x, weight, chunk_bounds, factor, dw)
         if last_use:
             last_logits.untyped_storage().resize_(0)
     elif needs_dw and (grad := _grad_to_add_to(ctx, weight)) is not None:

@@ -88,7 +88,7 @@ class _AllWords(torch.autograd.Function):
         return dlogits[..., ctx.own], None
 
 
-def all_words(logits: Tensor, shard: Shard) -> Tensor:
+def all_vocab_logits(logits: Tensor, shard: Shard) -> Tensor:
     """Return the logits [..., words] of all processes.
 
     All processes compute the same loss from them, so each has the complete gradient of its own words.

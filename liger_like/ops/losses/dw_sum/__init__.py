@@ -5,7 +5,7 @@ every chunk; a sum in fp32 would take twice the memory of the result. Here each 
 columns) is stored in fp16, with an 11-bit significand, in units of one power of two that is chosen for the block's
 largest element. 16 chunks then add less error than the single rounding to bf16 at the end. The last product does that
 rounding, in the same memory. The products run on the tensor cores and accumulate in fp32: on Hopper in Gluon
-(``hopper``), on Blackwell in the kernel of this file.
+(``hopper``), on Blackwell in Triton (``portable``).
 """
 
 import functools
@@ -16,50 +16,16 @@ import triton
 import triton.language as tl
 from torch import Tensor
 from torch.utils._python_dispatch import _disable_current_modes
-from triton.tools.tensor_descriptor import TensorDescriptor
 
+from liger_like.ops.losses.dw_sum import portable
 from liger_like.runtime.fallback import BROKEN, NotCompiledError, gluon_module
 from liger_like.runtime.launcher import launch
 from liger_like.runtime.registry import op
-from liger_like.runtime.support import architecture, num_programs, refused
+from liger_like.runtime.support import architecture, refused
 from liger_like.runtime.versions import newer_than_tested
 
 HOPPER = "liger_like.ops.losses.dw_sum.hopper"
 MAX_ROUNDS = 16
-TILE = {"BLOCK_M": 128, "BLOCK_N": 128, "BLOCK_K": 64, "num_warps": 8, "num_stages": 3}
-
-
-@triton.jit(do_not_specialize=["K"])
-def _add_products_kernel(
-    a_desc, b_desc, sum_desc, out_desc, exponent_ptr, factor_ptr, M, N, K,
-    AGAIN: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr,
-):  # fmt: skip
-    tiles_n = tl.cdiv(N, BLOCK_N)
-    # flatten: the loads of a tile overlap the end of the tile before
-    for tile in tl.range(tl.program_id(0), tl.cdiv(M, BLOCK_M) * tiles_n, tl.num_programs(0), flatten=True):
-        row = tile // tiles_n * BLOCK_M
-        col = tile % tiles_n * BLOCK_N
-        acc = tl.zeros((BLOCK_M, BLOCK_N), tl.float32)
-        for k in range(0, tl.cdiv(K, BLOCK_K)):
-            a = a_desc.load([k * BLOCK_K, row])
-            b = b_desc.load([k * BLOCK_K, col])
-            acc = tl.dot(a.T, b, acc)
-        offs_m = row + tl.arange(0, BLOCK_M)
-        exponent_ptrs = exponent_ptr + offs_m.to(tl.int64) * tiles_n + tile % tiles_n
-        if AGAIN:
-            exponent = tl.load(exponent_ptrs, mask=offs_m < M, other=127).to(tl.int32)
-            unit = (exponent << 23).to(tl.float32, bitcast=True)
-            acc += sum_desc.load([row, col]).to(tl.float32) * unit[:, None]
-        if factor_ptr is not None:
-            rounded = (acc * tl.load(factor_ptr)).to(tl.bfloat16).to(tl.float16, bitcast=True)
-        else:
-            # in units of 2^-14 of the row's leading power of two the largest element is in [2^14, 2^15)
-            top = tl.max(tl.abs(acc), axis=1).to(tl.int32, bitcast=True) >> 23
-            exponent = tl.minimum(tl.maximum(top - 14, 16), 240)
-            inverse = ((254 - exponent) << 23).to(tl.float32, bitcast=True)
-            rounded = (acc * inverse[:, None]).to(tl.float16)
-            tl.store(exponent_ptrs, exponent.to(tl.uint8), mask=offs_m < M)
-        out_desc.store([row, col], rounded)
 
 
 @triton.jit
@@ -106,7 +72,7 @@ def _try_hopper_kernel(device: torch.device) -> None:
         total, exponents = torch.zeros_like(a, dtype=torch.float16), torch.zeros_like(a, dtype=torch.uint8)
         try:
             for last in (None, factor[0].float()):
-                gluon_module(HOPPER).add_products(total, total, exponents, last, a, a, again=True)
+                gluon_module(HOPPER).add_products(total, total, exponents, last, a, a, accumulate=True)
         except NotCompiledError as error:
             error.fall_back()
 
@@ -114,7 +80,7 @@ def _try_hopper_kernel(device: torch.device) -> None:
 def exponent_block(device: torch.device) -> int:
     """Return the number of columns that share an exponent, the columns of a tile."""
     hopper = _hopper_kernel(device)
-    return hopper.BLOCK_N if hopper else TILE["BLOCK_N"]
+    return hopper.BLOCK_N if hopper else portable.TILE["BLOCK_N"]
 
 
 def exponents_like(total: Tensor) -> Tensor:
@@ -128,30 +94,19 @@ def add_products(
     a: Tensor,
     b: Tensor,
     *,
-    again: bool,
+    accumulate: bool,
     out: Tensor | None = None,
     factor: Tensor | None = None,
 ) -> None:
-    """Store a^T b in ``total``, or add it to ``total`` if ``again``, for ``a`` [K, M] and ``b`` [K, N].
+    """Store a^T b in ``total``, or add it to ``total`` if ``accumulate``, for ``a`` [K, M] and ``b`` [K, N].
 
     ``total`` [M, N] is fp16 in the units of ``exponents``. With ``factor`` [1] this is the last product: the new total
     times ``factor`` goes to ``out`` [M, N] in bf16, which may share the memory of ``total``. ``a`` and ``b`` are bf16
     or fp16, and all rows start at multiples of 16 bytes.
     """
     out = total if out is None else out.view(torch.float16)
-    if hopper := _hopper_kernel(a.device):
-        hopper.add_products(total, out, exponents, factor, a, b, again=again)
-        return
-    (K, M), N = a.shape, b.shape[1]
-    block_m, block_n, block_k = TILE["BLOCK_M"], TILE["BLOCK_N"], TILE["BLOCK_K"]
-    programs = min(num_programs(a.device, 1), triton.cdiv(M, block_m) * triton.cdiv(N, block_n))
-    descriptors = (
-        TensorDescriptor(a, [K, M], [a.stride(0), 1], [block_k, block_m]),
-        TensorDescriptor(b, [K, N], [b.stride(0), 1], [block_k, block_n]),
-        TensorDescriptor(total, [M, N], [N, 1], [block_m, block_n]),
-        TensorDescriptor(out, [M, N], [N, 1], [block_m, block_n]),
-    )
-    launch(_add_products_kernel, (programs,), (exponents, factor), (M, N, K), (), descriptors, AGAIN=again, **TILE)
+    module = _hopper_kernel(a.device) or portable
+    module.add_products(total, out, exponents, factor, a, b, accumulate=accumulate)
 
 
 @op("scale_rows(Tensor src, Tensor? order, Tensor factor, Tensor(a!) out, bool add) -> ()", lambda *args: None)

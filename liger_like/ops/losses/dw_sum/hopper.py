@@ -32,7 +32,7 @@ DTYPES = {torch.float16: gl.float16, torch.bfloat16: gl.bfloat16}
 @gluon.jit
 def _load(
     a_desc, b_desc, sum_desc, M, N, K, a_bufs, b_bufs, sum_bufs, full, empty, sum_full, sum_empty,
-    AGAIN: gl.constexpr, STAGES: gl.constexpr,
+    ACCUMULATE: gl.constexpr, STAGES: gl.constexpr,
 ):  # fmt: skip
     BLOCK_K: gl.constexpr = a_desc.block_type.shape[0]
     HALF_M: gl.constexpr = a_desc.block_type.shape[1]
@@ -51,7 +51,7 @@ def _load(
             tma_load(a_desc, [k, row + HALF_M], full.index(i), a_bufs.index(2 * i + 1))
             tma_load(b_desc, [k, col], full.index(i), b_bufs.index(i))
             use += 1
-        if AGAIN:
+        if ACCUMULATE:
             for half in gl.static_range(2):
                 mbarrier.wait(sum_empty.index(half), sum_use & 1 ^ 1)
                 mbarrier.expect(sum_full.index(half), sum_desc.block_type.nbytes)
@@ -62,7 +62,7 @@ def _load(
 @gluon.jit
 def _multiply(
     half: gl.constexpr, a_desc, b_desc, out_desc, exponent_ptr, factor_ptr, M, N, K,
-    a_bufs, b_bufs, sum_bufs, full, empty, sum_full, sum_empty, AGAIN: gl.constexpr, STAGES: gl.constexpr,
+    a_bufs, b_bufs, sum_bufs, full, empty, sum_full, sum_empty, ACCUMULATE: gl.constexpr, STAGES: gl.constexpr,
 ):  # fmt: skip
     BLOCK_K: gl.constexpr = a_desc.block_type.shape[0]
     HALF_M: gl.constexpr = a_desc.block_type.shape[1]
@@ -78,7 +78,7 @@ def _multiply(
         row = tile // tiles_n * (2 * HALF_M) + half * HALF_M
         offs_m = row + gl.arange(0, HALF_M, layout=gl.SliceLayout(1, layout))
         exponent_ptrs = exponent_ptr + offs_m.to(gl.int64) * tiles_n + tile % tiles_n
-        if AGAIN:
+        if ACCUMULATE:
             exponent = gl.load(exponent_ptrs, mask=offs_m < M, other=127).to(gl.int32)
             unit = (exponent << 23).to(gl.float32, bitcast=True)
         acc = gl.zeros((HALF_M, BLOCK_N), gl.float32, layout=layout)
@@ -90,12 +90,12 @@ def _multiply(
             mbarrier.arrive(empty.index((use + STAGES - 1) % STAGES), count=1, pred=k > 0)
             if k == 0:  # the last tile's sum is stored by now, so this wait is short and frees its buffer
                 tma_store_wait(0)
-                if AGAIN:
+                if ACCUMULATE:
                     mbarrier.arrive(sum_empty.index(half), count=1, pred=sum_use > 0)
             use += 1
         acc = warpgroup_mma_wait(0, deps=(acc,))
         mbarrier.arrive(empty.index((use + STAGES - 1) % STAGES), count=1)
-        if AGAIN:
+        if ACCUMULATE:
             mbarrier.wait(sum_full.index(half), sum_use & 1)
             acc += sum_buf.load(layout).to(gl.float32) * unit[:, None]
             sum_use += 1
@@ -114,8 +114,9 @@ def _multiply(
 
 @gluon.jit(do_not_specialize=["K"])
 def _add_products_hopper_kernel(
-    a_desc, b_desc, sum_desc, out_desc, exponent_ptr, factor_ptr, M, N, K, AGAIN: gl.constexpr, STAGES: gl.constexpr
-):
+    a_desc, b_desc, sum_desc, out_desc, exponent_ptr, factor_ptr, M, N, K,
+    ACCUMULATE: gl.constexpr, STAGES: gl.constexpr,
+):  # fmt: skip
     BLOCK_K: gl.constexpr = a_desc.block_type.shape[0]
     HALF_M: gl.constexpr = a_desc.block_type.shape[1]
     BLOCK_N: gl.constexpr = b_desc.block_type.shape[1]
@@ -136,11 +137,11 @@ def _add_products_hopper_kernel(
     gl.warp_specialize(
         [
             (_multiply, (0, a_desc, b_desc, out_desc, exponent_ptr, factor_ptr, M, N, K, a_bufs, b_bufs, sum_bufs,
-                         full, empty, sum_full, sum_empty, AGAIN, STAGES)),
+                         full, empty, sum_full, sum_empty, ACCUMULATE, STAGES)),
             (_multiply, (1, a_desc, b_desc, out_desc, exponent_ptr, factor_ptr, M, N, K, a_bufs, b_bufs, sum_bufs,
-                         full, empty, sum_full, sum_empty, AGAIN, STAGES)),
+                         full, empty, sum_full, sum_empty, ACCUMULATE, STAGES)),
             (_load, (a_desc, b_desc, sum_desc, M, N, K, a_bufs, b_bufs, sum_bufs, full, empty, sum_full, sum_empty,
-                     AGAIN, STAGES)),
+                     ACCUMULATE, STAGES)),
         ],
         worker_num_warps=[4, 1],
         worker_num_regs=[240, 24],
@@ -153,7 +154,7 @@ def _descriptor(t: Tensor, block: list[int]) -> TensorDescriptor:
 
 
 def add_products(
-    total: Tensor, out: Tensor, exponents: Tensor, factor: Tensor | None, a: Tensor, b: Tensor, *, again: bool
+    total: Tensor, out: Tensor, exponents: Tensor, factor: Tensor | None, a: Tensor, b: Tensor, *, accumulate: bool
 ) -> None:
     """Run ``dw_sum.add_products``, with an exponent for each row and block of ``BLOCK_N`` columns."""
     (K, M), N = a.shape, b.shape[1]
@@ -171,7 +172,7 @@ def add_products(
         (M, N, K),
         (),
         descriptors,
-        AGAIN=again,
+        ACCUMULATE=accumulate,
         STAGES=STAGES,
         num_warps=4,
     )
