@@ -19,7 +19,9 @@ from triton.experimental.gluon.language.nvidia.hopper import (
 from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 
 __all__ = [
+    "FREE_BARRIER",
     "TensorDescriptor",
+    "arrive_at",
     "cp_async",
     "cp_async_arrive",
     "fence_async_shared",
@@ -27,6 +29,7 @@ __all__ = [
     "gluon",
     "mbarrier",
     "reinterpret",
+    "sync_at",
     "tma_add",
     "tma_load",
     "tma_store",
@@ -34,6 +37,8 @@ __all__ = [
     "warpgroup_mma",
     "warpgroup_mma_wait",
 ]
+
+FREE_BARRIER = gl.constexpr(5)  # the first of 16 named barriers that Triton leaves free beside four partitions
 
 tma_store_wait = tma.store_wait
 cp_async_arrive = async_copy.mbarrier_arrive
@@ -58,3 +63,22 @@ def reinterpret(buffer, dtype, shape, layout, _semantic=None):
     public = hasattr(buffer, "reinterpret")  # from Triton 3.9 on
     view = buffer.reinterpret if public else buffer._reinterpret
     return view(dtype, shape, layout, _semantic=_semantic)
+
+
+@gluon.jit
+def arrive_at(barrier, THREADS: gl.constexpr):
+    """Count the calling warps at a named barrier for THREADS threads, without a wait (PTX ISA, bar.arrive).
+
+    Unlike ``mbarrier.arrive``, which one thread makes for all, it needs no barrier among the warps before.
+    """
+    gl.inline_asm_elementwise(
+        f"bar.arrive $1, {THREADS}; mov.b32 $0, 0;", "=r,r", [barrier], dtype=gl.int32, is_pure=False, pack=1
+    )
+
+
+@gluon.jit
+def sync_at(barrier, THREADS: gl.constexpr):
+    """Wait at a named barrier until THREADS threads have arrived, the calling ones included (PTX ISA, bar.sync)."""
+    gl.inline_asm_elementwise(
+        f"bar.sync $1, {THREADS}; mov.b32 $0, 0;", "=r,r", [barrier], dtype=gl.int32, is_pure=False, pack=1
+    )

@@ -30,6 +30,12 @@ HOPPER = [
         "NaN becomes 0",
     ),
     (
+        FORWARD,
+        "first_hidden = row + ROWS + own.length_k",
+        "first_hidden = row + own.length_k",
+        "a warp group skips keys that it sees",
+    ),
+    (
         ROWS,
         "gl.num_programs(0) + gl.atomic_add",
         "gl.num_programs(0) + 1 + gl.atomic_add",

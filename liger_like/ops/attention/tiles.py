@@ -86,20 +86,27 @@ FP32: Tiles = {
 
 
 class HopperForward(NamedTuple):
-    """Warp groups of 64 queries, keys in a block, and buffers for those."""
+    """Warp groups of 64 queries, keys in a block, buffers for those, and whether the groups multiply in turn."""
 
     groups: int
     block_n: int
     stages: int
+    turns: bool = False
 
     def constants(self) -> dict[str, int]:
         """Return the constexprs and launch options of the kernel."""
-        return {"BLOCK_N": self.block_n, "STAGES": self.stages, "GROUPS": self.groups, "num_warps": 4}
+        return {
+            "BLOCK_N": self.block_n,
+            "STAGES": self.stages,
+            "GROUPS": self.groups,
+            "TURNS": self.turns,
+            "num_warps": 4,
+        }
 
 
-# widths of a head -> options without a mask, and with one or with what takes registers
+# widths of a head -> options without a softcap, and with one, which takes registers
 HOPPER_FORWARD = {
-    (64, 64): (HopperForward(3, 128, 2), HopperForward(2, 128, 2)),
+    (64, 64): (HopperForward(3, 128, 2, True), HopperForward(2, 128, 2)),
     (128, 128): (HopperForward(2, 128, 2),) * 2,
     (192, 128): (HopperForward(2, 128, 2),) * 2,
     (256, 256): (HopperForward(2, 64, 2),) * 2,
@@ -107,10 +114,9 @@ HOPPER_FORWARD = {
 
 
 def hopper_forward(widths: tuple[int, int], masking: Masking) -> HopperForward:
-    """Return the options for heads of these widths; softcaps, packed sequences and spans need registers."""
-    plain, other = HOPPER_FORWARD[widths]
-    rich = any(x is not None for x in (masking.softcap, masking.cu_seqlens_q, masking.spans))
-    return other if rich or masking.right >= 0 else plain
+    """Return the options for heads of these widths."""
+    plain, capped = HOPPER_FORWARD[widths]
+    return plain if masking.softcap is None else capped
 
 
 @functools.cache

@@ -4,6 +4,9 @@ A program takes tiles, 64 queries of a head for each warp group, until none is l
 block to the first, into rings of STAGES buffers. The scores of a block are multiplied during the softmax of the block
 before, and its product with the values during the softmax of the next (Shah et al., arXiv:2407.08608). The first loads
 of a tile run while the tile before it is multiplied and stored.
+
+Named barriers say that a buffer is empty: an mbarrier would first synchronise the warps of a group, for each block.
+With TURNS, groups start their products in turn, so that one multiplies while the others exponentiate.
 """
 
 from typing import NamedTuple
@@ -21,7 +24,6 @@ from liger_like.ops.attention.hopper.buffers import (
     buffers,
     buffers_in,
     descriptor,
-    fill,
     load_rows,
     parts_of,
 )
@@ -41,10 +43,13 @@ from liger_like.ops.attention.softmax import LN2, finish, scores, unit_of_scores
 from liger_like.ops.attention.tiles import hopper_forward
 from liger_like.ops.attention.visibility import load_spans
 from liger_like.runtime.gluon import (
+    FREE_BARRIER,
+    arrive_at,
     fence_async_shared,
     gl,
     gluon,
     mbarrier,
+    sync_at,
     tma_store,
     tma_store_wait,
     warpgroup_mma,
@@ -53,16 +58,46 @@ from liger_like.runtime.gluon import (
 from liger_like.runtime.launcher import launch
 from liger_like.runtime.support import num_programs
 
+MOST_GROUPS = gl.constexpr(3)
+KEYS_EMPTY = gl.constexpr(FREE_BARRIER + MOST_GROUPS)  # the first of STAGES named barriers, after one turn per group
+
 
 class Shared(NamedTuple):
-    """Arguments of the loading warp and of the warp groups that multiply."""
+    """Arguments of the loading warp and of the warp groups that multiply.
+
+    ``k_full``, ``v_full``: barriers of the buffers ``k`` and ``v``.
+    """
 
     problem: Problem
     tiles: gl.tensor
     q: Ring
-    k: Ring
-    v: Ring
+    k: gl.tensor
+    v: gl.tensor
+    k_full: gl.tensor
+    v_full: gl.tensor
     queue: TileQueue
+
+
+@gluon.jit
+def _fill(desc, sequence, h, row, bufs, full, empty, use, STAGES: gl.constexpr, GROUPS: gl.constexpr):
+    """Start the use-th filling of a ring, once the warp groups have left the buffer. ``empty``: its first barrier."""
+    s = use % STAGES
+    if use >= STAGES:
+        sync_at(empty + s, GROUPS * 128 + 32)
+    load_rows(desc, sequence, h, row, bufs, s, full.index(s), STAGES)
+
+
+@gluon.jit
+def _take_turn(g: gl.constexpr, TURNS: gl.constexpr):
+    """Wait until the group before has started its products."""
+    if TURNS:
+        sync_at(FREE_BARRIER + g, 256)
+
+
+@gluon.jit
+def _pass_turn(g: gl.constexpr, GROUPS: gl.constexpr, TURNS: gl.constexpr):
+    if TURNS:
+        arrive_at(FREE_BARRIER + (g + 1) % GROUPS, 256)
 
 
 @gluon.jit
@@ -83,7 +118,7 @@ def _load(
             keys = Sequence(own.batch, own.start_k + own.length_k)
             first = own.start_k + own.start
             last = own.start_k + own.end - BLOCK_N
-            fill(k_desc, keys, hk, last, shared.k, use, STAGES)
+            _fill(k_desc, keys, hk, last, shared.k, shared.k_full, KEYS_EMPTY, use, STAGES, GROUPS)
             for g in gl.static_range(GROUPS):
                 mbarrier.wait(shared.q.empty.index(g), turn & 1 ^ 1)
                 row = own.start_q + own.row + g * ROWS
@@ -91,8 +126,9 @@ def _load(
             turn += 1
             for n in range(last, first - BLOCK_N, -BLOCK_N):
                 if n > first:  # the next keys are needed before these values
-                    fill(k_desc, keys, hk, n - BLOCK_N, shared.k, use + 1, STAGES)
-                fill(v_desc, keys, hk, n, shared.v, use, STAGES)
+                    row = n - BLOCK_N
+                    _fill(k_desc, keys, hk, row, shared.k, shared.k_full, KEYS_EMPTY, use + 1, STAGES, GROUPS)
+                _fill(v_desc, keys, hk, n, shared.v, shared.v_full, KEYS_EMPTY + STAGES, use, STAGES, GROUPS)
                 use += 1
         tile = draw_tile(taken_ptr, shared.queue, drawn)
         drawn += 1
@@ -120,12 +156,16 @@ def _softmax(
 def _attend(
     g: gl.constexpr, shared, outputs, H: gl.constexpr, SOFTCAP: gl.constexpr, HAS_LEFT: gl.constexpr,
     HAS_RIGHT: gl.constexpr, SEQUENCES: gl.constexpr, BLOCK_N: gl.constexpr, STAGES: gl.constexpr,
-    GROUPS: gl.constexpr, ROOM: gl.constexpr,
+    GROUPS: gl.constexpr, ROOM: gl.constexpr, TURNS: gl.constexpr,
 ):  # fmt: skip
     out_desc, lse_ptr, sinks_ptr, scale, out_s = outputs
     problem = shared.problem
     k = shared.k
     v = shared.v
+    k_full = shared.k_full
+    v_full = shared.v_full
+    VALUES_EMPTY: gl.constexpr = KEYS_EMPTY + STAGES
+    READERS: gl.constexpr = GROUPS * 128 + 32  # with the loading warp
     BLOCK_DV: gl.constexpr = out_desc.block_type.shape[-1]
     dtype: gl.constexpr = out_desc.dtype
     STARTS: gl.constexpr = HAS_LEFT or problem.spans_ptr is not None
@@ -141,6 +181,8 @@ def _attend(
     turn = 0
     read = 0
     tile = gl.program_id(0)
+    if g == GROUPS - 1:
+        _pass_turn(g, GROUPS, TURNS)
     while tile < shared.tiles:
         own = tile_of(tile, problem, H, HAS_LEFT, HAS_RIGHT, SEQUENCES, GROUPS * ROWS, BLOCK_N)
         length_q = own.length_q
@@ -152,40 +194,57 @@ def _attend(
                 spans = load_spans(problem.spans_ptr, own.batch.to(gl.int64), problem.B, problem.S, queries[:, None])
             positions = (queries + own.length_k - length_q)[:, None]
             limits = bounds(positions, problem.left, problem.right, spans, own.length_k, HAS_LEFT, HAS_RIGHT)
+            end = own.end
+            if GROUPS > 2:  # skip the blocks that only other groups see, except the last; two groups see the same
+                first_hidden = end
+                if HAS_RIGHT:
+                    first_hidden = row + ROWS + own.length_k - length_q + problem.right
+                first_hidden = gl.where(row < length_q, first_hidden, 0)
+                while end - BLOCK_N >= gl.maximum(first_hidden, own.start + BLOCK_N):
+                    last = use % STAGES
+                    mbarrier.wait(k_full.index(last), use // STAGES & 1)
+                    arrive_at(KEYS_EMPTY + last, READERS)
+                    mbarrier.wait(v_full.index(last), use // STAGES & 1)
+                    arrive_at(VALUES_EMPTY + last, READERS)
+                    _take_turn(g, TURNS)
+                    _pass_turn(g, GROUPS, TURNS)
+                    end -= BLOCK_N
+                    use += 1
             row_max = gl.full([ROWS], float("-inf"), gl.float32, rows_s)
             total = gl.zeros([ROWS], gl.float32, rows_s)
             acc = gl.zeros([ROWS, BLOCK_DV], gl.float32, layout_o)
             mbarrier.wait(shared.q.full.index(g), turn & 1)
-            mbarrier.wait(k.full.index(use % STAGES), use // STAGES & 1)
-            s = start_contract(q, parts_of(k.buffers, use % STAGES, STAGES), zeros)
+            mbarrier.wait(k_full.index(use % STAGES), use // STAGES & 1)
+            s = start_contract(q, parts_of(k, use % STAGES, STAGES), zeros)
             s = warpgroup_mma_wait(0, deps=(s,))
-            mbarrier.arrive(k.empty.index(use % STAGES), count=1)
+            arrive_at(KEYS_EMPTY + use % STAGES, READERS)
             p, row_max, total, decay = _softmax(
-                s, row_max, total, own.end - BLOCK_N, limits, own, scale, SOFTCAP, STARTS, dtype, layout_p
+                s, row_max, total, end - BLOCK_N, limits, own, scale, SOFTCAP, STARTS, dtype, layout_p
             )
-            for n in range(own.end - 2 * BLOCK_N, own.start - BLOCK_N, -BLOCK_N):
-                last = use % STAGES
-                last_phase = use // STAGES & 1
+            for n in range(end - 2 * BLOCK_N, own.start - BLOCK_N, -BLOCK_N):
+                last = use
                 use += 1
-                mbarrier.wait(k.full.index(use % STAGES), use // STAGES & 1)
-                s = start_contract(q, parts_of(k.buffers, use % STAGES, STAGES), zeros)
-                mbarrier.wait(v.full.index(last), last_phase)
-                acc = warpgroup_mma(p, v.buffers.index(last).reshape([BLOCK_N, BLOCK_DV]), acc, is_async=True)
+                mbarrier.wait(k_full.index(use % STAGES), use // STAGES & 1)
+                _take_turn(g, TURNS)
+                s = start_contract(q, parts_of(k, use % STAGES, STAGES), zeros)
+                mbarrier.wait(v_full.index(last % STAGES), last // STAGES & 1)
+                acc = warpgroup_mma(p, v.index(last % STAGES).reshape([BLOCK_N, BLOCK_DV]), acc, is_async=True)
+                _pass_turn(g, GROUPS, TURNS)
                 s = warpgroup_mma_wait(1, deps=(s,))
-                mbarrier.arrive(k.empty.index(use % STAGES), count=1)
+                arrive_at(KEYS_EMPTY + use % STAGES, READERS)
                 p, row_max, total, decay = _softmax(
                     s, row_max, total, n, limits, own, scale, SOFTCAP, STARTS, dtype, layout_p
                 )
                 acc = warpgroup_mma_wait(0, deps=(acc,))
-                mbarrier.arrive(v.empty.index(last), count=1)
+                arrive_at(VALUES_EMPTY + last % STAGES, READERS)
                 acc *= gl.convert_layout(decay, rows_o)[:, None]
             if ROOM:
                 mbarrier.arrive(shared.q.empty.index(g), count=1)
             last = use % STAGES
-            mbarrier.wait(v.full.index(last), use // STAGES & 1)
-            acc = warpgroup_mma(p, v.buffers.index(last).reshape([BLOCK_N, BLOCK_DV]), acc, is_async=True)
+            mbarrier.wait(v_full.index(last), use // STAGES & 1)
+            acc = warpgroup_mma(p, v.index(last).reshape([BLOCK_N, BLOCK_DV]), acc, is_async=True)
             acc = warpgroup_mma_wait(0, deps=(acc,))
-            mbarrier.arrive(v.empty.index(last), count=1)
+            arrive_at(VALUES_EMPTY + last, READERS)
             use += 1
             turn += 1
             sink = None
@@ -214,7 +273,7 @@ def _attention_fwd_hopper_kernel(
     q_desc, k_desc, v_desc, out_desc, lse_ptr, sinks_ptr, cu_q_ptr, cu_k_ptr, spans_ptr, taken_ptr, B, S, SK,
     count, blocks, heads_together, tiles, left, right, scale, H: gl.constexpr, HK: gl.constexpr, D: gl.constexpr,
     SOFTCAP: gl.constexpr, HAS_LEFT: gl.constexpr, HAS_RIGHT: gl.constexpr, SEQUENCES: gl.constexpr,
-    BLOCK_N: gl.constexpr, STAGES: gl.constexpr, GROUPS: gl.constexpr,
+    BLOCK_N: gl.constexpr, STAGES: gl.constexpr, GROUPS: gl.constexpr, TURNS: gl.constexpr,
 ):  # fmt: skip
     BLOCK_D: gl.constexpr = q_desc.block_type.shape[-1]
     BLOCK_DV: gl.constexpr = v_desc.block_type.shape[-1]
@@ -226,19 +285,19 @@ def _attention_fwd_hopper_kernel(
     k_s = buffers(k_desc, STAGES * PARTS)
     v_s = buffers(v_desc, STAGES)
     q = Ring(q_s, barriers(GROUPS, 1), barriers(GROUPS, 1))
-    k = Ring(k_s, barriers(STAGES, 1), barriers(STAGES, GROUPS))
-    v = Ring(v_s, barriers(STAGES, 1), barriers(STAGES, GROUPS))
     queue = tile_queue(GROUPS)
     fence_async_shared()
     problem = Problem(B, S, SK, count, blocks, heads_together, 1, left, right, cu_q_ptr, cu_k_ptr, spans_ptr)
-    shared = Shared(problem, tiles, q, k, v, queue)
+    shared = Shared(problem, tiles, q, k_s, v_s, barriers(STAGES, 1), barriers(STAGES, 1), queue)
     outputs = out_desc, lse_ptr, sinks_ptr, scale, out_s
     sources = q_desc, k_desc, v_desc, taken_ptr
     if GROUPS == 2:
         gl.warp_specialize(
             [
-                (_attend, (0, shared, outputs, H, SOFTCAP, HAS_LEFT, HAS_RIGHT, SEQUENCES, BLOCK_N, STAGES, 2, ROOM)),
-                (_attend, (1, shared, outputs, H, SOFTCAP, HAS_LEFT, HAS_RIGHT, SEQUENCES, BLOCK_N, STAGES, 2, ROOM)),
+                (_attend, (0, shared, outputs, H, SOFTCAP, HAS_LEFT, HAS_RIGHT, SEQUENCES, BLOCK_N, STAGES, 2, ROOM,
+                           TURNS)),
+                (_attend, (1, shared, outputs, H, SOFTCAP, HAS_LEFT, HAS_RIGHT, SEQUENCES, BLOCK_N, STAGES, 2, ROOM,
+                           TURNS)),
                 (_load, (shared, sources, H, HK, HAS_LEFT, HAS_RIGHT, SEQUENCES, BLOCK_N, STAGES, 2)),
             ],
             worker_num_warps=[4, 1],
@@ -247,9 +306,12 @@ def _attention_fwd_hopper_kernel(
     else:
         gl.warp_specialize(
             [
-                (_attend, (0, shared, outputs, H, SOFTCAP, HAS_LEFT, HAS_RIGHT, SEQUENCES, BLOCK_N, STAGES, 3, ROOM)),
-                (_attend, (1, shared, outputs, H, SOFTCAP, HAS_LEFT, HAS_RIGHT, SEQUENCES, BLOCK_N, STAGES, 3, ROOM)),
-                (_attend, (2, shared, outputs, H, SOFTCAP, HAS_LEFT, HAS_RIGHT, SEQUENCES, BLOCK_N, STAGES, 3, ROOM)),
+                (_attend, (0, shared, outputs, H, SOFTCAP, HAS_LEFT, HAS_RIGHT, SEQUENCES, BLOCK_N, STAGES, 3, ROOM,
+                           TURNS)),
+                (_attend, (1, shared, outputs, H, SOFTCAP, HAS_LEFT, HAS_RIGHT, SEQUENCES, BLOCK_N, STAGES, 3, ROOM,
+                           TURNS)),
+                (_attend, (2, shared, outputs, H, SOFTCAP, HAS_LEFT, HAS_RIGHT, SEQUENCES, BLOCK_N, STAGES, 3, ROOM,
+                           TURNS)),
                 (_load, (shared, sources, H, HK, HAS_LEFT, HAS_RIGHT, SEQUENCES, BLOCK_N, STAGES, 3)),
             ],
             worker_num_warps=[4, 4, 1],
