@@ -1,7 +1,7 @@
 import os
 from collections import Counter
 
-os.environ.setdefault("OMP_NUM_THREADS", "1")  # before torch is imported: small tensors, and a process for each core
+os.environ.setdefault("OMP_NUM_THREADS", "1")  # before torch's import: tensors are small, and each core runs a process
 
 import pytest
 import torch
@@ -11,15 +11,15 @@ from torch.distributed.device_mesh import init_device_mesh
 
 if not torch.cuda.is_available():
     os.environ["TRITON_INTERPRET"] = (
-        "1"  # before any kernel is decorated: without a GPU the same kernels are interpreted
+        "1"  # before any kernel is decorated: without a GPU the interpreter runs the kernels
     )
     from interpreter import quicken
 
     quicken()
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
-NEEDS_GPU = pytest.StashKey[int]()  # how many tests were not collected
-# the same examples in every run: a failure is a commit's, not a day's
+NEEDS_GPU = pytest.StashKey[int]()  # the number of tests left out
+# Every run draws the same examples, so a failure comes from a commit, not from chance.
 settings.register_profile(
     "repeatable", derandomize=True, deadline=None, print_blob=True, max_examples=100 if DEVICE == "cuda" else 10
 )

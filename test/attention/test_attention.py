@@ -329,7 +329,7 @@ def test_gradients_that_nobody_needs_have_the_shape_that_is_traced(deterministic
 
 def test_repeats_bit_for_bit(device):
     inputs = attention_inputs(torch.float16, device, **EVERYTHING)
-    repeats = 200 if device == "cuda" else 2  # the interpreter runs programs in turn
+    repeats = 200 if device == "cuda" else 2  # the interpreter runs programs in a fixed order
     first, *others = (run(ops.flash_attention, inputs, {"deterministic": True}) for _ in range(repeats))
     assert all(torch.equal(t, other[name]) for other in others for name, t in first.items())
 
@@ -351,7 +351,7 @@ def merged(parts):
 def test_pairs_of_options(row, device, poisoned):
     *parts, lse, dtype = row
     shape, options = merged(parts[: len(SHAPES)]), merged(parts[len(SHAPES) :])
-    # the few numbers of the sinks' gradient in half precision, and in fp32 how a processor adds, are luck
+    # The gradient of the sinks has few elements, so the rounding error of one draw is luck: judge many draws at once.
     draws = 4 if dtype == torch.float32 or DEVICE == "cpu" else 128
     check(lambda: attention_inputs(dtype, device, B=1, **shape), options, lse, draws)
 
@@ -362,7 +362,7 @@ def test_pairwise_holds_every_pair():
         assert all([x, y] in [[row[i], row[j]] for row in ROWS] for x in a for y in b)
 
 
-HEADS = [{"H": 2, "Hk": 1, "D": 13, "Dv": 40}, {"H": 2, "Hk": 2, "D": 24, "Dv": 9}]  # few: GPUs compile for each
+HEADS = [{"H": 2, "Hk": 1, "D": 13, "Dv": 40}, {"H": 2, "Hk": 2, "D": 24, "Dv": 9}]  # few: each compiles kernels
 windows = st.one_of(st.just(-1), st.integers(1, 80))
 
 
@@ -373,7 +373,7 @@ windows = st.one_of(st.just(-1), st.integers(1, 80))
 )  # fmt: skip
 def test_lengths(heads, causal, window, deterministic, **shape):
     torch.manual_seed(0)
-    shape["sinks"] |= shape["Sk"] == 1  # with one key and nothing beside it the gradient of the scores is rounding
+    shape["sinks"] |= shape["Sk"] == 1  # one key without a sink: dscores is rounding error
     make = lambda: attention_inputs(torch.float32, DEVICE, **shape, **heads)  # noqa: E731
     check(make, {"causal": causal, "window": window, "deterministic": deterministic}, draws=2 if DEVICE == "cpu" else 8)
 

@@ -12,7 +12,7 @@ from liger_like.testing import run
 from liger_like.testing.inputs import attention_inputs, attention_varlen_inputs
 
 ROWS = 35
-MARGIN = 300  # more than the rows of a block
+MARGIN = 300  # more rows than any block has
 CANARY = 7
 
 

@@ -11,7 +11,7 @@ from liger_like.ops.attention import flash_attention_ref
 from liger_like.testing import assert_accurate, run
 from liger_like.testing.inputs import attention_inputs, attention_varlen_inputs
 
-# on a GPU also those of the kernels for Hopper
+# (dtype, head size); a GPU adds the pairs that the Hopper kernels take
 HEADS = [(torch.float32, 72)]
 if DEVICE == "cuda":
     HEADS += [(dtype, D) for dtype in (torch.float16, torch.bfloat16) for D in (64, 128, 192, 256)]
@@ -23,7 +23,7 @@ def coarse(*shape, device):
 
 
 @pytest.mark.parametrize("more", [{}, {"sinks": True, "bias": "hsk"}], ids=str)
-@pytest.mark.parametrize(("S", "Sk"), [(20, 80), (2, 80), (2, 321 if DEVICE == "cpu" else 4993)])  # the last in parts
+@pytest.mark.parametrize(("S", "Sk"), [(20, 80), (2, 80), (2, 321 if DEVICE == "cpu" else 4993)])  # last: split keys
 @pytest.mark.parametrize("common", [-1000, 1000])
 def test_scores_far_from_zero(common, S, Sk, more, device, poisoned):
     """In fp32 no output or gradient depends on a number added to all scores of a row."""
@@ -33,7 +33,7 @@ def test_scores_far_from_zero(common, S, Sk, more, device, poisoned):
         q, k = coarse(1, S, 2, 16, device=device), coarse(1, Sk, 1, 16, device=device)
         q[..., 0], k[..., 0] = 8, k[..., 0] + common
         inputs |= {"q": q.requires_grad_(), "k": k.requires_grad_()}
-        for name in ("sinks", "bias"):  # beside the scores, and as exact
+        for name in ("sinks", "bias"):  # they join the scores, so they must be exact, too
             if name in inputs:
                 inputs[name] = coarse(*inputs[name].shape, device=device) + (common * 2 if name == "sinks" else 0)
                 inputs[name].requires_grad_()
@@ -52,7 +52,7 @@ def test_rows_with_the_least_bias(S, dtype, deterministic, device, poisoned):
         inputs = attention_inputs(dtype, device, B=1, S=S, Sk=70, H=2, Hk=1, D=16)
         bias = torch.randn(1, 2, S, 70, device=device)
         bias[:, :, S // 2] = torch.finfo(torch.float32).min
-        bias[:, 1, S // 2, 1::2] = 2.0  # and hides keys as masks do
+        bias[:, 1, S // 2, 1::2] = 2.0  # in this head the even keys are hidden, as by a mask
         return inputs | {"bias": bias.requires_grad_()}
 
     check(make, {"deterministic": deterministic}, lse="returned", draws=2)

@@ -21,7 +21,7 @@ from liger_like.testing.inputs import attention_inputs, attention_varlen_inputs,
 KERNEL = "_attention_fwd_hopper_kernel"
 varlen, varlen_ref = map(with_longest, (ops.flash_attention_varlen, flash_attention_varlen_ref))
 each_width = pytest.mark.parametrize(("D", "Dv"), choice.WIDTHS)
-HEADS = (64, 64), (96, 96), (128, 128), (192, 128), (144, 80), (256, 256)  # of queries and keys, and of values
+HEADS = (64, 64), (96, 96), (128, 128), (192, 128), (144, 80), (256, 256)  # (D, Dv)
 
 
 def on_hopper(q, k, v, **masks):
@@ -189,7 +189,7 @@ def test_options(row, hopper, monkeypatch, poisoned):
 @pytest.mark.parametrize("causal", [False, True])
 @pytest.mark.parametrize("S", [1, 63, 65, 127, 129, 4097])
 def test_lengths_beside_blocks(S, causal, D, Dv, hopper, monkeypatch, poisoned):
-    H = 300 if S == 1 else 4  # few rows stay with the portable kernel
+    H = 300 if S == 1 else 4  # with fewer rows the portable kernel would run
     for Sk in {S, 1, 191}:
         make = lambda: attention_inputs(torch.bfloat16, "cuda", B=1, S=S, Sk=Sk, H=H, Hk=1, D=D, Dv=Dv)  # noqa: B023, E731
         assert_right(ops.flash_attention, flash_attention_ref, make, {"causal": causal}, hopper, monkeypatch)

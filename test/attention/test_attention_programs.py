@@ -56,16 +56,16 @@ DECODES = {
 @pytest.mark.parametrize("name", DECODES)
 def test_few_queries_split_the_keys(name, dtype, launched, device, poisoned):
     more, options = DECODES[name]
-    Sk = 321 if device == "cpu" else 4993  # a block has the last key alone
+    Sk = 321 if device == "cpu" else 4993  # the last block holds a single key
 
     def make():
         inputs = attention_inputs(dtype, device, B=1, Sk=Sk, H=2, Hk=1, D=16, **more)
         if "padded" in more:
-            inputs["key_padding_mask"][:, Sk // 5 : Sk * 3 // 5] = False  # the parts in the middle see nothing
+            inputs["key_padding_mask"][:, Sk // 5 : Sk * 3 // 5] = False  # parts in the middle see no key
         return inputs
 
     check(make, options, draws=1 if dtype == torch.float32 else 3)
-    assert launched[0][1][1] > 2  # parts
+    assert launched[0][1][1] > 2  # the number of parts
     assert launched[1][0] == "_merge_kernel"
 
 
@@ -103,7 +103,7 @@ def test_section_fits_the_cache():
     k = v = torch.empty(1, 4096, 8, 128, dtype=torch.float16)
     assert portable_forward.heads_in_l2(k, v, 4096, 4) == 8 * 4  # 2 MiB for each key head
     assert portable_forward.heads_in_l2(k, v, 2**30, 4) == 4
-    assert portable_forward.heads_in_l2(k, v, 1, 4) == 8 * 4  # no more heads than there are
+    assert portable_forward.heads_in_l2(k, v, 1, 4) == 8 * 4  # no more than all heads
     assert portable_forward.heads_in_l2(k, v, 0, 1) > 0
 
 
@@ -112,11 +112,11 @@ def test_sections_of_keys_fill_the_gpu(monkeypatch):
     masking = masks.Masking(*[None] * 6, 4096, 4096, 1.0, None, -1, 0)
     packed = masking._replace(cu_seqlens_q=torch.zeros(9))
     section = partial(masks.key_heads_together, block=128, device=torch.device("cpu"))
-    assert section(masking, 4096) == 4  # with 32 blocks each
+    assert section(masking, 4096) == 4  # a head has 32 blocks: 132 // 32
     assert section(masking, 4097) == 4
     assert section(masking, 2**20) == 1
     assert section(masking, 5) == section(masking, 0) == 132
-    assert section(packed, 16384) == 8  # of eight sequences
+    assert section(packed, 16384) == 8  # eight sequences, 16 blocks each: 132 // 16
     assert section(packed, 5) == 132
 
 

@@ -73,7 +73,7 @@ def test_documents_are_those_of_varlen(deterministic, device, poisoned):
 @both_ways
 def test_what_is_outside_is_not_read(deterministic, device, poisoned):
     """Rows of another document that hold NaN, in blocks of their own, do not matter: forward and backward skip them."""
-    n = 64 if device == "cpu" else 128  # as long as the longest block
+    n = 64 if device == "cpu" else 128  # the length of the longest block
     spans = documents(n, 2 * n, n)
     inputs = attention_inputs(torch.float32, device, B=1, S=4 * n, Sk=4 * n, H=1, Hk=1, D=16)
     results = []
@@ -102,7 +102,7 @@ def test_empty_spans(deterministic, device, poisoned):
     for name, rows in (("out0", seen.any(2)), ("dq", seen.any(2)), ("dk", seen.any(1)), ("dv", seen.any(1))):
         assert torch.equal(got[name][:, :, 0].ne(0).all(-1), rows), name
         assert torch.equal(got[name][:, :, 0].ne(0).any(-1), rows), name
-    check(lambda: inputs, {"deterministic": deterministic}, draws=8)  # the sinks' gradient is one number
+    check(lambda: inputs, {"deterministic": deterministic}, draws=8)  # dsinks has one element, accurate or not by luck
 
 
 @both_ways
@@ -126,7 +126,7 @@ def test_few_queries_split_their_spans(launched, device, poisoned):
         return inputs | {"spans": torch.tensor(spans, dtype=torch.int32, device=device)}
 
     check(make, {})
-    assert launched[0][1][1] > 1  # parts
+    assert launched[0][1][1] > 1  # the number of parts
     assert launched[1][0] == "_merge_kernel"
 
 
@@ -138,7 +138,7 @@ def test_few_queries_split_their_spans(launched, device, poisoned):
 def test_any_spans(group, causal, window, deterministic, drawn, **shape):
     """A few drawn ones, each for as many queries as any other."""
     torch.manual_seed(0)
-    shape["sinks"] |= shape["Sk"] == 1  # with one key and nothing beside it the gradient of the scores is rounding
+    shape["sinks"] |= shape["Sk"] == 1  # one key without a sink: dscores is rounding error
     index = torch.arange(shape["S"]) * len(drawn) // max(1, shape["S"])
     spans = torch.tensor(drawn, dtype=torch.int32).T.sort(-1).values[:, index].to(DEVICE)
 

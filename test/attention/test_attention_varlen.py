@@ -208,7 +208,7 @@ class Parts(torch.autograd.Function):
     ids=str,
 )
 def test_parts_of_documents_merge(cuts, window, device, poisoned):
-    lengths = [(n, n) for n in (25, 0, 33, 1, 9)]  # and two rows behind
+    lengths = [(n, n) for n in (25, 0, 33, 1, 9)]  # `behind` adds two rows after the last sequence
 
     def parts(q, k, v, cu_seqlens_q, cu_seqlens_k, sinks):
         tensors = *(t[None] for t in (q, k, v)), sinks, None, None, cu_seqlens_q, cu_seqlens_k
@@ -269,7 +269,7 @@ lengths = st.integers(0, 5) | st.integers(0, 70)
 def test_lengths(lengths, same, heads, causal, window, deterministic, **shape):
     torch.manual_seed(0)
     lengths = [(q, q) if same else (q, k) for q, k in lengths]
-    # with sinks: where all rows see one key and nothing beside it, the gradient of the scores is rounding
+    # Sinks are needed: without them, rows that see a single key have a dscores of rounding error alone.
     shape |= {"lengths": lengths, "sinks": True, **heads}
     options = {"causal": causal, "window": window, "deterministic": deterministic}
     check(lambda: attention_varlen_inputs(torch.float32, DEVICE, **shape), options, draws=2 if DEVICE == "cpu" else 8)

@@ -73,11 +73,11 @@ def test_sum_of_products(kernel, K, M, N, dtype, device):
     a, b = operand(K, M, dtype=dtype, device=device), operand(K, N, dtype=dtype, device=device)
     factor, before = torch.tensor([-0.3], device=device), summed.total.clone()
     out, exact = torch.full_like(before, float("nan"), dtype=torch.bfloat16), -0.3 * (exact + a.double().T @ b.double())
-    for target in (out, summed.total.view(torch.bfloat16)):  # beside it, and in its memory
+    for target in (out, summed.total.view(torch.bfloat16)):  # in other memory, and in the memory of the sum
         assert torch.equal(summed.total, before)
         add_products(summed.total, summed.exponents, a, b, accumulate=True, out=target, factor=factor)
         best = (exact.bfloat16().double() - exact).norm()
-        assert (target.double() - exact).norm() <= best * (1.1 if device == "cuda" else 2.2)  # interpreted: truncated
+        assert (target.double() - exact).norm() <= best * (1.1 if device == "cuda" else 2.2)  # interpreter truncates
 
 
 def test_rows_of_a_sum_do_not_touch(kernel, device):
@@ -121,7 +121,7 @@ def test_scale_rows_in_their_own_memory(device):
     factor = torch.tensor([0.3], device=device)
     pairs = [(torch.float32, torch.float32), (torch.float32, torch.float16), (torch.float16, torch.bfloat16)]
     for src_dtype, dtype in pairs if device == "cuda" else pairs[:2]:
-        src = torch.randn(3, 9000, device=device).to(src_dtype)  # several blocks
+        src = torch.randn(3, 9000, device=device).to(src_dtype)  # a row spans several blocks
         want = (src * factor).to(dtype)
         out = src.view(dtype)[:, :9000]
         scale_rows(src, None, factor, out, False)
@@ -137,11 +137,11 @@ def test_size_of_chunks(monkeypatch):
 
     assert planned(8192, 4096, 128256) == (2048, True)
     assert planned(100, 4096, 128256) == (100, True)
-    assert planned(65536, 4096, 128256) == (4096, True)  # no more than 16 rounds
-    assert planned(131072, 4096, 128256) == (2048, False)  # unless dw in fp32 takes less memory than the chunks
+    assert planned(65536, 4096, 128256) == (4096, True)  # at most 16 chunks are summed
+    assert planned(131072, 4096, 128256) == (2048, False)  # larger chunks would take more memory than dw in fp32
     assert planned(65536, 4096, 128256, dw=False) == (2048, False)
     assert planned(65536, 4096, 128256, dtype=torch.float16) == (2048, False)
-    assert planned(65536, 4096, 1000) == (33554, True)  # 64 MiB of logits
+    assert planned(65536, 4096, 1000) == (33554, True)  # a chunk has at least 64 MiB of logits
     assert planned(8192, 4096, 128256, chunk_rows=512) == (512, True)
     assert planned(8192, 4096, 128256, chunk_rows=511) == (511, False)
 
@@ -163,7 +163,7 @@ def products(monkeypatch, H, V):
 @pytest.mark.parametrize("options", [{}, {"recompute": True}, {"reduction": "none"}], ids=str)
 def test_ignored_tokens_take_no_part(options, device, monkeypatch):
     H, V, chunk = 24, 101, 16
-    backward = 1 if options else 0  # makes the logits again
+    backward = 1 if options else 0  # the backward recomputes the logits
     for kept in (0, 5, 20, 64):
         x = torch.randn(64, H, device=device, requires_grad=True)
         w = torch.randn(V, H, device=device, requires_grad=True)
@@ -173,7 +173,7 @@ def test_ignored_tokens_take_no_part(options, device, monkeypatch):
         with monkeypatch.context() as patched:
             tokens = products(patched, H, V)
             loss = ops.fused_linear_cross_entropy(x, w, y, chunk_rows=chunk, **options)
-            forward = max(kept, chunk)  # the first chunk is queued before their number is known
+            forward = max(kept, chunk)  # the first chunk is queued before `kept` is known
             assert sum(tokens) == forward * (1 if backward else 3)
             upstream = torch.randn_like(loss)
             got = torch.autograd.grad(loss, (x, w), upstream)
@@ -215,7 +215,7 @@ def test_recompute_in_slices(dtype, flags, options, device, monkeypatch, poisone
     options = options | {"recompute": True, "chunk_rows": 16}
     draws = 1 if dtype == torch.float32 else 8 if device == "cpu" else 60
     behind = slices(monkeypatch, 32)
-    if dtype == torch.float32:  # half precision is not judged on what cuBLAS makes of small products
+    if dtype == torch.float32:  # in half precision cuBLAS rounds parts of small products
         monkeypatch.setattr(chunks, "SMALL_PRODUCT", 0)
     make = lambda: LINEAR.inputs(dtype, device, lead=(37,), H=31, V=333, **flags)  # noqa: E731
     assert_accurate(LINEAR.fn, LINEAR.ref, make, options, draws)
@@ -256,11 +256,11 @@ def test_accumulate_grad(recompute, device):
         assert w.grad is before or before is None
         torch.testing.assert_close(w.grad, rounds * expected[1])
         torch.testing.assert_close(x.grad, rounds * expected[0])
-    assert len([grad for grad in seen if grad is not None]) == 1  # the first; autograd added nothing afterwards
+    assert len([grad for grad in seen if grad is not None]) == 1  # only the first gradient goes through autograd
 
     x.grad = w.grad = None
     doubled = w * 2.0
-    for rounds in (1, 2):  # not a leaf: the ordinary gradient
+    for rounds in (1, 2):  # a weight that is no leaf gets the ordinary gradient
         ops.fused_linear_cross_entropy(x, doubled, inputs["target"], accumulate_grad=True, **options).backward(
             retain_graph=True
         )

@@ -82,7 +82,7 @@ def test_error_names_the_argument(error, message, call):
         call()
 
 
-# public ops and modules, with arguments that are valid
+# public op or module -> valid arguments
 CALLS = {
     ops.rms_norm: {"x": X, "weight": W},
     ops.add_rms_norm: {"x": X, "residual": X, "weight": W},
@@ -100,12 +100,12 @@ CALLS = {
     nn.CrossEntropyLoss: {},
     nn.FusedLinearCrossEntropyLoss: {},
 }
-# the op whose options a module takes, and its arguments that are no options of the module
+# module -> the op whose options the module takes, and the arguments of the op that are not such options
 OPTIONS_OF = {
     nn.CrossEntropyLoss: (ops.cross_entropy, ("weight", "num_items")),
     nn.FusedLinearCrossEntropyLoss: (ops.fused_linear_cross_entropy, ("class_weight", "num_items", "lora", "shard")),
 }
-NUMBERS = ("eps", "offset", "z_loss", "logit_scale", "softcap", "num_items")  # 2.5 is one of their values
+NUMBERS = ("eps", "offset", "z_loss", "logit_scale", "softcap", "num_items")  # 2.5 is valid for these
 WRONG = (
     None, "a", 2.5, float("nan"), [1], [[1.0]], (X,), torch.tensor([1, 2]), torch.tensor(1.0), torch.tensor([True]),
     torch.int64, object(),

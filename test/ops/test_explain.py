@@ -11,7 +11,7 @@ from liger_like.runtime import support, tiles
 from liger_like.testing import SPECS
 
 NORM = {"lead": (9,), "N": 64, "weight": True}
-HEADS = {"B": 1, "S": 100, "Sk": 100, "H": 2, "Hk": 1, "D": 64}  # more rows than fit into one block
+HEADS = {"B": 1, "S": 100, "Sk": 100, "H": 2, "Hk": 1, "D": 64}  # more rows than one block holds
 
 
 def test_kernels_and_tiles(device):
@@ -95,7 +95,7 @@ def test_why_not_the_kernels_for_hopper_elsewhere(monkeypatch):
 @pytest.mark.gpu
 @pytest.mark.skipif(torch.cuda.is_available() and torch.cuda.get_device_capability()[0] != 9, reason="needs a Hopper")
 def test_on_hopper():
-    for _ in range(2):  # compiled, and known
+    for _ in range(2):  # the second call finds the kernels compiled
         found = explain("flash_attention", HEADS, causal=True)
         assert "Gluon for Hopper" in found.implementation
         assert found.launches[0].kernel == "_attention_fwd_hopper_kernel"

@@ -70,7 +70,7 @@ def test_cuda_graph_equals_eager(spec, options, poisoned):
     if "target" in inputs:
         inputs["target"].clamp_(
             min=0
-        )  # a graph does not drop ignored tokens from the sums: they would be rounded apart
+        )  # a graph keeps ignored tokens in its sums, and eager drops them: the results would round differently
     graph, captured, upstream = capture(spec, inputs, options)
     for _ in range(3):
         redraw(inputs, upstream)
@@ -86,7 +86,7 @@ def test_cuda_graph_with_ignored_tokens(options):
     options = {**options, "chunk_rows": 64}
     y = inputs["target"].clone()
     graph, captured, upstream = capture(LINEAR, inputs, options)
-    for ignored in (0.0, 0.5, 0.9, 1.0):  # another share in every replay
+    for ignored in (0.0, 0.5, 0.9, 1.0):  # each replay ignores another share
         redraw(inputs, upstream)
         inputs["target"].copy_(y.clamp(min=0).masked_fill(torch.rand(300, device="cuda") < ignored, -100))
         graph.replay()
@@ -139,9 +139,9 @@ def compiled_kernels():
 @each_op
 def test_lengths_do_not_recompile(spec):
     shape = small(spec)
-    shape.pop("bias", None)  # its strides are lengths
+    shape.pop("bias", None)  # its strides depend on the lengths
 
-    options = {k: v for k, v in spec.options[-1].items() if k != "chunk_rows"}  # those have a test of their own
+    options = {k: v for k, v in spec.options[-1].items() if k != "chunk_rows"}  # tested below
 
     def call(rows):
         lengths = {"lead": (rows,), "S": rows, "Sk": rows + 13, "lengths": ((rows, rows + 13), (5, 5))}
@@ -206,7 +206,7 @@ def test_more_than_2_31_elements(name):
     grads = torch.autograd.grad(outputs, [inputs[n] for n in names], upstream)
     tail_outputs = differentiable(spec.fn(**tail, **options))
     tail_grads = torch.autograd.grad(tail_outputs, [tail[n] for n in names], [last(t) for t in upstream])
-    exact = not name.startswith("fused")  # a GEMM may sum in another order for another number of rows
+    exact = not name.startswith("fused")  # the order of a GEMM's sum may depend on the number of rows
     for got, want in zip((*outputs, *grads), (*tail_outputs, *tail_grads), strict=True):
         torch.testing.assert_close(last(got), want, rtol=0 if exact else 1e-2, atol=0 if exact else 1e-2)
 
@@ -289,7 +289,7 @@ def test_peak_memory_of_the_fused_loss():
         ({}, dw + 2 * dx + chunk + 4 * mib, dx + mib),
         ({"recompute": True}, chunk // 2 + dx // 2 + 4 * mib, dw + 2 * dx + 36 * mib),
     ):
-        for _ in range(2):  # the first one gets cuBLAS its workspace
+        for _ in range(2):  # in the first round cuBLAS allocates its workspace
             x.grad = w.grad = None
             loss, forward, _ = peak(lambda: ops.fused_linear_cross_entropy(x, w, y, **options))  # noqa: B023
             _, backward, _ = peak(loss.backward)
@@ -304,7 +304,7 @@ def test_peak_memory_of_the_fused_loss():
     w.grad = torch.zeros_like(w)
     loss = ops.fused_linear_cross_entropy(x, w, y, recompute=True, accumulate_grad=True)
     _, backward, _ = peak(loss.backward)
-    assert backward <= 3 * dx + 132 * mib  # no dw, and slices of 128 MiB
+    assert backward <= 3 * dx + 132 * mib  # dw goes into w.grad; a slice of logits takes 128 MiB
 
 
 def test_label_out_of_range_raises_by_the_next_call():
@@ -343,7 +343,7 @@ MASKS = [{}, {"causal": True}, {"causal": True, "window": (100, -1)}, {"softcap"
 @pytest.mark.parametrize("mask", MASKS, ids=str)
 def test_attention_over_many_blocks(mask, widths, dtype):
     D, Dv = widths
-    # many heads and draws: the gradient of a sink is one number, and close or not by luck
+    # Many heads and draws, since the gradient of one sink may be accurate or not by luck.
     shape = {"B": 2, "S": 700, "Sk": 901, "H": 16, "Hk": 8, "D": D, "Dv": Dv, "sinks": True, "padded": True}
     make = lambda: attention_inputs(dtype, "cuda", **shape)  # noqa: E731
     for deterministic in (False, True):
@@ -395,7 +395,7 @@ def test_attention_of_more_than_2_31_elements_of_queries(deterministic):
     S = 2**31 // 4096 + 9
     inputs = attention_inputs(torch.bfloat16, "cuda", B=1, S=S, Sk=96, H=32, Hk=1, D=128)
     options = {"deterministic": deterministic}
-    dout = torch.zeros_like(inputs["q"])  # so that dk and dv are of the last queries alone
+    dout = torch.zeros_like(inputs["q"])  # dk and dv then come from the last queries alone
     dout[:, -9:] = torch.randn_like(dout[:, -9:])
     (out, dq, *grads), _ = forward_backward(ATTENTION, inputs, options, (dout,))
     tail = {n: t.detach()[:, -9:].requires_grad_() if n == "q" else t for n, t in inputs.items()}
@@ -439,5 +439,5 @@ def test_attention_of_growing_keys_compiles_few_kernels():
         k = torch.randn(1, Sk, 2, 64, device="cuda", dtype=torch.bfloat16)
         ops.flash_attention(q, k, k, causal=True)
     new = {kernel: n - before.get(kernel, 0) for kernel, n in compiled_kernels().items()}
-    assert new.pop(portable_forward._merge_kernel) <= 6  # one for each power of 2 of the parts, up to 64
+    assert new.pop(portable_forward._merge_kernel) <= 6  # one for each power of 2 up to 64 parts
     assert max(new.values()) <= 2

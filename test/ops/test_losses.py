@@ -68,7 +68,7 @@ def test_all_rows_ignored(device, reduction, num_items):
 @pytest.mark.parametrize(("reduction", "num_items"), [("sum", None), ("mean", None), ("mean", 7), ("mean", "tensor")])
 def test_sum_of_many_rows(rows, weighted, reduction, num_items, device):
     loss, target = torch.randn(rows, device=device), torch.randint(0, 5, (rows,), device=device)
-    loss[::3], target[::3] = 0, -100  # of a single row, this one
+    loss[::3], target[::3] = 0, -100  # with a single row, all rows are ignored
     weight = torch.rand(5, device=device) if weighted else None
     num_items = torch.tensor(7, device=device) if num_items == "tensor" else num_items
     options = reduction, target, weight, -100, num_items
@@ -361,7 +361,7 @@ def test_inplace_backward_raises_for_others_that_need_the_logits(device):
     (ce + other).backward()
     z, other, ce = loss(True)
     with pytest.raises(RuntimeError, match="modified by an inplace operation"):
-        (ce + other).backward()  # autograd runs the latest first: the square finds a gradient in its logits
+        (ce + other).backward()  # the loss's backward runs first and overwrites the logits
     z, _, ce = loss(True)
     with torch.no_grad():
         z += 1
@@ -384,7 +384,7 @@ def test_nothing_is_computed_for_the_backward_without_one(device, monkeypatch):
     ops.fused_linear_cross_entropy(x.detach(), w, y)
     assert not calls
     ops.fused_linear_cross_entropy(x, w, y)
-    assert len(calls) == 1  # dx, but no dw for a frozen weight
+    assert len(calls) == 1  # one product for dx; none for dw, since the weight is frozen
 
 
 def test_compile_with_symbolic_numbers(device):

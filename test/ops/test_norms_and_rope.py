@@ -37,7 +37,7 @@ def test_heads_behind_the_sequence(device):
     after = ops.rope(q.transpose(1, 2), k.transpose(1, 2), cos, sin, unsqueeze_dim=2)
     for x, a, b in zip((q, k), before, after, strict=True):
         assert torch.equal(a, b.transpose(1, 2))
-        assert a.stride() == x.stride()  # the layout that attention reads is kept
+        assert a.stride() == x.stride()  # attention reads this layout without a copy
 
 
 @pytest.mark.parametrize("name", ["rope", "qk_norm_rope"])
@@ -107,7 +107,7 @@ def test_one_output_unused(used, device):
         torch.testing.assert_close(a, b)
 
 
-@pytest.mark.parametrize("dtype", [torch.float32, torch.float64])  # by a kernel, and by the reference
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64])  # the kernel, and the reference
 def test_layer_norm_is_contiguous(dtype, device):
     """The output is contiguous, as torch's: some image models, whose patches were channels, call view on it."""
     assert ops.layer_norm(torch.randn(2, 8, 6, device=device, dtype=dtype).mT).is_contiguous()

@@ -45,7 +45,7 @@ def few(spec):
 def test_accuracy(spec, options, dtype, device, poisoned):
     loss = "target" in spec.inputs(dtype, device, **spec.test_shapes[0])
     for shape in spec.test_shapes:
-        # in half precision one rounding, of the label's logit, dominates a row, better or worse by luck: take many rows
+        # In half precision the rounding of the label's logit dominates the error of a row, so compare many rows.
         rows = torch.Size(shape.get("lead", ())).numel()
         if loss and dtype != torch.float32 and rows < 35:
             continue
@@ -73,7 +73,7 @@ VIEWS = {
 def test_any_strides(spec, view, device, poisoned):
     def on_views(fn):
         def call(**kwargs):
-            # a head of equal rows, and attention over equal keys or values, have no gradient to compare
+            # With equal rows in the weight, equal keys or equal values, some exact gradients are zero.
             equal = {"weight", "lora_a", "lora_b"} | ({"k", "v"} if "cu_seqlens_k" in kwargs else set())
             fixed = equal if view == "expanded" else ()
             viewed = {
@@ -125,7 +125,7 @@ def test_zero_stride_upstream(spec, device):
         def call(**kwargs):
             out = fn(**kwargs)
             out = [t for t in (out if isinstance(out, tuple) else (out,)) if t is not None and t.requires_grad]
-            # zero: what is compared are the gradients, not how the errors of many numbers cancel in a sum
+            # The output is zero, so only gradients are compared: errors in a long sum cancel by luck.
             return sum((t - t.detach()).sum(tuple(range(t.dim()))) for t in out)
 
         return call
@@ -163,7 +163,7 @@ def test_frozen_inputs(spec, options, device, poisoned):
         got = run(spec.fn, {n: t.detach().requires_grad_(n in trained) for n, t in inputs.items()}, options)
         assert {n for n in got if n.startswith("d")} == {f"d{n}" for n in trained}
         for name, tensor in got.items():
-            # without dx, Triton lays this kernel's block out otherwise, and dw and db sum over rows in another order
+            # Without dx, Triton picks another layout for the block, so dw and db add the rows in another order.
             another = device == "cuda" and spec.name == "layer_norm" and name in ("dweight", "dbias")
             exact = {} if another else {"rtol": 0, "atol": 0}
             torch.testing.assert_close(tensor, full[name], **exact)
@@ -206,7 +206,7 @@ def test_double_backward_raises(spec, device):
         sum(g.sum() for g in grads).backward(inputs=leaves[:1] if alone else None)
 
     for constant, alone in ((False, False), (True, False), (True, True)):
-        if alone and spec.name == "rope":  # linear: its second derivative by its inputs is zero
+        if alone and spec.name == "rope":  # rope is linear: its second derivative by the inputs is zero
             continue
         upstream = [torch.randn_like(t, requires_grad=not constant) for t in outputs]
         with pytest.raises(RuntimeError, match="differentiate twice"):
@@ -268,7 +268,7 @@ class _Filled(TorchDispatchMode):
 def test_torch_fills_nothing_large(spec, options, device):
     """Neither in the forward nor in the backward, where a slice that is no view would be zeros and a copy."""
     inputs = spec.inputs(torch.float32, device, **small(spec))
-    inputs = {name: t for name, t in inputs.items() if "lora" not in name}  # whose low-rank products are torch's
+    inputs = {name: t for name, t in inputs.items() if "lora" not in name}  # torch computes the low-rank products
     leaves = [t for t in inputs.values() if t.requires_grad]
     with _Filled() as mode:
         outputs = differentiable(spec.fn(**inputs, **options))

@@ -9,7 +9,7 @@ from liger_like.testing import SPECS, assert_accurate
 
 SPEC = {spec.name: spec for spec in SPECS}
 leads = st.lists(st.integers(0, 7), min_size=1, max_size=3).map(tuple)
-# a loss has a program for each row, which is slow in the interpreter
+# A loss runs one program per row, which is slow in the interpreter.
 few_rows = leads if DEVICE == "cuda" else st.lists(st.integers(0, 4), min_size=1, max_size=3).map(tuple)
 widths = st.integers(2, 300)
 flags = st.booleans()
@@ -18,13 +18,13 @@ flags = st.booleans()
 def check(name, shape, options):
     torch.manual_seed(0)
     spec = SPEC[name]
-    # several draws: in one, a gradient may happen to cancel to rounding
+    # In a single draw a gradient may happen to cancel to rounding error.
     assert_accurate(spec.fn, spec.ref, lambda: spec.inputs(torch.float32, DEVICE, **shape), options, draws=3)
 
 
 @given(
     lead=leads,
-    N=st.integers(8, 300),  # in narrower rows the gradient of a norm cancels to rounding
+    N=st.integers(8, 300),  # in narrower rows the gradient of a norm cancels to rounding error
     weight=flags,
     residual=flags,
     eps=st.sampled_from([0.0, 1e-6, 0.1]),

@@ -53,7 +53,7 @@ class Built(NamedTuple):
 def built(tmp_path_factory: pytest.TempPathFactory) -> Built:
     """Build and install without a network; all other packages are those of the Python that runs the tests."""
     folder = tmp_path_factory.mktemp("built")
-    # built from a copy: setuptools would also pack what an earlier build left in the tree
+    # Build from a copy: setuptools would also pack the leftovers of an earlier build in the tree.
     ignored = shutil.ignore_patterns(".?*cache*", ".git", ".venv", "__pycache__", "build", "dist", "*.egg-info")
     shutil.copytree(ROOT, folder / "tree", symlinks=True, ignore=ignored)
     backend = "import sys, setuptools.build_meta as backend; backend.build_sdist(sys.argv[1])"
@@ -69,7 +69,7 @@ def built(tmp_path_factory: pytest.TempPathFactory) -> Built:
     python = folder / "venv/bin/python"
     run(sys.executable, "-m", "pip", "--python", python, "install", *options, wheel, cwd=folder)
     site = folder / f"venv/lib/python{sys.version_info.major}.{sys.version_info.minor}/site-packages"
-    # below the wheel on the path; a .pth inside those folders is not read, so an editable install of the tree stays out
+    # The wheel comes first on the path. Python reads no .pth file in these folders, so it skips an editable install.
     (site / "others.pth").write_text("\n".join(path for path in sys.path if path.endswith("-packages")))
     return Built(source, wheel, python)
 

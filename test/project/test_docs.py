@@ -18,7 +18,7 @@ DOCS = sorted((ROOT / "docs").glob("*.md"))
 PAGES = [ROOT / "README.md", ROOT / "PACKAGE.md", ROOT / "CONTRIBUTING.md", *DOCS]
 SOURCES = [path for folder in ("liger_like", "patches") for path in (ROOT / folder).rglob("*.py")]
 BLOCK = re.compile(r"```python( fragment)?\n(.*?)```", re.DOTALL)
-MAKERS = {"UserWarning": "warn", "RuntimeWarning": "warn"}  # what is called to raise it, where that is not its name
+MAKERS = {"UserWarning": "warn", "RuntimeWarning": "warn"}  # warning -> the function that issues it
 by_path = pytest.mark.parametrize("page", PAGES, ids=lambda page: str(page.relative_to(ROOT)))
 
 
@@ -136,7 +136,7 @@ def said(node, by=""):
         yield by, [part.value if isinstance(part, ast.Constant) else None for part in node.values]
     elif isinstance(node, ast.Constant) and isinstance(node.value, str):
         yield by, [node.value]
-    elif not (isinstance(node, ast.Expr) and isinstance(node.value, ast.Constant)):  # a docstring
+    elif not (isinstance(node, ast.Expr) and isinstance(node.value, ast.Constant)):  # skip docstrings
         called = ast.unparse(node.func).rpartition(".")[2] if isinstance(node, ast.Call) else ""
         for child in ast.iter_child_nodes(node):
             yield from said(child, called)

@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 
 ROOT = Path(__file__).parents[2]
-# stands in for Python: makes an environment with a copy of itself, and says what pip or a program would
+# A fake Python: it copies itself into new environments, and prints a line as pip or a program would.
 FAKE = """#!/bin/sh
 case "$*" in
 "-m venv "*) mkdir -p "$3/bin" && cp "$0" "$3/bin/python" ;;
@@ -29,7 +29,7 @@ def make(tmp_path):
 
     def make(*arguments):
         command = ["make", "--no-print-directory", f"PYTHON={python}", *arguments]
-        # without the variables of a make that runs these tests
+        # Drop the variables of the make that may run these tests.
         ours = ("MAKE", "VENV", "PYTHON", "ARGS")
         environment = {name: value for name, value in os.environ.items() if not name.startswith(ours)}
         return subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, env=environment)

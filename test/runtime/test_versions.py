@@ -52,7 +52,7 @@ def test_a_package_that_is_not_installed(monkeypatch):
 def test_the_imported_module_is_asked():
     assert versions.installed("torch") == torch.__version__
     assert versions.installed("triton") == triton.__version__
-    assert versions.installed("peft")  # not imported here: its distribution is asked
+    assert versions.installed("peft")  # not imported here, so its metadata is read
 
 
 def test_every_package_says_what_follows():

@@ -14,7 +14,7 @@ from torch.multiprocessing import start_processes
 
 from liger_like.runtime import support
 
-# what most workers import takes longer than what they do: a process is imported once, its copies are the workers
+# Imports take longer than most workers' own work: one process imports these modules, and workers are its forks.
 PRELOADED = ("liger_like", "transformers.models.llama.modeling_llama", "accelerate", "torch.distributed.fsdp")
 
 
@@ -29,15 +29,15 @@ def run(worker, world_size, *args, backend="gloo"):
         if not on_gpus:
             os.environ["CUDA_VISIBLE_DEVICES"] = ""
         args = worker, world_size, args, backend, f"{folder}/store", dict(os.environ)
-        os.environ["TRITON_INTERPRET"] = str(int(support.INTERPRET))  # kernels are decorated once for all
+        os.environ["TRITON_INTERPRET"] = str(int(support.INTERPRET))  # one import decorates kernels for all workers
         multiprocessing.set_forkserver_preload([*PRELOADED])
         start_processes(_work, args, nprocs=world_size, start_method="spawn" if on_gpus else "forkserver")
 
 
 def _work(rank, worker, world_size, args, backend, store, environment):
-    os.environ.clear()  # the copied process's
+    os.environ.clear()  # drop the variables of the fork server
     os.environ.update(environment)
-    support.INTERPRET = triton.knobs.runtime.interpret  # as an import would read it now
+    support.INTERPRET = triton.knobs.runtime.interpret  # the fork server's import may have read another value
     quicken()
     torch.set_num_threads(1)
     torch.manual_seed(0)
@@ -49,7 +49,7 @@ def _work(rank, worker, world_size, args, backend, store, environment):
     dist.barrier()
     if "nccl" in backend:
         dist.destroy_process_group()
-    os._exit(0)  # the threads of gloo may abort an interpreter that ends around them
+    os._exit(0)  # threads of gloo may abort a normal shutdown of Python
 
 
 def as_torchrun_does():

@@ -6,7 +6,7 @@ import numpy as np
 from triton.runtime import interpreter
 
 _patch_lang, _get_np_dtype = interpreter._patch_lang, interpreter._get_np_dtype
-_modules = set()  # the modules of the functions that were called in this launch
+_modules = set()  # modules whose functions were called in this launch
 
 
 def quicken():

@@ -30,14 +30,14 @@ FAMILIES = {
         "sliding_window": 8,
         "query_pre_attn_scalar": 16,
         "final_logit_softcapping": 5.0,
-        "attn_implementation": "eager",  # SDPA, with some transformers the default, knows no softcap
+        "attn_implementation": "eager",  # SDPA, the default of some versions, ignores the softcap
     },
     "Phi3": {"rope_parameters": PARTIAL},
     "Olmo2": {},
     "SmolLM3": {"no_rope_layers": [1, 0]},
     "Granite": {"logits_scaling": 3.0, "residual_multiplier": 0.5, "embedding_multiplier": 2.0},
 }
-# families that are here for their attention
+# Families that test the patches of attention.
 ATTENTION = {
     "Llama": {},
     "Mistral": {"sliding_window": 5},

@@ -50,7 +50,7 @@ from liger_like.ops.losses.dw_sum import portable as dw_sum_portable
 from liger_like.runtime import support, tiles
 from liger_like.testing import inputs as random_inputs
 
-# GPU -> what Triton compiles for, and the KiB of shared memory (LDS) that one program can have there
+# GPU -> Triton's target, and the most shared memory (LDS) of one program in KiB
 TARGETS = {
     "sm_80": (GPUTarget("cuda", 80, 32), 163),
     "sm_86": (GPUTarget("cuda", 86, 32), 99),
@@ -63,18 +63,18 @@ TARGETS = {
     "gfx950": (GPUTarget("hip", "gfx950", 64), 160),
 }
 DTYPES = (torch.float32, torch.float16, torch.bfloat16)
-WIDTHS = [*(2**k for k in range(1, 16)), *(3 * 2**k for k in range(3, 14))]  # blocks that are full, and that are not
+WIDTHS = [*(2**k for k in range(1, 16)), *(3 * 2**k for k in range(3, 14))]  # 2**k fills its block, 3 * 2**k does not
 HEAD_WIDTHS = [2**k for k in range(1, 10)]
 ATTENTION_WIDTHS = ((16, 16), (80, 80), (96, 96), (128, 128), (192, 128), (256, 128))
 TILE_OPTIONS = ("BLOCK", "num_", "STAGES", "EVEN", "ONE_BLOCK")
-SHARE = 4  # variants of a tile, where it is for fewer GPUs
-# what ``ops.attention`` calls them when it picks a tile
+SHARE = 4  # least number of variants compiled per tile
+# class of GPUs for which ``ops.attention`` picks tiles -> its GPUs
 CLASSES = {
     "hopper": ("sm_90",),
     "large": ("sm_80", "sm_100", "gfx950"),
     "small": ("sm_86", "sm_89", "sm_120", "gfx90a", "gfx942"),
 }
-# kernels that not every GPU gets
+# kernel -> the only GPUs that run it
 ONLY = {
     dw_sum_portable._add_products_kernel: ("sm_90", "sm_100"),
     dw_sum_hopper._add_products_hopper_kernel: ("sm_90",),
@@ -84,18 +84,19 @@ ONLY = {
     hopper_backward_256._attention_dkv_hopper_kernel: ("sm_90",),
     hopper_backward_256._attention_dq_hopper_kernel: ("sm_90",),
 }
-# Kernels on an architecture, of which one in so many instructions of a loop may move a register to memory or back.
-# The backward on Hopper holds 208 sums and products in 240 registers: of what is the same in every turn, a softcap,
-# spans (the most, with a softcap) and packed sequences have some read again. Triton 3.9 keeps more of that in registers
-# than versions before: with it one in 40 instructions of heads of 64 moves a register, without any of these.
-# The portable dk and dv on Hopper hold 192 sums and products in 255 registers, for 64 queries, 128 keys and heads of
-# 128; packed sequences without a causal mask spill the most. With 32 queries nothing spills, but heads of 96 take 8 %
-# longer and those of 128 17 %.
+# (kernel, architecture) -> N: at most one in N instructions of a loop may move a register to memory or back.
+# The Hopper backward holds 208 sums and products in 240 registers. A softcap, spans and packed sequences need further
+# values that are the same in every iteration, and some of these are read again; spans with a softcap spill the most.
+# Triton 3.9 keeps more such values in registers than older versions. With heads of 64 it moves a register in one of 40
+# instructions even without these options.
+# The portable dk and dv kernel on Hopper holds 192 sums and products in 255 registers, with blocks of 64 queries and
+# 128 keys and heads of 128. Packed sequences without a causal mask spill the most. Blocks of 32 queries spill nothing,
+# but take 8 % longer for heads of 96 and 17 % longer for heads of 128.
 MAY_SPILL = {("_attention_bwd_hopper_kernel", 90): 16, ("_attention_dkv_kernel", 90): 7}
-# Of kernels that multiply no matrices one in so many: ptxas spills a register or two so that one more program fits on a
-# multiprocessor. The norms of width 256 then use 96 of 255 registers, and they wait for memory anyway.
+# N for kernels that multiply no matrices: ptxas spills a register or two so that one more program fits on a
+# multiprocessor. The norms of width 256 then use 96 of 255 registers, and they are memory-bound anyway.
 BOUND_BY_MEMORY = 32
-PRODUCT = re.compile(r"(?<![.\w])\w+MMA\b")  # of matrices, as HMMA, HGMMA, UTCHMMA; HFMA2.MMA is none
+PRODUCT = re.compile(r"(?<![.\w])\w+MMA\b")  # HMMA, HGMMA, UTCHMMA; HFMA2.MMA multiplies no matrices
 
 
 @functools.cache
@@ -135,7 +136,7 @@ class Cost(NamedTuple):
     shared: float
 
 
-@functools.lru_cache(2)  # of the last kernel, which may be asked for twice
+@functools.lru_cache(2)  # both dumps of the last kernel: the SASS may be read twice
 def dump(kernel: Any, option: str) -> str:
     """Return cuobjdump's output for a compiled kernel."""
     with tempfile.NamedTemporaryFile(suffix=".cubin") as file:
@@ -156,7 +157,7 @@ def cost(kernel: Any) -> Cost:
         return Cost(vgprs, scratch, shared)
     usage = dump(kernel, "--dump-resource-usage")
     registers, stack = (int(re.search(rf"{field}:(\d+)", usage)[1]) for field in ("REG", "STACK"))
-    # a stack frame may be more than spills (or less: alignment): what counts is whether the code uses it
+    # The size of the stack frame does not give the spills (alignment, other uses), so count the moves in the code.
     one_in = MAY_SPILL.get((kernel.metadata.name, kernel.metadata.target.arch), sys.maxsize)
     return Cost(registers, stack if stack and spills(dump(kernel, "-sass"), one_in) else 0, shared)
 
@@ -177,7 +178,7 @@ def spills(sass: str, one_in: int) -> bool:
     jumps = ((at, re.search(r"\bBRA\b.*?0x([0-9a-f]+)", text)) for at, text in code)
     loops = [range(int(to[1], 16), at) for at, to in jumps if to and int(to[1], 16) < at]
     if "USETMAXREG" in sass:
-        ends = [at for at, text in code if re.search(r"\bEXIT\b", text)]  # behind it are the retries of waits
+        ends = [at for at, text in code if re.search(r"\bEXIT\b", text)]  # loops after EXIT only retry waits
         products = [at for at, text in code if PRODUCT.search(text)]
         loops = [loop for loop in loops if any(at in loop for at in products) and not any(at in loop for at in ends)]
     around = [a for a, b in itertools.permutations(loops, 2) if b[0] in a and b[-1] in a]
@@ -194,7 +195,7 @@ def calls() -> Iterator[tuple[testing.OpSpec, torch.dtype, dict[str, Any], dict[
         for shape in (*spec.test_shapes, *spec.bench_shapes):
             few = shape | ({"lead": (2,)} if "lead" in shape else {"B": 1, "S": 2})
             if "V" in shape and "H" in shape:
-                few["H"] = 32  # goes into GEMMs only
+                few["H"] = 32  # only GEMMs depend on H
             if few not in shapes:
                 shapes.append(few)
             for width in HEAD_WIDTHS if "D" in shape else WIDTHS:
@@ -202,8 +203,8 @@ def calls() -> Iterator[tuple[testing.OpSpec, torch.dtype, dict[str, Any], dict[
                 if "R" in shape:
                     wide["R"] = max(
                         2, width * shape["R"] // shape["D"] // 2 * 2
-                    )  # the same share of the features turns
-                    wide["R"] *= 2 if 2 * wide["R"] == width else 1  # half of them would need an option
+                    )  # rotate the same share of the features
+                    wide["R"] *= 2 if 2 * wide["R"] == width else 1  # rotating half of the features needs an option
                 if wide not in shapes:
                     shapes.append(wide)
         for dtype, shape, options in itertools.product(DTYPES, shapes, spec.options):
@@ -264,7 +265,7 @@ def record() -> list[Launch]:
         made.append(Launch(kernel, args, options, ONLY.get(kernel, gpus)))
         launches.setdefault((kernel, *map(str, made[-1].bind(TARGETS["sm_90"][0])[1:])), made[-1])
 
-    # on CPU tensors, which nobody fills, the ops launch what they believe to be the interpreter
+    # INTERPRET makes the ops launch kernels on CPU tensors. No kernel runs, so the tensors need no values.
     with (
         patch.object(JITFunction, "run", run),
         patch.object(support, "INTERPRET", True),
@@ -295,7 +296,7 @@ def record() -> list[Launch]:
             whole = attention_calls(choice.WIDTHS, choice.DTYPES)
             for spec, dtype, shape, options in (*whole, *attention_calls([(96, 96), (160, 80)], [torch.bfloat16])):
                 differentiate(spec, dtype, shape, options)
-        # products that on a CPU are torch's; M and N with and without 16 as a divisor
+        # The ops leave these products to torch on a CPU, so launch them here, with M and N divisible by 16 and not.
         flags, factors = (False, True), (None, torch.ones(1))
         for architecture, accumulate, factor, M, N in itertools.product((9, 10), flags, factors, (128, 136), (64, 72)):
             a, b = (torch.empty(32, columns, dtype=torch.bfloat16) for columns in (M, N))
@@ -310,12 +311,12 @@ def compile_for(index: int, gpu: str) -> Cost:
     """Compile launch ``index`` in a worker."""
     source, options = LAUNCHES[index].specialise(TARGETS[gpu][0])
     kernel = triton.compile(source, target=TARGETS[gpu][0], options=options)
-    if LAUNCHES[index].kernel.is_gluon():  # for a warp that loads by TMA, and others that multiply
+    if LAUNCHES[index].kernel.is_gluon():  # one warp loads by TMA, the others multiply
         missing = [part for part in ("cp.async.bulk.tensor", "wgmma", "setmaxnreg") if part not in kernel.asm["ptx"]]
         if missing:
             raise RuntimeError(f"no {', '.join(missing)}")
         products = re.findall(r"\bHGMMA\b.*?;", dump(kernel, "-sass"))
-        if 2 * sum("gsb0" in product for product in products) > len(products):  # for want of registers, for example
+        if 2 * sum("gsb0" in product for product in products) > len(products):  # for example, too few registers
             raise RuntimeError("each product waits for the one before it")
     return cost(kernel)
 
@@ -357,7 +358,7 @@ def plan() -> list[tuple[int, str]]:
             jobs += [(variants[turn % len(variants)], gpu) for gpu in gpus]
             continue
         if LAUNCHES[variants[0]].kernel.__name__.startswith("_attention"):
-            gpus = (gpus[turn % len(gpus)],)  # these take seconds: one GPU of a class in turn
+            gpus = (gpus[turn % len(gpus)],)  # each compilation takes seconds: one GPU of the class in turn
         turns = max(len(gpus), min(len(variants), SHARE))
         jobs += [(variants[i * len(variants) // turns], gpus[i % len(gpus)]) for i in range(turns)]
     return jobs
@@ -373,7 +374,7 @@ def main() -> None:
         parser.error(f"no GPUs to compile for: {', '.join(unknown)}; there are {', '.join(TARGETS)}")
     jobs = [(index, gpu) for index, gpu in plan() if gpu in (arguments.gpus or TARGETS)]
     jobs = jobs[int(triton.__version__.split(".")[1]) // 2 % arguments.every :: arguments.every]
-    fork = multiprocessing.get_context("fork")  # the launches hold what cannot be pickled
+    fork = multiprocessing.get_context("fork")  # the launches cannot be pickled
     with ProcessPoolExecutor(os.cpu_count(), fork) as pool:
         futures = [pool.submit(compile_for, *job) for job in jobs]
         for future in track(futures, "compiling"):
@@ -405,6 +406,6 @@ def main() -> None:
 
 
 if __name__ == "__main__":
-    torch.set_num_threads(1)  # the workers are forked
+    torch.set_num_threads(1)  # threads do not survive the fork of the workers
     LAUNCHES = record()
     main()

@@ -46,7 +46,7 @@ FILES = (
     "test/attention/test_attention_hopper_backward.py",
     "test/attention/test_attention_hopper.py",
     "test/ops/test_gpu.py",
-)  # the quickest first
+)  # the quickest tests come first
 
 
 class Mutant(NamedTuple):
@@ -67,7 +67,7 @@ class Mutant(NamedTuple):
 
 
 RUNTIME = ("autograd", "blocks", "checks", "launcher", "layout", "registry", "support")
-# file -> pytest's -k for the tests that its bugs must fail
+# file -> the -k of pytest that selects the tests which must catch the bugs in the file
 TESTS = {
     **{f"runtime/{file}.py": "test_ops or test_tiles" for file in RUNTIME},
     "runtime/tiles.py": "test_ops or test_tiles",

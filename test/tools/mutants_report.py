@@ -7,7 +7,7 @@ from typing import NamedTuple
 LIST = Path(__file__).with_name("MUTANTS.md")
 CAUGHT, SURVIVED, TIMED_OUT, NEEDS_GPU = "caught", "SURVIVED", "timed out", "needs a GPU"
 HEAD = "| file | bug | fate | by |\n|---|---|---|---|\n"
-PIPE = "&#124;"  # in a cell
+PIPE = "&#124;"  # a plain pipe would end the table cell
 Key = tuple[str, str]
 
 

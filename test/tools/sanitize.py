@@ -24,14 +24,14 @@ from liger_like.ops.attention import choice
 from liger_like.ops.losses import dw_sum
 
 HOPPER, PORTABLE = "hopper", "portable"
-# tool -> kernels and dtype
+# tool -> the kernels and the dtype that it checks
 TOOLS = {
     "memcheck": (HOPPER, "bfloat16"),
     "initcheck": (PORTABLE, "float32"),
     "racecheck": (PORTABLE, "bfloat16"),
     "synccheck": (HOPPER, "bfloat16"),
 }
-# heads of the kernels for Hopper, rows that do not fill their blocks, and tiles for more programs than run at once
+# Head sizes of the Hopper kernels, rows that do not fill their blocks, and more tiles than programs run at once.
 HEADS: list[dict[str, Any]] = [{"H": 4, "Hk": 2, "D": D, "Dv": Dv, "sinks": True} for D, Dv in choice.WIDTHS]
 ATTENTION = {
     "flash_attention": [
@@ -62,7 +62,7 @@ def main() -> None:
             testing.run(spec.fn, spec.inputs(getattr(torch, sys.argv[2]), "cuda", **shape), options)
             torch.cuda.synchronize()
         return
-    # every tensor an allocation of its own, with room behind it that nobody may touch
+    # Each tensor gets its own allocation, so that the padding of memcheck follows each tensor.
     environment = os.environ | {"PYTORCH_NO_CUDA_MEMORY_CACHING": "1"}
     failed = False
     for tool in sys.argv[1:] or TOOLS:

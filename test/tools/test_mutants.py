@@ -22,7 +22,7 @@ def test_list_of_fates(tmp_path, monkeypatch):
     mutants_report.keep(keys[2], Fate(CAUGHT, "test_gpu[1|2]"), keys)
     mutants_report.keep(keys[2], Fate(NEEDS_GPU), keys)
     mutants_report.keep(("b.py", "gone"), Fate(SURVIVED), [*keys, ("b.py", "gone")])
-    for fate in (Fate(CAUGHT, "test_a"), Fate(SURVIVED)):  # the later counts
+    for fate in (Fate(CAUGHT, "test_a"), Fate(SURVIVED)):  # the later fate replaces the earlier
         mutants_report.keep(keys[0], fate, keys)
     text = mutants_report.LIST.read_text()
     assert text.startswith("# 1 of 2 planted bugs caught, 1 SURVIVED, 2 not planted yet\n")
