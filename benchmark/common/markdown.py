@@ -27,7 +27,7 @@ def table(columns: Sequence[str], rows: Iterable[Iterable[str]]) -> str:
 
 
 def side_by_side(corner: str, rows: Iterable[tuple[str, Mapping[str, str]]], absent: str) -> str:
-    """A row for each shape or setting, a column for each contestant that any of them has."""
+    """Return a table with a row for each shape or setting, and a column for each contestant that any of them has."""
     rows = [*rows]
     names = dict.fromkeys(name for _, cells in rows for name in cells)
     return table((corner, *names), ([what, *(cells.get(name, absent) for name in names)] for what, cells in rows))
@@ -44,7 +44,7 @@ def heading(result: Row) -> list[str]:
     absent = [name for name, version in result["versions"].items() if version is None]
     count = f"{result['gpus']} x" if "gpus" in result else "One"
     parts = [f"### {count} {result['gpu']}, {result['date']}\n", f"{versions}.\n"]
-    if state := result.get("state"):  # of the GPU
+    if state := result.get("state"):  # the GPU's clocks and power limit
         parts.append(f"{', '.join(f'{name} {value}' for name, value in state.items())}.\n")
     if absent:
         parts.append(f"Not installed, so not measured: {', '.join(absent)}.\n")
@@ -52,7 +52,7 @@ def heading(result: Row) -> list[str]:
 
 
 def between(text: str, begin: str, end: str, content: str) -> str:
-    """``text`` with ``content`` between the markers."""
+    """Return ``text`` with ``content`` between the markers."""
     head, _, rest = text.partition(begin)
     _, _, tail = rest.partition(end)
     return head + begin + content + end + tail

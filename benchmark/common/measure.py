@@ -25,10 +25,10 @@ from benchmark.common.markdown import RESULTS, Row
 T = TypeVar("T")
 Inputs = dict[str, Tensor]
 Step = Callable[[], Any]
-Build = Callable[[Inputs], Step]  # returns the forward; its imports stay outside the host time
+Build = Callable[[Inputs], Step]  # returns the forward, so that imports are not timed
 Timer = Callable[[], list[float]]
 
-PACKAGES = {  # package that a contestant needs
+PACKAGES = {  # contestant: the package it needs
     "Liger": "liger-kernel",
     "CCE": "cut-cross-entropy",
     "fla": "fla-core",
@@ -102,7 +102,7 @@ def gpu_times(step: Step, repeats: int, prepare: Step = lambda: None) -> list[fl
 
 def captured(step: Step, times: int = 1, pool: Any = None) -> torch.cuda.CUDAGraph:
     """Capture ``step``, run ``times`` times, as a CUDA graph. ``pool``: memory shared with graphs of unused results."""
-    torch.cuda.set_sync_debug_mode("error")  # finds a step that waits for the GPU: a failed capture would outlive it
+    torch.cuda.set_sync_debug_mode("error")  # raises where a step waits: a failed capture cannot be undone
     try:
         step()
     finally:

@@ -8,7 +8,7 @@ from typing import Any
 from benchmark.common.markdown import Row
 
 OURS = "liger_like"
-# By library. Ours is the one strong colour; nobody needs to tell red from green.
+# Library: its colour. Ours alone is strong; no reader must tell red from green.
 COLORS = {
     OURS: "#0050d0",
     "torch": "#a0a0a0",
@@ -42,7 +42,7 @@ MARKERS = {
     "CCE, exact": "d",
     "flash-attn-4": "^",
 }
-QUIET, GRID = "#606060", "#dddddd"  # of what is no contestant
+QUIET, GRID = "#606060", "#dddddd"  # colours of lines that are not contestants
 WIDTH = 11.5  # inches
 STYLE = {
     "figure.dpi": 100,

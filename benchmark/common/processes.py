@@ -27,9 +27,9 @@ from liger_like import ops  # noqa: F401  # before examples.train, which would h
 GPU = torch.cuda.is_available()
 DEVICE = "cuda" if GPU else "cpu"
 Worker = Callable[..., Iterator[Row]]
-ROWS, TOLD = "rows", 100  # a file, and the exit code of a process that has written its reason there
+ROWS, TOLD = "rows", 100  # a file; the exit code of a process that wrote its reason there
 GRACE = 1.0  # seconds
-# without a GPU plain torch is quicker; on one, what is free shall be in one piece
+# plain torch is faster than interpreted kernels; segments that grow avoid fragmentation
 ENVIRONMENT = {"TRITON_INTERPRET": "0", "PYTORCH_CUDA_ALLOC_CONF": "expandable_segments:True"}
 
 
@@ -40,7 +40,7 @@ class Processes(NamedTuple):
     timeout: float
 
     def run(self, worker: Worker, *args: Any) -> list[Row]:
-        """What ``worker(*args)``, a function of a module, yields in the first process.
+        """Return what ``worker(*args)``, a function of a module, yields in the first process.
 
         The first process to fail, or the end of the time, ends all of them, and the last row is the reason.
         """
@@ -69,7 +69,7 @@ class Processes(NamedTuple):
         return rows
 
     def _failure(self, several: list[Any]) -> str:
-        """Wait for all processes, or until one fails; why, unless it has told: others may tell what came of it."""
+        """Wait for all processes, or until one fails. Return why, unless the process told."""
         end = time.monotonic() + self.timeout
         running = {process.sentinel for process in several}
         while running and not any(process.exitcode for process in several):
@@ -78,13 +78,13 @@ class Processes(NamedTuple):
                 return f"more than {self.timeout:.0f} s"
             running.difference_update(ended)
         if running:
-            time.sleep(GRACE)  # one that cannot tell may be seen to have ended after one that can
+            time.sleep(GRACE)  # a killed process may be seen after one that failed because of it
         silent = {process.exitcode for process in several} - {0, None, TOLD}
         return f"a process ended with {min(silent)}" if silent else ""
 
 
 def _work(rank: int, processes: Processes, folder: str, worker: Worker, args: tuple[Any, ...]) -> None:
-    """One process; the first reason in the file is that of the first failure."""
+    """Run one process; the first reason in the file is that of the first failure."""
 
     def tell(row: Row) -> None:
         with Path(folder, ROWS).open("a") as file:
@@ -98,20 +98,20 @@ def _work(rank: int, processes: Processes, folder: str, worker: Worker, args: tu
         options: dict[str, Any] = {"store": dist.FileStore(f"{folder}/store", processes.count)}
         options["timeout"] = timedelta(seconds=processes.timeout)
         dist.init_process_group("nccl" if GPU else "gloo", world_size=processes.count, rank=rank, **options)
-        worst(0.0)  # its buffers are there before memory is short
+        worst(0.0)  # allocates the buffers of collectives while memory is free
         for row in worker(*args):
             if rank == 0:
                 tell(row)
-            dist.barrier()  # none goes on, and may fail, before the row is written
+            dist.barrier()  # no process may fail before the row is written
     except Exception as error:
         traceback.print_exc()
         tell({"reason": reason(error)})
-        os._exit(TOLD)  # others wait for this process, for which an ordinary end would wait
-    os._exit(0)  # the threads of gloo may abort an interpreter that ends around them
+        os._exit(TOLD)  # an ordinary exit would wait for processes that wait for this one
+    os._exit(0)  # an ordinary exit may be aborted by gloo's threads
 
 
 def worst(*values: float) -> list[float]:
-    """The largest of each over all processes."""
+    """Return the largest of each over all processes."""
     largest = torch.tensor(values, dtype=torch.float64, device=DEVICE)
     dist.all_reduce(largest, dist.ReduceOp.MAX)
     return largest.tolist()

@@ -50,13 +50,13 @@ from liger_like.doctor.tiny import first_that_run, results
 EQUAL, EQUAL_GRADIENT, FLOOR = 1e-5, 1e-4, 1e-7
 SECONDS, PROCESSES = 120, 2
 RESULT = RESULTS / "coverage.json"
-# what to look for in a report's patterns, and in forwards and names of classes that no recogniser shares
+# what an unpatched class contains if it rotates or gates
 ROTARY_CALL = re.compile(r"(?<![.\w])(?!rotary_emb\()\w*(rotary|rotate|rope)\w*\(")
 GATE = re.compile(r"act\w*\([^*]*\) \*|\* self\.act\w*\(")
 
 
 def names() -> list[str]:
-    """The classes of the auto-model mappings."""
+    """Return the classes of the auto-model mappings."""
     mappings = [mapping for name, mapping in vars(modeling_auto).items() if name.endswith("_MAPPING_NAMES")]
     found = [cls for mapping in mappings for cls in mapping.values()]
     flat = {name for cls in found for name in ((cls,) if isinstance(cls, str) else cls)}
@@ -64,7 +64,7 @@ def names() -> list[str]:
 
 
 def build(name: str) -> nn.Module:
-    """A tiny model of the default config."""
+    """Return a tiny model of the default config."""
     cls = getattr(transformers, name)
     return tiny.build(cls, cls.config_class())
 
@@ -78,14 +78,14 @@ def differences(got: dict[str, Tensor], expected: dict[str, Tensor]) -> list[str
     for name, value in expected.items():
         error, norm = float((got[name] - value).norm()), float(value.norm())
         allowed = EQUAL * norm if name in ("loss", "logits") else EQUAL_GRADIENT * norm + floor
-        if not error <= allowed:  # a NaN is not
+        if not error <= allowed:  # also true for NaN
             found.append(f"{name} differs by {error / norm:.1e}")
     return found
 
 
 @functools.cache
 def forward_of(cls: type[nn.Module]) -> str:
-    """The code of the forward that transformers or torch wrote."""
+    """Return the code of the forward that transformers or torch wrote."""
     written = [c for c in cls.__mro__ if "forward" in vars(c) and not hasattr(c, "_liger_like")]
     return ast.unparse(ast.parse(textwrap.dedent(inspect.getsource(inspect.unwrap(vars(written[0])["forward"])))))
 
@@ -110,7 +110,7 @@ def silent(model: nn.Module, rows: tuple[Any, ...]) -> list[str]:
 
 
 def examine(name: str) -> Row:
-    """The row of a class."""
+    """Return the row of a class."""
     try:
         model = build(name)
         inputs, expected = first_that_run(model)
@@ -153,7 +153,7 @@ def reason(error: Exception) -> str:
 
 
 def state(model: nn.Module) -> list[Any]:
-    """Class and attributes of every module, but for tensors that a forward leaves there."""
+    """Return class and attributes of every module, without tensors that a forward leaves there."""
     attributes = [
         {name: id(value) for name, value in vars(module).items() if not isinstance(value, Tensor | None)}
         for module in model.modules()
@@ -168,7 +168,7 @@ def child(name: str, pipe: Any) -> None:
 
 
 def apart(name: str) -> Row:
-    """``examine`` in a process of its own, so that a crash or a hang costs one row."""
+    """Run ``examine`` in a process of its own, so that a crash or a hang costs one row."""
     context = multiprocessing.get_context("forkserver")
     context.set_forkserver_preload(["transformers.modeling_utils", "liger_like.patching"])
     receive, send = context.Pipe(duplex=False)

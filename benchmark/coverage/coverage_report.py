@@ -10,7 +10,7 @@ COVERAGE, README = FOLDER / "coverage/COVERAGE.md", FOLDER.parent / "README.md"
 BEGIN, END = "<!-- coverage: written by `python -m benchmark coverage --report` -->\n", "<!-- /coverage -->\n"
 STATUSES = ("exact", "partly", "wrong", "skipped")
 KINDS = {"ForCausalLM": "causal", "ForConditionalGeneration": "conditional generation"}
-# a pattern belongs to the first column that its name has a word of
+# words of pattern names: the column, first match
 COLUMNS = {
     "loss": ("lm_head",),
     "RoPE": ("rope",),
@@ -48,7 +48,7 @@ def tables(result: Row) -> str:
 
 
 def sentence(result: Row) -> str:
-    """One sentence with the counts."""
+    """Return one sentence with the counts."""
     causal, others = (counts(result["rows"], suffix) for suffix in KINDS)
     run = [count.total() - count["skipped"] for count in (causal, others)]
     seeing = sum(row.get("images", False) for row in result["rows"] if row["name"].endswith([*KINDS][1]))

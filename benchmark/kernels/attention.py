@@ -55,13 +55,13 @@ class Case(NamedTuple):
     options: Mapping[str, Any]
 
     def text(self) -> str:
-        """For the report."""
+        """Return the shape and the mask as the report names them."""
         masks = (key if value is True else f"{key} {value[0] + 1}" for key, value in self.options.items())
         return ", ".join((shape_text(self.shape), *masks))
 
 
 def cases() -> list[Case]:
-    """Every shape of the table, causal and not, and a window."""
+    """Return every shape of the table, causal and not, and a window."""
     causal, window = {"causal": True}, {"causal": True, "window": (1023, 0)}
     batch, packed = SPECS["flash_attention"], SPECS["flash_attention_varlen"]
     full = [Case(batch, shape, options) for shape, options in itertools.product(batch.bench_shapes, (causal, {}))]
@@ -70,7 +70,7 @@ def cases() -> list[Case]:
 
 
 def contestants(case: Case) -> dict[str, Build]:
-    """But for the one that holds all scores; ours twice."""
+    """Return the contestants without the one that stores all scores; ours twice, also with its portable kernels."""
     builds = Attention(case.spec, case.options).contestants()
     builds.pop(MATH, None)
     return {"liger_like": builds["liger_like"], PORTABLE: builds["liger_like"], **builds}
@@ -82,7 +82,7 @@ def kernel_us(graph: torch.cuda.CUDAGraph, setting: Setting) -> list[float]:
 
 
 def gpu_row(name: str, build: Build, inputs: Inputs, upstream: Sequence[Tensor]) -> Row:
-    """Peak memory, and timers of the kernels; one contestant runs on the portable ones, whatever the GPU has."""
+    """Return peak memory and timers of the kernels; the contestant PORTABLE runs the portable ones on every GPU."""
     setting = Setting(build, inputs, upstream)
     steps: dict[str, Step] = {"forward_us": setting.forward, "us": setting.step}
     with mock.patch.object(choice, "WIDTHS", () if name == PORTABLE else choice.WIDTHS):
@@ -91,9 +91,9 @@ def gpu_row(name: str, build: Build, inputs: Inputs, upstream: Sequence[Tensor])
 
 
 def measure(case: Case, rounds: int) -> Row:
-    """A row of each contestant."""
+    """Measure every contestant of a case."""
     torch.manual_seed(0)
-    torch.compiler.reset()  # else flex_attention meets the limit of recompilations
+    torch.compiler.reset()  # otherwise flex_attention reaches torch's limit of recompilations
     inputs = case.spec.inputs(torch.bfloat16, "cuda", **case.shape)
     upstream = upstream_of(partial(case.spec.fn, **case.options), inputs)
     rows = [{"name": n, **attempt(partial(gpu_row, n, b, inputs, upstream))} for n, b in contestants(case).items()]

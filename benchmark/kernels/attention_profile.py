@@ -40,13 +40,13 @@ SHARES = {
 }
 TIME, CLOCK = "gpu__time_duration.sum", "gpc__cycles_elapsed.avg.per_second"
 STALL = "smsp__average_warps_issue_stalled_{}_per_issue_active.ratio"
-STALLS = 2  # the largest
+STALLS = 2  # how many stalls are shown, largest first
 COLUMNS = ("shape", "kernel", "us", *(f"{name} %" for name in SHARES), "GHz", "stalls")
-FIRST = "_attention_fwd"  # the kernel with which a case begins
+FIRST = "_attention_fwd"  # the first kernel of a case
 
 
 def step(shape: dict[str, int], options: dict[str, Any]) -> None:
-    """Forward and backward, the second time under the profiler: what is compiled or tuned is, by then."""
+    """Run forward and backward twice, the second time under the profiler: by then everything is compiled and tuned."""
     spec = SPECS["flash_attention"]
     inputs = spec.inputs(torch.bfloat16, "cuda", **shape, Sk=shape["S"])
     qkv = [inputs[name].detach().requires_grad_() for name in ("q", "k", "v")]
@@ -69,7 +69,7 @@ def counters() -> list[str]:
 
 
 def kernels(lines: Iterable[str]) -> Iterator[dict[str, str]]:
-    """Counters by name, of each kernel; ncu's own messages come before the head of its table, units behind it."""
+    """Return the counters of each kernel by name, without ncu's messages before its table and the row of units."""
     rows = csv.reader(lines)
     head = next(row for row in rows if row[:1] == ["ID"])
     next(rows)
@@ -99,7 +99,7 @@ def cells(kernel: dict[str, str]) -> list[str]:
 
 
 def report(lines: Iterable[str]) -> str:
-    """The table; its rows are in the order of the cases."""
+    """Return the table; its rows are in the order of the cases."""
     texts = iter([Case(SPECS["flash_attention"], shape, options).text() for shape, options in SHAPES])
     rows, text = [], ""
     for kernel in kernels(lines):
@@ -112,7 +112,7 @@ def report(lines: Iterable[str]) -> str:
 def main() -> None:
     parser = argparse.ArgumentParser(prog="python -m benchmark attention_profile")
     parser.add_argument("file", nargs="?", type=Path, help="what ncu wrote: needs no GPU")
-    parser.add_argument("--steps", action="store_true", help=argparse.SUPPRESS)  # in the process that ncu looks at
+    parser.add_argument("--steps", action="store_true", help=argparse.SUPPRESS)  # what ncu profiles
     options = parser.parse_args()
     if options.steps:
         for case in SHAPES:

@@ -11,7 +11,7 @@ COLUMNS = ("shape", "", "forward us", "TFLOP/s", "backward us", "TFLOP/s", "both
 
 
 def cells(case: Row, row: Row) -> list[str]:
-    """The backward is what both take less the forward; a reason stands in the place of times that are missing."""
+    """Return the cells of a row: the backward is both passes less the forward; a reason replaces missing times."""
     forward, both = row.get("forward_us"), row.get("us")
     if both is None:
         return [case["shape"], row["name"], row["reason"], *"-----"]
@@ -22,31 +22,31 @@ def cells(case: Row, row: Row) -> list[str]:
 
 
 def tables(result: Row) -> str:
-    """One file of results in Markdown."""
+    """Return one file of results in Markdown."""
     rows = (cells(case, row) for case in result["cases"] for row in case["rows"])
     return "\n".join([*heading(result), table(COLUMNS, rows)])
 
 
 def with_tables(notes: str, measured: Iterable[Row]) -> str:
-    """``notes`` with the tables between their markers."""
+    """Return ``notes`` with the tables between their markers."""
     return between(notes, BEGIN, END, "\n".join(map(tables, measured)))
 
 
 def speeds(result: Row) -> Iterator[tuple[str, dict[str, str]]]:
-    """Each shape, and by contestant the TFLOP/s of the forward and of the backward."""
+    """Yield each shape, and by contestant the TFLOP/s of the forward and of the backward."""
     for case in result["cases"]:
         texts = (cells(case, row) for row in case["rows"])
         yield case["shape"], {name: f"{forward}, {backward}" for _, name, _, forward, _, backward, *_ in texts}
 
 
 def overview(result: Row) -> str:
-    """The speeds under a causal mask."""
+    """Return the speeds under a causal mask."""
     causal = (row for row in speeds(result) if "causal" in row[0])
     return summary(result, COLUMNS[0], causal)
 
 
 def with_overview(page: str, measured: Iterable[Row]) -> str:
-    """``page`` with the overviews between the markers."""
+    """Return ``page`` with the overviews between the markers."""
     return between(page, BEGIN, END, "\n".join(map(overview, measured)))
 
 

@@ -62,18 +62,18 @@ from liger_like.testing import Comparison
 
 PEERS = ("torch", "torch.compile", "flex_attention", *libraries(OPS.values()))
 DTYPE = torch.bfloat16
-LOG_WIDTH = 160  # of what is printed, where that is no terminal
+LOG_WIDTH = 160  # characters, if the output is not a terminal
 ROUNDS, QUICK_ROUNDS = 5, 1
 ROUND_SECONDS, MOST = 0.02, Repeats(graph=5, replays=4, eager=20)
-ELEMENTS, SCORES = 2**27, 1024  # of a tensor, and along a side of attention's scores, that are compared in float64
-COPIED, MULTIPLIED = (2**28, 8192) if GPU else (2**20, 256)  # elements, and rows and columns, of the ceilings
+ELEMENTS, SCORES = 2**27, 1024  # limits of a float64 reference: elements of a tensor, tokens of attention
+COPIED, MULTIPLIED = (2**28, 8192) if GPU else (2**20, 256)  # sizes of the ceilings
 TINY = {"lead": (16,), "N": 64, "V": 96, "B": 2, "S": 16, "Sk": 16, "H": 8, "Hk": 2, "D": 16, "R": 16, "Dv": 16}
 TINY_DOCUMENTS = ((9, 9), (7, 7))
 wait: Step = torch.cuda.synchronize if GPU else lambda: None
 
 
 def tiny(shape: Shape) -> Shape:
-    """For a machine without a GPU."""
+    """Return the smallest form of ``shape``, for a machine without a GPU."""
     documents = {"lengths": TINY_DOCUMENTS} if "lengths" in shape else {}
     return {**shape, **{key: n for key, n in TINY.items() if key in shape}, **documents}
 
@@ -102,11 +102,11 @@ def make_inputs(op: Plain | Attention, shape: Shape) -> Inputs:
 
 
 def results(build: Build, inputs: Inputs, upstream: Iterable[Tensor]) -> Inputs:
-    """Outputs and gradients, named."""
+    """Return outputs and gradients by name."""
     setting = Setting(build, inputs, [*upstream])
     outputs = setting.forward()
     outputs = outputs if isinstance(outputs, tuple) else (outputs,)
-    kept = {f"out{i}": t.detach().clone() for i, t in enumerate(outputs)}  # a backward may overwrite them
+    kept = {f"out{i}": t.detach().clone() for i, t in enumerate(outputs)}  # a backward may overwrite the outputs
     gradients = torch.autograd.grad(outputs, [*setting.leaves.values()], setting.upstream, allow_unused=True)
     if missing := [name for name, t in zip(setting.leaves, gradients, strict=True) if t is None]:
         raise ValueError(f"no gradient of {', '.join(missing)}")
@@ -133,11 +133,11 @@ class Truth:
         return {name: float((got[name] - true).norm()) for name, true in self.exact.items()}
 
     def check(self, build: Build) -> Row:
-        """The largest error in units of torch's."""
+        """Return the largest error in units of torch's."""
         errors = self.errors(build)
         compared = [Comparison(n, errors[n], self.torch[n], float(true.norm())) for n, true in self.exact.items()]
         ratios = [self.k * c.kernel / c.allowed(self.k) if c.kernel else 0.0 for c in compared]
-        row: Row = {"error": float(torch.tensor(ratios).amax())}  # of NaN, too
+        row: Row = {"error": float(torch.tensor(ratios).amax())}  # amax keeps NaN
         return row if all(c.passes(self.k) for c in compared) else row | {"reason": "wrong"}
 
 
@@ -167,7 +167,7 @@ def rated(row: Row, work: float, ceiling: float) -> Row:
 
 
 def rows_of(op: Plain | Attention, shape: Shape, builds: Mapping[str, Build], rounds: int) -> list[Row]:
-    """Errors of each contestant, and where they are small enough times."""
+    """Return the errors of each contestant, and times of those whose errors are small enough."""
     truth = Truth(op, fewer(shape))
     rows = [{"name": name, **attempt(partial(truth.check, build))} for name, build in builds.items()]
     del truth
@@ -182,12 +182,12 @@ def rows_of(op: Plain | Attention, shape: Shape, builds: Mapping[str, Build], ro
 
 
 def measure(case: Case, names: Collection[str], ceilings: Mapping[str, float], rounds: int) -> Row:
-    """A row of each contestant whose name, up to a comma, is one of ``names``."""
+    """Measure each contestant whose name, up to a comma, is one of ``names``."""
     op = OPS[case.op]
     torch.compiler.reset()
     builds = {name: build for name, build in op.contestants().items() if name.partition(",")[0] in names}
     outcome = attempt(lambda: {"rows": rows_of(op, case.shape, builds, rounds)})
-    rows = outcome.get("rows", [{"name": name, **outcome} for name in builds])  # a reason is that of them all
+    rows = outcome.get("rows", [{"name": name, **outcome} for name in builds])  # one reason for all
     forward, backward, flops = op.spec.cost(DTYPE.itemsize, **case.shape, **op.options)
     unit, work = ("TFLOP/s", flops / 1e6) if flops else ("GB/s", (forward + backward) / 1e3)
     rows = [rated(row, work, ceilings[unit]) for row in rows]
@@ -195,7 +195,7 @@ def measure(case: Case, names: Collection[str], ceilings: Mapping[str, float], r
 
 
 def measured_ceilings() -> dict[str, float]:
-    """GB/s of a copy and TFLOP/s of a product of matrices."""
+    """Return GB/s of a copy and TFLOP/s of a product of matrices."""
     a, b, out = (torch.randn(MULTIPLIED, MULTIPLIED, dtype=DTYPE, device=DEVICE) for _ in range(3))
     source, target = (torch.randn(COPIED, dtype=DTYPE, device=DEVICE) for _ in range(2))
     steps: dict[str, tuple[Step, float]] = {
@@ -212,7 +212,7 @@ def merged(earlier: Row, now: Row) -> Row:
         known = found.get((case["op"], case["shape"]), {"rows": []})
         rows = {row["name"]: row for row in (*known["rows"], *case["rows"])}
         found[case["op"], case["shape"]] = {**case, "rows": [*rows.values()]}
-    before = earlier.get("versions", {})  # of what is not installed now
+    before = earlier.get("versions", {})  # keep versions of packages that are not installed now
     return {
         **now,
         "versions": {name: version or before.get(name) for name, version in now["versions"].items()},
@@ -242,7 +242,7 @@ def complaint(ops: Collection[str], peers: Collection[str], names: Collection[st
 
 
 def run(ops: Collection[str], peers: Collection[str], names: Collection[str], quick: bool, folder: Path) -> Path:
-    """Measure, show, and write the files into ``folder``; which one has the results."""
+    """Measure, print, and write the files into ``folder``; return the path of the results."""
     chosen = cases(ops or OPS, names or SHAPES)
     if quick:
         chosen = [*{case.op: case for case in reversed(chosen)}.values()][::-1]
@@ -258,7 +258,7 @@ def run(ops: Collection[str], peers: Collection[str], names: Collection[str], qu
         for case in chosen:
             progress.update(task, description=f"{case.op}, {shape_text(case.shape)}")
             row = measure(case, {bench_report.OURS, *(peers or PEERS)}, ceilings, QUICK_ROUNDS if quick else ROUNDS)
-            with locked(folder):  # other processes may measure other ops
+            with locked(folder):  # other processes may write their ops
                 earlier = json.loads(path.read_text()) if path.exists() else {}
                 path.write_text(json.dumps(merged(earlier, rounded({**of_run, "cases": [row]})), indent=1) + "\n")
             show(row, console)

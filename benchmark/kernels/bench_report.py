@@ -22,7 +22,7 @@ COLUMNS = (
     "shape", "of", "", "forward us", "backward us", "both us", "wall us", "host us", "rate", "of the ceiling",
     "peak MiB", "error / torch's",
 )  # fmt: skip
-# by picture its ops
+# picture: its ops
 PICTURES = {
     "Norms": ("rms_norm", "add_rms_norm", "layer_norm"),
     "GLU and RoPE": ("swiglu", "geglu", "geglu_exact", "rope", "qk_norm_rope"),
@@ -39,7 +39,7 @@ def stem(result: Row) -> str:
 
 
 def cells(case: Row, row: Row) -> list[str]:
-    """A reason stands in the place of the first time that is missing."""
+    """Return the cells of a row; a reason replaces the first missing time."""
     times = [number(row.get(key), ".1f") for key in TIMES]
     if "reason" in row and "-" in times:
         times[times.index("-")] = row["reason"]
@@ -63,7 +63,7 @@ def head(result: Row) -> list[str]:
 
 
 def tables(result: Row) -> str:
-    """One file of results in Markdown."""
+    """Return one file of results in Markdown."""
     parts = head(result)
     for op, rows in by_op(result).items():
         parts += [f"{op}:\n", table(COLUMNS, rows)]
@@ -98,7 +98,7 @@ def overview(result: Row) -> Iterator[list[str]]:
 
 
 def with_tables(notes: str, measured: Iterable[Row]) -> str:
-    """``notes`` with an overview of each file of results between their markers."""
+    """Return ``notes`` with an overview of each file of results between their markers."""
     parts = []
     for result in measured:
         files = f"{RESULTS.name}/{stem(result)}"

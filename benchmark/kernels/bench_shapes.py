@@ -8,7 +8,7 @@ from benchmark.kernels.contestants import SPECS
 Shape = Mapping[str, Any]
 
 TOKENS, BATCH = 16384, 4
-ELEMENTS = 2**26  # of a norm's input while its width changes: no cache holds them
+ELEMENTS = 2**26  # of a norm's input at every width: too many for a cache
 
 
 def shapes(hidden: int, intermediate: int, heads: int, kv_heads: int, head: int, vocab: int) -> dict[str, Shape]:
@@ -37,14 +37,14 @@ def only(of: Mapping[str, Shape], *names: str) -> dict[str, list[Shape]]:
 
 
 def sweep(names: Iterable[str], sizes: Iterable[Shape]) -> dict[str, list[Shape]]:
-    """The shapes of Llama-3-8B with other sizes, as far as an op has those."""
+    """Return the shapes of Llama-3-8B with other sizes, as far as an op has those."""
     return {
         name: [{**EIGHT_B[name], **{k: n for k, n in s.items() if k in EIGHT_B[name]}} for s in sizes] for name in names
     }
 
 
 EIGHT_B = shapes(4096, 14336, 32, 8, 128, 128256)
-# an eighth of the heads of attention, the queries' and keys' parts with positions, one expert
+# DeepSeek-V3: an eighth of its heads; RoPE on the rotated parts of q and k; one expert
 DEEPSEEK = shapes(7168, 2048, 16, 16, 192, 129280)
 DEEPSEEK["rope"] = {**DEEPSEEK["rope"], "Hk": 1, "D": 64, "R": 64}
 DEEPSEEK["flash_attention"] = {**DEEPSEEK["flash_attention"], "Dv": 128}
@@ -80,7 +80,7 @@ class Case(NamedTuple):
 
 
 def cases(ops: Iterable[str], names: Iterable[str]) -> list[Case]:
-    """Every shape of these ops in these models and sweeps, once."""
+    """Return every shape of these ops in these models and sweeps, once."""
     found: dict[str, Case] = {}
     for op in ops:
         for name, shapes in SHAPES.items():

@@ -21,7 +21,7 @@ from liger_like import testing
 SPECS = {spec.name: spec for spec in testing.SPECS}
 EPS = 1e-6
 LIGER, FLA_NORM, UNSLOTH = "liger_kernel.transformers.functional:", "fla.modules.norm.layernorm:", "unsloth.kernels."
-MATH = "torch, math"  # holds all scores
+MATH = "torch, math"  # stores all scores
 BACKENDS = {
     MATH: SDPBackend.MATH,
     "torch, flash": SDPBackend.FLASH_ATTENTION,
@@ -119,7 +119,7 @@ def liger_qk_norm_rope(inputs: Inputs) -> Step:
 
 
 def rope_of_each(function: str) -> Build:
-    """On [B, S, H, D], with cos and sin [S, R / 2] that all sequences share."""
+    """Rotate [B, S, H, D], with cos and sin [S, R / 2] that all sequences share."""
 
     def build(inputs: Inputs) -> Step:
         rotary = resolve_name(function)
@@ -169,7 +169,7 @@ class Plain:
 
 
 def heads_first(fn: Callable[..., Tensor], inputs: Inputs) -> Tensor:
-    """On [B, H, S, D] views."""
+    """Call ``fn`` on [B, H, S, D] views."""
     q, k, v = ((t if t.dim() == 4 else t.unsqueeze(0)).transpose(1, 2) for t in (inputs[name] for name in "qkv"))
     out: Tensor = fn(q, k, v, enable_gqa=True)
     return out.transpose(1, 2).reshape(*inputs["q"].shape[:-1], v.shape[-1])
@@ -235,7 +235,7 @@ class Attention:
 
         def forward() -> Tensor:
             out = attend()
-            first: Tensor = out[0] if isinstance(out, tuple) else out  # some versions have lse behind it
+            first: Tensor = out[0] if isinstance(out, tuple) else out  # some versions also return lse
             return first
 
         return forward
@@ -317,12 +317,12 @@ OPS: dict[str, Plain | Attention] = {
 
 
 def libraries(ops: Iterable[Plain | Attention]) -> list[str]:
-    """The names of all that compute one of ``ops``, installed or not."""
+    """Return the names of all that compute one of ``ops``, installed or not."""
     return [*dict.fromkeys(name.partition(",")[0] for op in ops for name in op.libraries)]
 
 
 def shape_text(shape: Mapping[str, Any]) -> str:
-    """For a report: tokens, then sizes as they are called."""
+    """Return the text of a shape in reports: tokens, then sizes by their names."""
     sizes = {"T": shape["lead"][0]} if "lead" in shape else {}
     sizes |= {key: shape[key] for key in ("B", "S", "H", "Hk", "D", "Dv", "N", "V") if key in shape}
     documents = [f"{len(shape['lengths'])} documents"] if "lengths" in shape else []

@@ -33,7 +33,7 @@ DRAWS, ROUNDS, REPLAYS, WARMUP = 8, 15, 10, 3
 
 
 def fusing(fused: bool) -> Any:
-    """A context in which kernels are launched with or without fused products and sums."""
+    """Return a context in which kernels are launched with or without fused products and sums."""
     return patch.dict(launcher.OPTIONS, enable_fp_fusion=fused)
 
 

@@ -44,7 +44,7 @@ REPEATS, ROUNDS, QUICK_ROUNDS = 3, 7, 1
 
 
 def step_of(forward: Step, *leaves: Tensor) -> Step:
-    """One forward and backward: the loss, and the gradients."""
+    """Run one forward and backward; return the loss and the gradients."""
 
     def step() -> tuple[Tensor, ...]:
         value = forward()
@@ -54,12 +54,12 @@ def step_of(forward: Step, *leaves: Tensor) -> Step:
 
 
 def trained(build: Build) -> Build:
-    """A step in the place of its forward."""
+    """Return a build whose forward is a whole step."""
     return lambda inputs: step_of(build(inputs), *(t for t in inputs.values() if t.requires_grad))
 
 
 def three_gemms(inputs: Inputs, rows: int = 2048) -> Step:
-    """The products that no exact loss can do without, for the tokens that count, a chunk of rows at a time.
+    """Compute the products that every exact loss needs, for the tokens that count, a chunk of rows at a time.
 
     Every chunk takes the logits' gradient of the first one, and dw is that of the last one: this is a floor, no loss.
     """
@@ -88,7 +88,7 @@ CHUNKED: dict[str, Build] = {
 
 
 def exact(x: Tensor, weight: Tensor, target: Tensor, rows: int = 512) -> tuple[Tensor, Tensor, Tensor]:
-    """Mean loss, dx and dw in float64, a chunk of tokens at a time; every token counts."""
+    """Return mean loss, dx and dw in float64, computed a chunk of tokens at a time; every token counts."""
     w = weight.detach().double()
     dx, dw, loss = torch.empty_like(x, dtype=torch.float64), torch.zeros_like(w), w.new_zeros(())
     for x_c, y_c, dx_c in zip(x.detach().split(rows), target.split(rows), dx.split(rows), strict=True):
@@ -104,7 +104,7 @@ def exact(x: Tensor, weight: Tensor, target: Tensor, rows: int = 512) -> tuple[T
 
 
 def measure_fused(step: Step, truth: tuple[Tensor, ...]) -> Row:
-    """Peak memory above what was there, the errors where there is a ``truth``, and a timer."""
+    """Return the peak memory above what was allocated, the errors if there is a ``truth``, and a timer."""
     mib, results = peak_mib(step)
     row: Row = {"mib": mib, "ms": partial(warm_times, step)}
     if truth and results:
@@ -128,7 +128,7 @@ def time_fused(
     dtype: torch.dtype = torch.bfloat16,
     device: str = "cuda",
 ) -> Row:
-    """Every contestant on random data of one shape, of whose labels a share is ignored."""
+    """Measure every contestant on random data of one shape; a share of the labels is ignored."""
     T, H, V = shape
     torch.manual_seed(0)
     torch.compiler.reset()
@@ -147,7 +147,7 @@ def time_fused(
 
 
 def wall_ms(step: Step, refill: Callable[[], Any], repeats: int) -> Row:
-    """Median time of one eager step as the host sees it, which waits for the GPU before and after."""
+    """Return the median time of one eager step as the host sees it; it waits for the GPU before and after."""
 
     def one() -> float:
         refill()
@@ -161,7 +161,7 @@ def wall_ms(step: Step, refill: Callable[[], Any], repeats: int) -> Row:
 
 
 def kernel_ms(step: Step, refill: Callable[[], Any], repeats: int) -> Row:
-    """Median time of the kernels alone: the replay of a CUDA graph."""
+    """Return the median time of the kernels alone: the replay of a CUDA graph."""
     graph = captured(step)
     gpu_times(graph.replay, WARMUP, refill)
     return {"kernel_ms": statistics.median(gpu_times(graph.replay, repeats, refill))}
@@ -175,9 +175,7 @@ def time_cross_entropy(
     dtype: torch.dtype = torch.bfloat16,
     device: str = "cuda",
 ) -> Row:
-    """Every contestant on random logits, which are filled anew, untimed, before each step: one of them overwrites
-    them.
-    """
+    """Measure every contestant on random logits. One overwrites them: they are refilled, untimed, before each step."""
     torch.manual_seed(0)
     torch.compiler.reset()
     source = torch.randn(shape, dtype=dtype, device=device)
@@ -193,7 +191,7 @@ def time_cross_entropy(
 
 
 def measure_all(quick: bool) -> Row:
-    """The content of a file in results/."""
+    """Return the content of a file in results/."""
     shapes, rounds = ((SMALLEST,), QUICK_ROUNDS) if quick else (SHAPES, ROUNDS)
     fused = {GEMMS: three_gemms, **{name: trained(build) for name, build in FUSED.contestants().items()}}
     plain = {name: trained(build) for name, build in PLAIN.contestants().items()}

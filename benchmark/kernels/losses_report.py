@@ -32,7 +32,7 @@ PLAIN_COLUMNS = ("", "kernels ms", "GB/s", "eager wall ms", "GB/s")
 
 
 def fused_table(case: Row) -> str:
-    """Contestants of one shape; without the columns of errors where none were measured."""
+    """Return the table of the contestants of one shape, with columns of errors where some were measured."""
     rows = {row["name"]: row for row in case["rows"]}
     floor = rows.get(GEMMS, {}).get("ms")
     one_gemm = rows.get(EAGER, {}).get("errors", {}).get("dw")
@@ -51,7 +51,7 @@ def fused_table(case: Row) -> str:
 
 
 def cross_entropy_table(case: Row) -> str:
-    """A reason stands in the place of the kernels' time: that is what some contestants do not have."""
+    """Return the cells of a row; a reason replaces the kernels' time, which some contestants lack."""
 
     def cells(row: Row) -> list[str]:
         kernel, wall = row.get("kernel_ms"), row.get("wall_ms")
@@ -63,7 +63,7 @@ def cross_entropy_table(case: Row) -> str:
 
 
 def tables(result: Row) -> str:
-    """One file of results in Markdown."""
+    """Return one file of results in Markdown."""
     parts = heading(result)
     for case in result["fused"]:
         title = f"fused_linear_cross_entropy, T {case['T']}, H {case['H']}, V {case['V']}"
@@ -76,7 +76,7 @@ def tables(result: Row) -> str:
 
 
 def with_tables(notes: str, results: list[Row]) -> str:
-    """``notes`` with the picture and the tables between their markers."""
+    """Return ``notes`` with the picture and the tables between their markers."""
     picture = [f"![time and peak memory]({PICTURE.relative_to(FOLDER)})\n"] if results else []
     return between(notes, BEGIN, END, "\n".join([*picture, *map(tables, results)]))
 
@@ -87,21 +87,21 @@ def shape(case: Row) -> str:
 
 
 def costs(result: Row) -> Iterator[tuple[str, dict[str, str]]]:
-    """Each shape of the fused loss, and by contestant its time and memory."""
+    """Yield each shape of the fused loss, and by contestant its time and memory."""
     for case in result["fused"]:
         texts = ((row["name"], number(row.get("ms"), ".1f"), number(row.get("mib"), ".0f")) for row in case["rows"])
         yield shape(case), {name: f"{ms}, {mib}" for name, ms, mib in texts}
 
 
 def overview(result: Row) -> str:
-    """The costs at the first shape, with and without labels that are ignored."""
+    """Return the costs at the first shape, with and without ignored labels."""
     first = shape(result["fused"][0])
     rows = [(text, cells) for text, cells in costs(result) if text.startswith(first)]
     return summary(result, "shape", rows)
 
 
 def with_overview(page: str, results: Iterable[Row]) -> str:
-    """``page`` with the overviews between the markers."""
+    """Return ``page`` with the overviews between the markers."""
     return between(page, BEGIN, END, "\n".join(map(overview, results)))
 
 
@@ -112,7 +112,7 @@ def draw(figure: Any, result: Row) -> None:
     rows |= {f"{plots.OURS}, chunk_rows {row['name']}": row for row in result["chunk_rows"]["rows"]}
     floor = rows.pop(GEMMS)["ms"]
     names = sorted(rows, key=lambda name: rows[name].get("ms", inf))
-    colors = [(plots.color(n), 0.45 if n.startswith(f"{plots.OURS},") else 1) for n in names]  # the default is strong
+    colors = [(plots.color(n), 0.45 if n.startswith(f"{plots.OURS},") else 1) for n in names]  # our others pale
     axes = figure.subplots(1, 2, sharey=True)
     for ax, (key, spec, label) in zip(axes, COSTS, strict=True):
         bars = ax.barh(names, [rows[name].get(key, 0) for name in names], color=colors)

@@ -109,7 +109,7 @@ def shape_text(shape: Mapping[str, Any]) -> str:
 
 
 def time_shape(name: str, shape: Mapping[str, Any], rounds: int) -> Row:
-    """Every contestant on random data of one shape."""
+    """Measure every contestant on random data of one shape."""
     op = OPS[name]
     torch.manual_seed(0)
     torch.compiler.reset()
@@ -140,7 +140,7 @@ def contests(names: Iterable[str]) -> list[Contest]:
 def time_host(
     contests: Iterable[Contest], rounds: int, device: str = "cuda", wait: Step = torch.cuda.synchronize
 ) -> list[Row]:
-    """Every contestant on small inputs."""
+    """Measure every contestant on small inputs."""
     torch.manual_seed(0)
     torch.compiler.reset()
     rows = []
@@ -164,13 +164,13 @@ def host_alone(names: Iterable[str]) -> Row:
     else:
         ours = [(spec, title, dict([*contestants.items()][:1])) for spec, title, contestants in contests(names)]
         nothing = patch.object(JITFunction, "run", lambda *_, **__: None)
-        with patch.object(support, "INTERPRET", True), nothing:  # as if the kernels were interpreted
+        with patch.object(support, "INTERPRET", True), nothing:  # without it, CPU tensors launch nothing
             host = time_host(ours, ROUNDS, "cpu", lambda: None)
     return {**environment(*table.libraries(OPS.values())), "ops": [], "host": host}
 
 
 def measure_all(names: Iterable[str], quick: bool) -> Row:
-    """The content of a file in results/."""
+    """Return the content of a file in results/."""
     rounds = QUICK_ROUNDS if quick else ROUNDS
     cases = [(name, shape) for name in names for shape in OPS[name].spec.bench_shapes[: 1 if quick else None]]
     return {

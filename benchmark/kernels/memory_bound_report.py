@@ -13,7 +13,7 @@ SHAPES = "16384 x 4096", "16384 x 14336", "B 4 S 4096 H 32 Hk 8 D 128"  # of Lla
 
 
 def cells(case: Row, row: Row) -> list[str]:
-    """A reason stands in the place of the first time that is missing."""
+    """Return the cells of a row; a reason replaces the first missing time."""
     times = [row.get(key) for key in ("forward_us", "us")]
     texts = []
     for us, moved in zip(times, (case["forward_bytes"], case["bytes"]), strict=True):
@@ -30,7 +30,7 @@ def host_cells(row: Row) -> list[str]:
 
 
 def tables(result: Row) -> str:
-    """One file of results in Markdown."""
+    """Return one file of results in Markdown."""
     parts = heading(result)
     for op in dict.fromkeys(case["op"] for case in result["ops"]):
         rows: Iterable[list[str]] = (
@@ -42,12 +42,12 @@ def tables(result: Row) -> str:
 
 
 def with_tables(notes: str, measured: Iterable[Row]) -> str:
-    """``notes`` with the tables between their markers."""
+    """Return ``notes`` with the tables between their markers."""
     return between(notes, BEGIN, END, "\n".join(map(tables, measured)))
 
 
 def overview(result: Row) -> str:
-    """GB/s of forward and backward: a row for each op at one shape, a column for each contestant."""
+    """Return a table of GB/s of forward and backward: a row for each op at one shape, a column for each contestant."""
     rows = (
         (f"{case['op']}, {case['shape']}", {row["name"]: cells(case, row)[5] for row in case["rows"]})
         for case in result["ops"]
@@ -57,7 +57,7 @@ def overview(result: Row) -> str:
 
 
 def with_overview(page: str, measured: Iterable[Row]) -> str:
-    """``page`` with the overviews between the markers."""
+    """Return ``page`` with the overviews between the markers."""
     return between(page, BEGIN, END, "\n".join(map(overview, measured)))
 
 

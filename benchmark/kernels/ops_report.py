@@ -27,7 +27,7 @@ def paper(spec: testing.OpSpec) -> str:
 
 
 def memory_bound(result: Row, op: str) -> Iterator[Case]:
-    """The exact GELU has a name of its own there."""
+    """Return the name of the op there: the exact GELU has its own."""
     for case in result["ops"]:
         if case["op"].removesuffix("_exact") == op:
             exact = case["op"].removeprefix(op).replace("_", ", ")
@@ -49,7 +49,7 @@ def fused_loss(result: Row, _: str) -> Iterable[Case]:
 
 
 def attention(result: Row, op: str) -> Iterator[Case]:
-    """Packed sequences are those of the other op."""
+    """Return the shapes of the op; those of packed sequences are the other op's."""
     packed = op == "flash_attention_varlen"
     return (case for case in attention_report.speeds(result) if ("documents" in case[0]) == packed)
 
@@ -69,7 +69,7 @@ FIGURES = {
 
 
 def in_markdown(op: str, figures: Figures, result: Row) -> str:
-    """A row for each shape, a column for each contestant; nothing of an op that was not measured."""
+    """Return a table: a row for each shape, a column for each contestant; nothing if the op was not measured."""
     cases = [*figures.cases(result, op)]
     if not cases:
         return ""
@@ -79,7 +79,7 @@ def in_markdown(op: str, figures: Figures, result: Row) -> str:
 
 
 def with_ops(page: str) -> str:
-    """``page`` with what is said of each op between its markers."""
+    """Return ``page`` with what is said of each op between its markers."""
     for spec in testing.SPECS:
         figures = FIGURES.get(spec.name, MEMORY_BOUND)
         measured = (in_markdown(spec.name, figures, result) for result in results(figures.prefix))

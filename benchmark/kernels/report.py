@@ -10,7 +10,7 @@ BEGIN, END = "<!-- ops: written by `python -m benchmark report` -->\n", "<!-- /o
 
 
 def op_table() -> str:
-    """The ops in Markdown: name, formula, paper."""
+    """Return the ops in Markdown: name, formula, paper."""
     rows = ((f"`{spec.name}`", f"`{spec.formula}`", ops_report.paper(spec)) for spec in testing.SPECS)
     return table(("op", "what it computes", "paper"), rows)
 

@@ -8,12 +8,12 @@ from benchmark.common.plots import OURS
 BEGIN, END = "<!-- slower: written by `python -m benchmark report` -->\n", "<!-- /slower -->\n"
 COLUMNS = ("op", "shape", "", "the fastest", "its us", "ours us", "slower by")
 PARTS = {"forward_us": "forward", "us": "forward + backward", "wall_us": "wall"}
-IN_THE_FORWARD = "fused_linear_cross_entropy"  # has its gradients there: no forward of others does that
-CHANCE = 1.01  # less is no difference
+IN_THE_FORWARD = "fused_linear_cross_entropy"  # computes gradients in its forward, so that forwards do not compare
+CHANCE = 1.01  # a smaller ratio is noise
 
 
 def slower(case: Row) -> Iterator[list[str]]:
-    """A row for each part of a step in which another contestant is faster than ours."""
+    """Yield a row for each part of a step in which another contestant is faster than ours."""
     ours = next(row for row in case["rows"] if row["name"] == OURS)
     others = [row for row in case["rows"] if not row["name"].startswith(OURS)]
     for part, text in PARTS.items():
@@ -38,7 +38,7 @@ def content(measured: list[Row]) -> str:
 
 
 def with_table(notes: str, measured: list[Row]) -> str:
-    """``notes`` with the table between its markers."""
+    """Return ``notes`` with the table between its markers."""
     return between(notes, BEGIN, END, content(measured))
 
 

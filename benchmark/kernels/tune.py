@@ -28,7 +28,7 @@ HEAD_WIDTHS = (64, 128, 256)
 
 
 def shapes(spec: testing.OpSpec) -> Iterator[dict[str, Any]]:
-    """Shapes like the first one of the benchmark, of every width worth a tile."""
+    """Return shapes like the first one of the benchmark, of every width worth a tile."""
     shape = spec.bench_shapes[0]
     if "D" in shape:
         for D in HEAD_WIDTHS:
@@ -49,7 +49,7 @@ def tune(spec: testing.OpSpec) -> None:
 
 
 def table(chosen: dict[str, dict[int, tiles.Tile]]) -> str:
-    """The table as source text."""
+    """Return the table as source text."""
     lines = ["HOPPER: dict[str, dict[int, Tile]] = {"]
     for kernel, by_width in chosen.items():
         lines.append(f'    "{kernel}": {{')

@@ -17,7 +17,7 @@ from benchmark.kernels.contestants import OPS, named
 
 ROUNDS = {"rounds": 30, "warmup_rounds": 5}
 BUSY_CYCLES = 4_000_000  # about two milliseconds
-TORCH = "torch", "torch, flash", "flex_attention"  # the first of them that an op has
+TORCH = "torch", "torch, flash", "flex_attention"  # in order of preference
 
 
 class Moment:
@@ -53,7 +53,7 @@ def _gpu(benchmark):
 
 @pytest.fixture
 def setting(op, contestant):
-    """Inputs, upstream gradients and the forward of ``contestant``: ours or torch's, or without a GPU the reference."""
+    """Return inputs, upstream gradients and a forward: of ours or of torch's, or without a GPU of the reference."""
     row, shape = OPS[op], EIGHT_B[op] if GPU else tiny(EIGHT_B[op])
     builds = row.contestants()
     found = (builds[name] for name in TORCH if name in builds)

@@ -20,7 +20,7 @@ from examples.train import CONFIGS, Job, make_batches, read_tokens, train
 
 MODEL = "Llama-3.2-1B"
 SEEDS, STEPS, BATCH, SEQ = 3, 500, 4, 512
-WINDOW = 20  # steps whose mean is compared
+WINDOW = 20  # steps in the compared mean
 PICTURE = RESULTS / "curves.png"
 BEGIN, END = "<!-- curves: written by `python -m benchmark curves --report` -->\n", "<!-- /curves -->\n"
 
@@ -40,7 +40,7 @@ def measure() -> Row:
 
 
 def smoothed(curve: list[float]) -> torch.Tensor:
-    """Means of WINDOW steps."""
+    """Return means of WINDOW steps."""
     return torch.tensor(curve, dtype=torch.float64).unfold(0, WINDOW, WINDOW).mean(1)
 
 
@@ -58,14 +58,14 @@ def cells(result: Row) -> list[list[str]]:
 
 
 def tables(result: Row) -> str:
-    """One file of results in Markdown."""
+    """Return one file of results in Markdown."""
     columns = ("seed", "unpatched", "patched", "mean difference", "largest difference")
     last = f"Losses as means of {WINDOW} of {STEPS} steps: the last ones, and how far patched and unpatched part.\n"
     return "\n".join([*heading(result), last, table(columns, cells(result))])
 
 
 def with_tables(notes: str, measured: list[Row]) -> str:
-    """``notes`` with the picture and the tables between their markers."""
+    """Return ``notes`` with the picture and the tables between their markers."""
     picture = [f"![loss curves](results/{PICTURE.name})\n"] if measured else []
     return between(notes, BEGIN, END, "\n".join([*picture, *map(tables, measured)]))
 

@@ -33,7 +33,7 @@ class Sizes(NamedTuple):
     """The models and shapes of each part."""
 
     config: PreTrainedConfig
-    settings: tuple[tuple[int, int], ...]  # rows of a process, and their tokens
+    settings: tuple[tuple[int, int], ...]  # rows of a process, tokens of a row
     ladder: tuple[int, ...]
     loss: Mapping[str, int]
     attention: Mapping[str, int]
@@ -62,7 +62,7 @@ PARTS: dict[str, Mapping[str, Any]] = {
 
 
 def measure(part: str, names: Collection[str], sizes: Sizes, processes: Processes) -> Iterator[tuple[str, list[Row]]]:
-    """The rows of each contestant of a part."""
+    """Yield the rows of each contestant of a part."""
     names = [name for name in present(PARTS[part]) if name in names]
     if part == "fsdp":
         texts = [f"{batch} x {seq}" for batch, seq in sizes.settings]
@@ -72,7 +72,7 @@ def measure(part: str, names: Collection[str], sizes: Sizes, processes: Processe
     elif part == "longest":
         for name in names:
             rows = processes.run(climb, CLIMBING[name], sizes.config, sizes.ladder)
-            yield name, [{key: value for row in rows for key, value in row.items()}]  # the last, and what ended it
+            yield name, [{key: value for row in rows for key, value in row.items()}]  # the longest, and why it ended
     else:
         worker, shape = (losses, sizes.loss) if part == "loss" else (attentions, sizes.attention)
         rows = processes.run_all(worker, names, shape)

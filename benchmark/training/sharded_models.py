@@ -31,7 +31,7 @@ from benchmark.training.training import (
 from liger_like.parallel import context_parallel
 
 WARMUP, STEPS = 2, 4
-ROOM = 0.9  # of the GPU's memory, which a length that is sure to fit leaves free in part
+ROOM = 0.9  # share of the GPU's memory that a length may be predicted to fill
 LADDER = (*itertools.chain(*((n, n * 3 // 2) for n in (1 << i for i in range(13, 22)))), 1 << 22)
 
 
@@ -65,7 +65,7 @@ CLIMBING = {
 
 @torch.no_grad()
 def build(prepare: Preparation, config: PreTrainedConfig, mesh: DeviceMesh) -> PreTrainedModel:
-    """A checkpointed model of random weights, of which each process never has more than its shards."""
+    """Return a checkpointed model of random weights, of which each process never has more than its shards."""
     with torch.device("meta"):
         model = AutoModelForCausalLM.from_config(config, dtype=torch.float32).train()
     model.gradient_checkpointing_enable({"use_reentrant": False})
@@ -75,7 +75,7 @@ def build(prepare: Preparation, config: PreTrainedConfig, mesh: DeviceMesh) -> P
         fully_shard(module, mesh=mesh, **options)
     model.to_empty(device=DEVICE)
     with torch.device(DEVICE):
-        model.model.rotary_emb = type(model.model.rotary_emb)(model.config)  # its buffers are no parameters
+        model.model.rotary_emb = type(model.model.rotary_emb)(model.config)  # to_empty left its buffers without values
     torch.manual_seed(dist.get_rank())
     for parameter in model.parameters():
         shard = parameter.to_local()
@@ -84,7 +84,7 @@ def build(prepare: Preparation, config: PreTrainedConfig, mesh: DeviceMesh) -> P
 
 
 def step_of(contestant: Contestant, config: PreTrainedConfig) -> Callable[[Tensor], Tensor]:
-    """A training step of a new model on tokens [B, S], which returns the loss, or this process's part of it."""
+    """Return a training step of a new model on tokens [B, S]; it returns the loss, or this process's part of it."""
     mesh = dist.init_device_mesh(DEVICE, (dist.get_world_size(),))
     model = build(contestant.prepare, config, mesh)
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-5, fused=True)
@@ -93,7 +93,7 @@ def step_of(contestant: Contestant, config: PreTrainedConfig) -> Callable[[Tenso
         batch = {"input_ids": tokens, "labels": tokens}
         with context_parallel(mesh, method="ring") if contestant.spread else nullcontext() as context:
             loss: Tensor = model(**context.shard(batch) if context else batch, use_cache=False).loss
-            (loss * mesh.size() if context else loss).backward()  # FSDP takes the mean of the parts' gradients
+            (loss * mesh.size() if context else loss).backward()  # FSDP averages the gradients of the parts: undo it
         optimizer.step()
         optimizer.zero_grad()
         return loss.detach()
@@ -102,7 +102,7 @@ def step_of(contestant: Contestant, config: PreTrainedConfig) -> Callable[[Tenso
 
 
 def train(settings: Sequence[tuple[int, int]], contestant: Contestant, config: PreTrainedConfig) -> Iterator[Row]:
-    """Step time, tokens/s of all processes and peak memory of the one with most, for each batch and sequence of one."""
+    """Yield step time, tokens/s of all processes and highest peak memory, for each batch and sequence of a process."""
     step = step_of(contestant, config)
     for batch, seq in settings:
         timed = partial(step, tokens_of(config, batch, seq))
@@ -114,18 +114,19 @@ def train(settings: Sequence[tuple[int, int]], contestant: Contestant, config: P
 
 
 def next_length(ladder: Sequence[int], length: int, above: float, room: float) -> int | None:
-    """The longest that is sure to fit, as a step with ``length`` needs ``above`` of ``room``, which grows no faster
-    than the length; if none is, the next one.
+    """Return the longest length that is sure to fit; if none is, the next one.
+
+    A step of ``length`` needed ``above`` of ``room``, and memory grows at most in proportion to the length.
     """
     longer = [n for n in ladder if n > length]
     return max([n for n in longer if n * above <= length * room] or longer[:1], default=None)
 
 
 def climb(contestant: Contestant, config: PreTrainedConfig, ladder: Sequence[int]) -> Iterator[Row]:
-    """Longer and longer sequences, one in each process or in all together, and which length is next: it may not fit."""
+    """Yield a row for each length that fits, and before each step the next length, which may not fit."""
     step, room = step_of(contestant, config), ROOM * torch.cuda.mem_get_info()[1] if GPU else 0.0
     length: int | None = ladder[0]
-    step(tokens_of(config, 1, ladder[0]))  # makes the optimizer's state
+    step(tokens_of(config, 1, ladder[0]))  # allocates the optimizer's state
     while length:
         reset_peak()
         step(tokens_of(config, 1, length))

@@ -58,8 +58,9 @@ def losses(names: Sequence[str], shape: Mapping[str, int]) -> Iterator[Row]:
 
 
 def attentions(methods: Sequence[str], shape: Mapping[str, int]) -> Iterator[Row]:
-    """Times of all processes together, and of each alone with the whole sequence; and the largest error of a result of
-    the former against the latter.
+    """Time all processes together, and each alone with the whole sequence.
+
+    The error of a row is the largest of all results, between both.
     """
     mesh = dist.init_device_mesh(DEVICE, (dist.get_world_size(),))
     torch.manual_seed(0)
@@ -88,7 +89,7 @@ def attentions(methods: Sequence[str], shape: Mapping[str, int]) -> Iterator[Row
 
 
 def results(attend: Callable[..., Tensor], qkv: Sequence[Tensor], upstream: Tensor) -> tuple[Tensor, ...]:
-    """The output and the gradients."""
+    """Return the output and the gradients."""
     out = attend(*qkv)
     return out.detach(), *torch.autograd.grad(out, qkv, upstream)
 

@@ -20,7 +20,7 @@ COLUMNS = {
     "context": ("", "forward ms", "TFLOP/s a GPU", SHARE, "both ms", "TFLOP/s a GPU", SHARE, "error"),
     "longest": ("", "tokens", "peak GiB", "the next length"),
 }
-GIST = {"fsdp": (3, 4), "loss": (1, 2), "context": (6,), "longest": (1, 3)}  # of the columns
+GIST = {"fsdp": (3, 4), "loss": (1, 2), "context": (6,), "longest": (1, 3)}  # the columns of the short table
 
 
 def fsdp_cells(name: str, row: Row, gpus: int) -> list[str]:
@@ -34,7 +34,7 @@ def loss_cells(name: str, row: Row, gpus: int) -> list[str]:
 
 
 def context_cells(name: str, row: Row, gpus: int) -> list[str]:
-    """The share is that of what as many GPUs would do if each worked alone."""
+    """Return the cells of a row. The share compares with as many GPUs that each work alone."""
     if "reason" in row:
         return [name, row["reason"], *"------"]
     cells = [name]
@@ -56,13 +56,13 @@ CELLS = {"fsdp": fsdp_cells, "loss": loss_cells, "context": context_cells, "long
 
 
 def by_setting(contestants: Mapping[str, Iterable[Row]]) -> Iterator[tuple[str, dict[str, Row]]]:
-    """Each setting, and the row of each contestant there."""
+    """Yield each setting, and the row of each contestant there."""
     for rows in zip(*contestants.values(), strict=True):
         yield rows[0].get("setting", ""), dict(zip(contestants, rows, strict=True))
 
 
 def tables(result: Row) -> str:
-    """One file of results in Markdown."""
+    """Return one file of results in Markdown."""
     parts = heading(result)
     for part, title in TITLES.items():
         if contestants := result["parts"].get(part):
@@ -89,12 +89,12 @@ def overview(result: Row) -> str:
 
 
 def with_tables(notes: str, measured: Iterable[Row]) -> str:
-    """``notes`` with the tables between their markers."""
+    """Return ``notes`` with the tables between their markers."""
     return between(notes, BEGIN, END, "\n".join(map(tables, measured)))
 
 
 def with_overview(page: str, measured: Collection[Row]) -> str:
-    """``page`` with the overview of the most GPUs between the markers."""
+    """Return ``page`` with the overview of the most GPUs between the markers."""
     most = sorted(measured, key=lambda result: result["gpus"])[-1:]
     return between(page, BEGIN, END, "".join(map(overview, most)))
 

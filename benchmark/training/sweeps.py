@@ -41,8 +41,8 @@ from examples.train import CONFIGS
 from liger_like import patching
 
 WARMUP, STEPS, ROUNDS = 2, 3, 2
-LIGER = "Liger"  # comes last: it changes transformers for the whole process
-Shape = tuple[int, int]  # batch and sequence
+LIGER = "Liger"  # measured last: it changes transformers for the whole process
+Shape = tuple[int, int]  # sequences, tokens of each
 
 
 class Sizes(NamedTuple):
@@ -65,7 +65,7 @@ FULL = Sizes(
 )
 QUICK = Sizes(CONFIGS["tiny"], {"batch": ((1, 32), (2, 32)), "sequence": ((2, 16), (2, 48))}, (1, 32), (2, 32))
 
-SWITCHES = "norm", "rope", "mlp", "attention", "loss"  # of patch
+SWITCHES = "norm", "rope", "mlp", "attention", "loss"  # arguments of patch
 VARIANTS: dict[str, Collection[str]] = {
     "none": (),
     **{f"{name} alone": (name,) for name in SWITCHES},
@@ -73,7 +73,7 @@ VARIANTS: dict[str, Collection[str]] = {
     "all": SWITCHES,
 }
 INSIDE = {name: CONTESTANTS[name] for name in ("transformers", "liger_like")}
-WHOLE = {name: prepare for name, prepare in CONTESTANTS.items() if name != SELECTIVE}  # nothing is checkpointed
+WHOLE = {name: prepare for name, prepare in CONTESTANTS.items() if name != SELECTIVE}  # without checkpoints
 PARTS: dict[str, Mapping[str, Any]] = {
     "batch": CONTESTANTS,
     "sequence": CONTESTANTS,
@@ -85,7 +85,7 @@ PARTS: dict[str, Mapping[str, Any]] = {
 
 
 def sweep(prepare: Preparation, config: PreTrainedConfig, shapes: Collection[Shape]) -> Iterator[Row]:
-    """A row for each shape of one model until one fails."""
+    """Yield a row for each shape of one model until one fails."""
     clear()
 
     @functools.cache
@@ -128,12 +128,12 @@ def ablate(names: Collection[str], config: PreTrainedConfig, batch: int, seq: in
 
 
 def replayed(prepare: Preparation, config: PreTrainedConfig, batch: int, seq: int) -> Row:
-    """A small step as the host launches it, and as one CUDA graph; nothing is checkpointed."""
+    """Time a small step as the host launches it, and as one CUDA graph, without checkpoints."""
     if not GPU:
         return {"reason": "needs a GPU"}
     clear()
     step = partial(trainer(build(prepare, config, checkpointing=False)), tokens_of(config, batch, seq))
-    stream = torch.cuda.Stream()  # of the capture, too: autograd works where the forward did
+    stream = torch.cuda.Stream()  # autograd uses the forward's stream: warm up and capture on one
     stream.wait_stream(torch.cuda.current_stream())
     with torch.cuda.stream(stream):
         times(step, WARMUP)
@@ -178,7 +178,7 @@ def large(result: Row, tokens: float) -> dict[tuple[str, str], list[Row]]:
 
 
 def measure(part: str, names: Collection[str], sizes: Sizes) -> Iterator[tuple[str, list[Row]]]:
-    """The rows of each contestant of a part, those of a sweep again with each row."""
+    """Yield the rows of each contestant of a part; a sweep yields all its rows again with each new one."""
     if part in sizes.sweeps:
         for name in names:
             rows: list[Row] = []

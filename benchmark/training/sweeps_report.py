@@ -45,7 +45,7 @@ Rows = Mapping[str, Row]
 
 
 def sweep_table(contestants: Mapping[str, list[Row]]) -> str:
-    """Tokens/s and peak GiB, or a reason: a column for each contestant; what was not tried is empty."""
+    """Return a table of tokens/s and peak GiB, or a reason: a column for each contestant, empty if not tried."""
     found: dict[tuple[int, int], dict[str, str]] = {}
     for name, rows in contestants.items():
         for row in rows:
@@ -87,7 +87,7 @@ def graph_table(rows: Rows) -> str:
 
 
 def peak(row: Row) -> dict[str, float]:
-    """GiB by when they were allocated, at the time when most were."""
+    """Return GiB by the phase that allocated them, at the peak."""
     most = max(zip(*row["gib"].values(), strict=True), key=sum)
     return dict(zip(row["gib"], most, strict=True))
 
@@ -134,7 +134,7 @@ def only(contestants: Mapping[str, list[Row]]) -> Rows:
 
 
 def tables(result: Row) -> str:
-    """One file of results in Markdown."""
+    """Return one file of results in Markdown."""
     parts = heading(result)
     for part in SWEEPS:
         if contestants := result["parts"].get(part):
@@ -167,7 +167,7 @@ def draw_sweeps(figure: Any, result: Row) -> None:
         column[1].set_xlabel(f"{part}, {'sequences' if part == 'batch' else 'tokens'}")
         told = [
             tick for tick in ticks if tick.bit_count() == 1 or tick == ticks[-1]
-        ]  # room for powers of two, and the last
+        ]  # all would not fit: powers of two, and the last
         column[1].set_xticks(told, [str(tick) if tick < 1024 else f"{tick // 1024}k" for tick in told])
         column[1].minorticks_off()
     for row, label in zip(grid, ("throughput, 1000 tokens/s", "peak memory, GiB"), strict=True):
@@ -243,7 +243,7 @@ def file_of(name: str) -> Path:
 
 
 def links(page: Path, measured: Collection[Row]) -> list[str]:
-    """The pictures that there are."""
+    """Return the pictures that results exist for."""
     return [
         f"![{picture.text}]({os.path.relpath(file_of(name), page.parent)})\n"
         for name, picture in PICTURES.items()
@@ -252,12 +252,12 @@ def links(page: Path, measured: Collection[Row]) -> list[str]:
 
 
 def with_tables(notes: str, measured: Collection[Row]) -> str:
-    """``notes`` with the pictures and the tables between their markers."""
+    """Return ``notes`` with the pictures and the tables between their markers."""
     return between(notes, BEGIN, END, "\n".join([*links(NOTES, measured), *map(tables, measured)]))
 
 
 def with_overview(page: str, measured: Collection[Row]) -> str:
-    """``page`` with the pictures, and what a graph changes, between the markers."""
+    """Return ``page`` with the pictures, and what a graph changes, between the markers."""
     pictures = links(FIGURES, measured)
     graphs = [result["parts"]["graph"] for result in measured if result["parts"].get("graph")]
     content = [ABOUT, *pictures] if pictures else []

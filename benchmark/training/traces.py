@@ -19,12 +19,12 @@ from benchmark.common.measure import Step
 from benchmark.common.processes import GPU
 
 Event = Mapping[str, Any]
-BEFORE = "before"  # the step: weights and the optimizer's state
+BEFORE = "before"  # allocated before the step: weights and the optimizer's state
 POINTS = 120
 
-PREFIX, OPTIMIZER, ENGINE = "benchmark: ", "Optimizer.", "autograd::engine"  # how names of the profiler's events begin
+PREFIX, OPTIMIZER, ENGINE = "benchmark: ", "Optimizer.", "autograd::engine"  # prefixes of the profiler's event names
 OTHER = "other"
-# by the last part of a module's name; what it does in modules of its own is theirs
+# last part of a module's name: its row; the work of its submodules counts for them
 GROUP_OF = {
     "self_attn": "attention",
     "norm": "norms",
@@ -32,13 +32,13 @@ GROUP_OF = {
     "post_attention_layernorm": "norms",
     "rotary_emb": "RoPE",
     "mlp": "GLU",
-    "": "loss",  # the model, without what is below
+    "": "loss",  # the model without its submodules
     "model": OTHER,
 }
 PRODUCTS = re.compile(r"aten::(add|badd)?b?mm_?$|_add_products")
-LAUNCHES = "cuda", "cuLaunch"  # how names of the driver's calls begin
-FORWARD = 0  # the scope of an event, but for the engine's own
-SUMS = "aten::add", "aten::add_"  # of the gradients of what was used twice, where the engine itself calls them
+LAUNCHES = "cuda", "cuLaunch"  # prefixes of the driver's calls
+FORWARD = 0  # the profiler's scope of a forward's events
+SUMS = "aten::add", "aten::add_"  # the engine's sums of two gradients of one tensor
 GROUPS = ("matrix products", "attention", "norms", "RoPE", "GLU", "loss", "optimizer", OTHER)
 
 
@@ -62,7 +62,7 @@ def memory(step: Callable[[Callable[[str], None]], None]) -> Row:
 
 
 def levels(before: int, phases: Mapping[str, Iterable[Event]]) -> Row:
-    """GiB that were allocated before the step or in each phase and are still there, at up to POINTS times.
+    """Return GiB that were allocated before the step or in each phase and are still there, at up to POINTS times.
 
     A time stands for as many allocations and frees as any other: the one among them where most was allocated. ``ends``
     are where the phases end, as parts of all times.
@@ -100,7 +100,7 @@ def _recorded(group: str, function: Callable[..., Any]) -> Callable[..., Any]:
 
 @contextmanager
 def grouped(model: PreTrainedModel) -> Iterator[None]:
-    """Within, the profiler sees which group of work a module of ``model``, or its rotary function, does."""
+    """Let the profiler see to which group the work of each module of ``model`` and of its rotary function belongs."""
     modules = [(GROUP_OF.get(name.rpartition(".")[2]), module) for name, module in model.named_modules()]
     names = inspect.unwrap(type(model.model.layers[0].self_attn).forward).__globals__
     rotate = "apply_rotary_pos_emb"
@@ -117,7 +117,7 @@ def grouped(model: PreTrainedModel) -> Iterator[None]:
 
 
 def profile(step: Step) -> dict[str, float]:
-    """The ms of each group in ``step``: of kernels, or where there is no GPU of ops on the host.
+    """Return the ms of each group in ``step``: of kernels, or without a GPU of ops on the host.
 
     The step is traced twice, since setting up the trace slows the first one's kernels down.
     """
@@ -133,17 +133,17 @@ def profile(step: Step) -> dict[str, float]:
 
 
 def times_of(events: Sequence[Any]) -> dict[str, float]:
-    """The ms of each group, of the profiler's events.
+    """Return the ms of each group from the profiler's events.
 
     Work of a forward belongs to the innermost module that has a group, work of a backward to that of the forward.
     """
-    forward = {  # the last one: those before it under the same number have no backward
+    forward = {  # the last forward of a number: earlier ones have no backward
         event.sequence_nr: event
         for event in sorted(events, key=lambda event: event.time_range.start)
         if event.sequence_nr >= 0 and event.scope == FORWARD and not event.name.startswith(ENGINE)
     }
     totals = dict.fromkeys(GROUPS, 0.0)
-    # what an event's kernels span on the GPU has its name; the kernels are events, too, of another device
+    # a CPU event has a GPU event of its name that spans its kernels: count the kernels alone
     ranges = {event.name for event in events if event.device_type == DeviceType.CPU}
     for event in events:
         for name, us in _work(event):
@@ -153,7 +153,7 @@ def times_of(events: Sequence[Any]) -> dict[str, float]:
 
 
 def _work(event: Any) -> list[tuple[str, float]]:
-    """Names and us of what ``event`` launched on the GPU, or of what it does on the host itself.
+    """Return names and us of what ``event`` launched on the GPU, or did itself on the host.
 
     What the profiler notes within a launch, as that its buffer is full, has the launch's kernel as its own, too.
     """

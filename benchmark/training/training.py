@@ -35,7 +35,7 @@ from liger_like.patches.add_rms_norm import AddRMSNorm
 from liger_like.patches.qk_norm_rope import QKNormRope
 
 WARMUP, STEPS, ROUNDS = 3, 8, 9
-SELECTIVE = "liger_like, selective"  # of the checkpointed settings
+SELECTIVE = "liger_like, selective"  # measured in the checkpointed settings
 FUSED = (QKNormRope.pattern, AddRMSNorm.pattern)
 Preparation = Callable[[PreTrainedModel], None]
 MODELS: dict[str, PreTrainedConfig] = {
@@ -71,7 +71,7 @@ class Setting(NamedTuple):
     checkpointing: bool = False
 
     def text(self) -> str:
-        """For the report."""
+        """Return the shape and the mask as the report names them."""
         return f"{self.model}, B {self.batch} S {self.seq}" + ", checkpointed" * self.checkpointing
 
 
@@ -114,7 +114,7 @@ def patch_and_compile(model: PreTrainedModel) -> None:
 
 
 def patch_with(*fused: Recogniser) -> Preparation:
-    """``patch`` with these of the recognisers that fuse what others recognise one by one."""
+    """Return ``patch`` with these of the recognisers that fuse what others recognise one by one."""
     others = {name: r for name, r in patching.RECOGNISERS.items() if name not in FUSED}
 
     def prepare(model: PreTrainedModel) -> None:
@@ -146,7 +146,7 @@ FORMS: dict[str, Preparation] = {
 
 
 def clear() -> None:
-    gc.collect()  # models hold reference cycles: without this the last one would count into the next one's memory
+    gc.collect()  # models hold reference cycles: the last one would count as the next one's memory
     torch.compiler.reset()
     torch.cuda.empty_cache()
     reset_peak()
@@ -167,7 +167,7 @@ def tokens_of(config: PreTrainedConfig, batch: int, seq: int) -> Tensor:
 
 
 def trainer(model: PreTrainedModel) -> Callable[..., None]:
-    """A training step on tokens [B, S], which tells the names of its phases as they end; a CUDA graph may have it."""
+    """Return a training step on tokens [B, S], which tells the name of each phase as it ends, and can be captured."""
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-5, fused=True, capturable=DEVICE == "cuda")
 
     def step(tokens: Tensor, ended: Callable[[str], None] = nothing) -> None:
@@ -183,7 +183,7 @@ def trainer(model: PreTrainedModel) -> Callable[..., None]:
 
 
 def step_of(prepare: Preparation, setting: Setting) -> Step:
-    """A training step of a new model, warm."""
+    """Return a training step of a new model, warm."""
     config = MODELS[setting.model]
     train_on = trainer(build(prepare, config, setting.checkpointing))
     step = partial(train_on, tokens_of(config, setting.batch, setting.seq))
@@ -192,7 +192,7 @@ def step_of(prepare: Preparation, setting: Setting) -> Step:
 
 
 def row_of(step: Step, tokens: int, repeats: int) -> Row:
-    """Step time, tokens/s and peak memory."""
+    """Measure step time, tokens/s and peak memory."""
     ms = statistics.median(times(step, repeats))
     return {"ms": ms, "tokens": tokens / ms * 1e3, "gib": torch.cuda.max_memory_allocated() / 2**30}
 
@@ -203,7 +203,7 @@ def train(prepare: Preparation, setting: Setting) -> Row:
 
 
 def compare_forms(setting: Setting) -> list[Row]:
-    """Step times of what may be fused in one model; all are there at once and take turns, so that 1 % shows."""
+    """Return step times of models that fuse different layers; all stay in memory and take turns, so that 1 % shows."""
     clear()
     rows: list[Row] = [
         {"name": name, "ms": partial(gpu_times, step_of(prepare, setting), 2)} for name, prepare in FORMS.items()
@@ -224,7 +224,7 @@ def measure(settings: Collection[Setting]) -> dict[str, list[Row]]:
 
 
 def merged(earlier: Row, now: Row) -> Row:
-    """The settings that were measured now, and of the others what was measured earlier."""
+    """Return the settings measured now, and earlier rows of the others."""
     order = [setting.text() for setting in SETTINGS]
     for key in ("forms", "settings"):
         found = earlier.get(key, {}) | now[key]

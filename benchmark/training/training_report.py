@@ -11,13 +11,13 @@ COLUMNS = ("model", "", "step ms", "tokens/s", "peak GiB")
 
 
 def cells(setting: str, row: Row) -> list[str]:
-    """A reason stands in the place of a time that is missing."""
+    """Return the cells of a row; a reason replaces a missing time."""
     time = row.get("reason") or number(row["ms"], ".1f")
     return [setting, row["name"], time, number(row.get("tokens"), ",.0f"), number(row.get("gib"), ".1f")]
 
 
 def tables(result: Row) -> str:
-    """One file of results in Markdown."""
+    """Return one file of results in Markdown."""
     rows = (cells(setting, row) for setting, several in result["settings"].items() for row in several)
     forms = (
         (text, row["name"], number(row["ms"], ".2f")) for text, several in result["forms"].items() for row in several
@@ -27,12 +27,12 @@ def tables(result: Row) -> str:
 
 
 def with_tables(notes: str, measured: Iterable[Row]) -> str:
-    """``notes`` with the tables between their markers."""
+    """Return ``notes`` with the tables between their markers."""
     return between(notes, BEGIN, END, "\n".join(map(tables, measured)))
 
 
 def overview(result: Row) -> str:
-    """Tokens/s and peak GiB, or a reason: a row for each setting, a column for each contestant."""
+    """Return a table of tokens/s and peak GiB, or a reason: a row for each setting, a column for each contestant."""
     found = (
         (setting, {row["name"]: row.get("reason") or ", ".join(cells(setting, row)[3:]) for row in several})
         for setting, several in result["settings"].items()
@@ -41,7 +41,7 @@ def overview(result: Row) -> str:
 
 
 def with_overview(readme: str, measured: Iterable[Row]) -> str:
-    """``readme`` with the overviews between the markers."""
+    """Return ``readme`` with the overviews between the markers."""
     return between(readme, BEGIN, END, "\n".join(map(overview, measured)))
 
 

@@ -301,7 +301,7 @@ def test_settle_what_fails() -> None:
     assert rows == [{"us": 2.0, "reason": "out of memory"}, {"mib": 1.0, "reason": "ValueError: never"}]
 
 
-# what a backward reads besides the upstream gradients, and the gradients that are another one again
+# READ: what a backward reads beside the upstream gradients. SHARED: gradients that are one tensor with another one
 READ = {
     "rms_norm": ("x", "weight"),
     "add_rms_norm": ("out1", "weight"),

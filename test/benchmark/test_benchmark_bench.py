@@ -26,7 +26,7 @@ CEILINGS = {"GB/s": 10.0, "TFLOP/s": 1.0}
 @no_gpu
 def test_all_of_it_without_a_gpu(monkeypatch, tmp_path):
     monkeypatch.setattr(support, "INTERPRET", False)
-    monkeypatch.setattr(bench, "rounded", lambda result: result)  # else a share is not that of what stands beside it
+    monkeypatch.setattr(bench, "rounded", lambda result: result)  # rounded rates would not give the rounded shares
 
     def merged(*results, true=bench.merged):
         other = os.open(tmp_path, os.O_RDONLY)
@@ -101,7 +101,7 @@ def gated(by=lambda up: up, factor=1.0):
 BUILDS = {
     "liger_like": gated(),
     "inexact": gated(factor=1.01),
-    "nan": gated(lambda up: torch.where(up > 1e9, up.sqrt(), up)),  # of the last gradient alone
+    "nan": gated(lambda up: torch.where(up > 1e9, up.sqrt(), up)),  # NaN in the last gradient alone
     "one gradient": gated(lambda up: 1.01 * up - 0.01 * up.detach()),
     "detached": gated(torch.Tensor.detach),
     "broken": broken,
@@ -139,10 +139,10 @@ def test_on_a_gpu(op):
         assert ours["error"] <= 1.1
         assert min(ours[key] for key in ("wall_us", "host_us", "mib", "rate", "share", "forward_us", "us")) > 0
         assert "reason" not in ours
-        if op == "swiglu" or ours["name"] == "torch":  # forwards of our loss make gradients, too
+        if op == "swiglu" or ours["name"] == "torch":  # our loss computes gradients in its forward
             assert ours["forward_us"] < ours["us"]
-            assert 1.2 * ours["forward_us"] < ours["wall_us"]  # of both passes
-        if op == "swiglu":  # launch-bound; milliseconds of products take as long in a graph as one by one
+            assert 1.2 * ours["forward_us"] < ours["wall_us"]  # wall_us covers both passes
+        if op == "swiglu":  # only launch-bound ops are faster in a graph
             assert ours["us"] < ours["wall_us"]
 
 

@@ -17,12 +17,12 @@ from benchmark.common import markdown, plots
 from benchmark.kernels import bench_report, contestants, losses_report
 from benchmark.training import curves, sweeps_report, training
 
-MOST_BYTES, MOST_PIXELS = 200_000, 1200  # of a file, and across
-# linear RGB as a reader without green cones sees it (Machado et al. 2009)
+MOST_BYTES, MOST_PIXELS = 200_000, 1200  # limits of a file and of a picture's width
+# maps linear RGB to what a reader without green cones sees (Machado et al. 2009)
 NO_GREEN = torch.tensor(
     [[0.367322, 0.860646, -0.227968], [0.280085, 0.672501, 0.047413], [-0.01182, 0.04294, 0.968881]]
 )
-DISTANCE = 0.1  # of two colours, where black and white are 1.7 apart
+DISTANCE = 0.1  # least distance of two colours; black and white are 1.7 apart
 
 
 def bench_marks(result):

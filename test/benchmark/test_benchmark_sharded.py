@@ -15,7 +15,7 @@ SIZES = sharded.QUICK
 
 @pytest.mark.skipif(sharded.GPU, reason="on GPUs it is nccl, and bf16: --quick")
 def test_tiny_form(monkeypatch):
-    monkeypatch.setenv("TRITON_INTERPRET", "0")  # plain torch is quicker, and the kernels have tests of their own
+    monkeypatch.setenv("TRITON_INTERPRET", "0")  # interpreted kernels are slow, and have tests of their own
     run(every_part, 2)
 
 

@@ -45,6 +45,6 @@ def test_times_are_those_of_the_kernels(tmp_path):
     rows = json.loads((tmp_path / "times.json").read_text())["benchmarks"]
     assert {row["group"] for row in rows} == {"rms_norm, forward", "rms_norm, backward"}
     seconds = {(row["group"], row["params"]["contestant"]): row["stats"]["median"] for row in rows}
-    read_and_written = 2 * 16384 * 4096 * 2  # bytes, of the forward
+    read_and_written = 2 * 16384 * 4096 * 2  # bytes of the forward
     assert 2**38 < read_and_written / seconds["rms_norm, forward", "liger_like"] < 2**44
     assert seconds["rms_norm, backward", "liger_like"] > seconds["rms_norm, forward", "liger_like"] > 0

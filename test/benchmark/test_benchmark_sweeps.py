@@ -24,7 +24,7 @@ on_the_host = pytest.mark.skipif(sweeps.GPU, reason="on a GPU it is what the GPU
 def plain_torch(monkeypatch):
     """It is quicker, and the kernels have tests of their own."""
     monkeypatch.setattr(support, "INTERPRET", False)
-    monkeypatch.setattr(sweeps, "clear", lambda: None)  # likewise
+    monkeypatch.setattr(sweeps, "clear", lambda: None)  # as above
 
 
 def test_what_is_larger_than_what_failed_is_not_tried(monkeypatch):
@@ -301,7 +301,7 @@ def test_quick(results, monkeypatch, capsys):
     shown = capsys.readouterr().out
     for line in ("| B 2 S 32 |", "| none |", "| transformers | needs a GPU |", "| matrix products |"):
         assert line in shown
-    assert not results.exists()  # printed only
+    assert not results.exists()  # --quick writes nothing
 
 
 def test_the_graph_has_a_shape_of_its_own(monkeypatch):

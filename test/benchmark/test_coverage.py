@@ -15,7 +15,7 @@ from benchmark.coverage import coverage, coverage_report
 from liger_like.doctor import tiny
 from liger_like.patches import attention, rms_norm
 
-# dense, with experts, hybrid, encoder and decoder; each has something that another has not
+# dense, with experts, hybrid, encoder and decoder
 FAMILIES = """Afmoe Apertus Cohere Cohere2 DeepseekV3 DeepseekV4 Doge Ernie4_5 FalconH1 Gemma Gemma2 Gemma3 Glm4
 GptOss Granite GraniteMoe Helium Llama Llama4 Mistral Mixtral Nemotron Olmo2 Phi3 Phi4Multimodal Qwen2 Qwen3 Qwen3Moe
 Qwen3Next Qwen3_5 SmolLM3 StableLm Starcoder2 Zamba2"""

@@ -42,7 +42,7 @@ def losses_in(text):
 
 def train(rank, path, config, *options):
     """The example; saved are its losses without mixed precision, and as the file asks for it."""
-    PartialState.destroy_process_group = lambda *_: None  # it is the test's
+    PartialState.destroy_process_group = lambda *_: None  # the test ends it
     results = []
     for precision in (["--mixed_precision", "no"], []):
         AcceleratorState._reset_state(reset_partial_state=True)

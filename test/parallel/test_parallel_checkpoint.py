@@ -57,7 +57,7 @@ class Block(torch.nn.Module):
         return liger_like.fused_linear_cross_entropy(h, self.head.weight, target)
 
 
-# each is computed once, and again unless it is saved
+# op: its name in the policy; each runs once, and again in the backward unless it is saved
 ONCE = {
     "rms_norm_fwd": "norm",
     "rope": "rope",
@@ -108,7 +108,7 @@ def checkpointed(model, save):
     """Its layers, as Hugging Face users do it."""
     kwargs = {"use_reentrant": False, "context_fn": checkpoint_policy(save)}
     with warnings.catch_warnings():
-        warnings.simplefilter("ignore", FutureWarning)  # of its name, which is to change
+        warnings.simplefilter("ignore", FutureWarning)  # transformers will rename the argument
         model.gradient_checkpointing_enable(kwargs)
     return model
 
@@ -129,7 +129,7 @@ def test_hugging_face(save, device):
     torch.testing.assert_close(got, expected, rtol=0, atol=0)
     names = ("rms_norm_fwd", "rope", "attention_fwd", "glu_linear_fwd", "linear_cross_entropy", "matmul")
     again = [count.counts[name] - plain.counts[name] for name in names]
-    # the last product and what it multiplies are not made again: nothing needs them
+    # the backward does not repeat the last product and its inputs: nothing reads them
     assert again == ([2, 1, 0, 0, 0, 0] if save else [2, 1, 1, 0, 0, 6])
 
 
@@ -175,7 +175,7 @@ def test_compiled(device):
     torch.testing.assert_close(got, expected, rtol=1e-6, atol=1e-6)
     forward, backward = graphs
     assert [forward[name] for name in ONCE] == [1] * len(ONCE)
-    # the rotation back is the same op; the GLU's result is needed by nothing but the loss, which is saved
+    # RoPE's backward is the same op; only the loss, which is saved, reads the GLU's result
     assert {name: backward[name] for name in ONCE} == {
         "rms_norm_fwd": 1,
         "rope": 2,

@@ -15,7 +15,7 @@ from liger_like.parallel import context_parallel
 from liger_like.parallel._spread_attention import METHODS, Shards, _pieces
 from liger_like.parallel.context_parallel import LAYOUTS, ContextParallel
 
-CU_SEQLENS = torch.tensor([0, 5, 6, 19, 24, 40, 48])  # of two rows of 24
+CU_SEQLENS = torch.tensor([0, 5, 6, 19, 24, 40, 48])  # the 48 tokens of two rows of 24
 CASES = {
     "causal": ({}, False),
     "window": ({"left": 4}, False),
@@ -116,17 +116,17 @@ def attention_worker(rank, world_size):
     for method in METHODS:
         for case in CASES:
             for layout in LAYOUTS if world_size == 2 else ("zigzag",):
-                check_attention(mesh, method, layout, case, torch.float64)  # plain torch
+                check_attention(mesh, method, layout, case, torch.float64)  # runs plain torch
     for method in METHODS if world_size == 2 else ():
         for case in ("causal", "documents and window"):
-            check_attention(mesh, method, "zigzag", case, torch.float32)  # kernels
+            check_attention(mesh, method, "zigzag", case, torch.float32)  # runs the kernels
         inputs, options = attention_case("causal", world_size, dtype=torch.float32)
-        for name in ("q", "k"):  # of few bits, so that products are exact
+        for name in ("q", "k"):  # few bits, so that products are exact
             inputs[name] = inputs[name].mul(8).round() / 8
         inputs["q"][..., 0] = 8
-        inputs["k"][..., 0] += 1000  # scores near 2800, in whose lse fp32 has little room for the log of the sum
+        inputs["k"][..., 0] += 1000  # scores near 2800: fp32 leaves few bits of lse to the log of the sum
         check_errors(context_parallel(mesh, method=method), inputs, options, f"{method}, large scores")
-    if world_size == 4:  # groups of some of the processes, which are no neighbours
+    if world_size == 4:  # groups of processes that are not neighbours
         mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("cp", "dp"))["cp"]
         for method in METHODS:
             check_attention(mesh, method, "zigzag", "documents and window", torch.float64)
@@ -140,8 +140,8 @@ def test_attention_is_that_of_one_process(world_size):
 def gpu_worker(rank):
     mesh, device = init_device_mesh("cuda", (2,)), f"cuda:{rank}"
     for method, layout, case in itertools.product(METHODS, LAYOUTS, CASES):
-        inputs, options = attention_case(case, 16, 16, device, torch.bfloat16)  # and as many sinks as that takes
-        inputs["sinks"] = inputs["sinks"].float()  # of a few numbers, roundings are luck
+        inputs, options = attention_case(case, 16, 16, device, torch.bfloat16)  # 16 heads, thus 16 sinks
+        inputs["sinks"] = inputs["sinks"].float()  # the error of few bf16 numbers is chance
         cp = context_parallel(mesh, method=method, layout=layout)
         check_errors(cp, inputs, options, f"{method}, {layout}, {case}")
 

@@ -34,14 +34,14 @@ def check_model(mesh, family, config, given, method):
     torch.manual_seed(0)
     original = tiny(family, **config, attn_implementation="eager")
     patched, inputs = copy.deepcopy(original), BATCHES[given](batch()) | {"use_cache": False}
-    rest = family in ("Llama", "Qwen3")  # what is no attention takes long to interpret, and looks at no other token
+    rest = family in ("Llama", "Qwen3")  # slow to interpret; treat each token alone
     patch(patched, norm=rest, rope=rest, mlp=False)
     if given == "packed":
         patched.gradient_checkpointing_enable({"use_reentrant": False})
     expected = results(original, inputs)
     with context_parallel(mesh, method=method) as cp:
         loss = patched(**cp.shard(inputs)).loss
-    loss.backward()  # behind the context
+    loss.backward()  # outside of the context
     got = {"loss": loss.detach(), **{name: p.grad for name, p in patched.named_parameters()}}
     assert got.keys() == expected.keys()
     for name, t in got.items():
@@ -68,7 +68,7 @@ def model(family="Llama", **config):
 def test_an_unpatched_model_is_no_silent_mistake(mesh):
     with pytest.raises(RuntimeError, match=r"patch the model with liger_like\.patch"), context_parallel(mesh) as cp:
         tiny("Llama")(**cp.shard(batch()))
-    message = "batch must have input_ids or inputs_embeds, got an empty one"  # an error comes out as it is
+    message = "batch must have input_ids or inputs_embeds, got an empty one"  # the context passes errors on
     with pytest.raises(ValueError, match=message), context_parallel(mesh) as cp:
         cp.shard({})
 

@@ -23,7 +23,7 @@ def compare(rank):
 
     whole, rows = shares(2)
     for stage in (1, 2, 3):
-        # small parameters are sharded, too
+        # shard small parameters, too
         zero = {"stage": stage} if stage < 3 else {"stage": stage, "stage3_param_persistence_threshold": 0}
         config = {"train_micro_batch_size_per_gpu": 2, "zero_optimization": zero, "zero_allow_untested_optimizer": True}
         for tied, adapters in (False, {}), (True, {}), (False, LORA):
@@ -41,7 +41,7 @@ def compare(rank):
                     patch(model, strict=True)
                 output = engine(**rows[rank])
                 assert output.logits is None
-                engine.backward(output.loss * 2)  # the mean over processes is taken
+                engine.backward(output.loss * 2)  # DeepSpeed takes the mean over processes
                 loss = output.loss.detach().clone()
                 dist.all_reduce(loss)
                 whole_gradient = deepspeed.utils.safe_get_full_grad

@@ -22,7 +22,7 @@ from torch.distributed.tensor.parallel import (
 import liger_like
 import liger_like.parallel
 
-# the op, the shapes of its tensors, and along which dimensions the first ones may be sharded; 3 and 5 do so unevenly
+# op, shapes of its tensors, dimensions along which the first ones may be sharded; 3 and 5 shard unevenly
 ROWS, HEADS, KEYS, ANGLES = (3, 5, 16), (2, 4, 5, 16), (2, 2, 5, 16), (2, 5, 8)
 half = functools.partial(liger_like.rope, rotary_dim=8)
 transposed = functools.partial(half, unsqueeze_dim=2)
@@ -53,7 +53,7 @@ def inputs(shapes):
 def outputs_and_gradients(op, tensors):
     outputs = op(*tensors)
     outputs = outputs if isinstance(outputs, tuple) else (outputs,)
-    leaves = [t for t in tensors if t.requires_grad]  # whose .grad torch 2.11 would gather where shards are uneven
+    leaves = [t for t in tensors if t.requires_grad]  # torch 2.11 would gather .grad of uneven shards
     return outputs, torch.autograd.grad(outputs, leaves, [torch.ones_like(y) * 0.3 + y.detach() for y in outputs])
 
 
@@ -63,7 +63,7 @@ def check_op(mesh, name):
     expected = outputs_and_gradients(op, tensors)
     for placement in (Replicate(), *map(Shard, dims)):
         sharded = []
-        for t in tensors:  # parameters and angles are whole on every rank
+        for t in tensors:  # parameters and angles are replicated
             own = placement if t.dim() == len(shapes[0]) else Replicate()
             sharded.append(distribute_tensor(t.detach(), mesh, [own]).requires_grad_(t.requires_grad))
         with CommDebugMode() as comms:
@@ -158,7 +158,7 @@ def parallel(model, mesh):
 
 def step(model, inputs):
     """Loss, gradients, their norm and the parameters after a step, of whole tensors; and what was communicated."""
-    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2, eps=1e-3)  # steps as exact as the gradients
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2, eps=1e-3)  # eps keeps steps as exact as gradients
     with CommDebugMode() as passes:
         loss = model(**inputs).loss
         loss.backward()

@@ -37,7 +37,7 @@ def losses_of_products(rank):
 
 @pytest.mark.skipif(parallel.GPU, reason="on GPUs it is bf16, and other losses")
 def test_products(monkeypatch):
-    monkeypatch.setenv("TRITON_INTERPRET", "0")  # plain torch is quicker, and the kernels have tests of their own
+    monkeypatch.setenv("TRITON_INTERPRET", "0")  # interpreted kernels are slow, and have tests of their own
     run(losses_of_products, 4)
 
 

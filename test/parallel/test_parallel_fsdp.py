@@ -28,7 +28,7 @@ from transformers.distributed import DistributedConfig
 from liger_like import patch
 from liger_like.runtime.support import use_kernel
 
-MAX_NORM = 0.5  # of the gradient, below what the tests' is
+MAX_NORM = 0.5  # clips: the gradients of these tests are larger
 
 
 def head_in_root(model, **options):
@@ -80,7 +80,7 @@ def by_accelerate(model):
         transformer_cls_names_to_wrap=["LlamaDecoderLayer"],
     )
     accelerator = Accelerator(cpu=True, fsdp_plugin=plugin)
-    # accelerate itself chooses it on accelerators only
+    # without an accelerator accelerate does not choose it
     accelerator.state.distributed_type, accelerator.state.fsdp_plugin = DistributedType.FSDP, plugin
     model, _ = accelerator.prepare(model, torch.optim.SGD(model.parameters()))
     assert isinstance(model, FSDPModule)
@@ -100,7 +100,7 @@ WRAPPERS = {
     "accelerate": by_accelerate,
 }
 TIED = {"head in root, tied": head_in_root, "head with embedding, tied": head_with_embedding}
-# the head's forward is behind one of FSDP1's own: nothing is lazy
+# FSDP1 wraps the head alone, so the loss is not fused
 UNFUSED = {"FSDP1, head alone": functools.partial(fsdp1, head_apart=True)}
 
 
@@ -126,7 +126,7 @@ def gradients(model, inputs, processes=1):
     """The output; the loss and every gradient, whole; and the collectives."""
     with CommDebugMode() as collectives:
         output = model(**inputs)
-        (output.loss * processes).backward()  # wrappers take the mean over processes
+        (output.loss * processes).backward()  # the wrappers take the mean over processes
     loss = output.loss.detach().clone()
     if processes > 1:
         dist.all_reduce(loss)
@@ -181,7 +181,7 @@ def compare(rank, wrappers, fused=True, device="cpu", **config):
         _, _, collectives = train_step(wrap(copy.deepcopy(original)), rows[rank], processes)
         if name == "head alone" and use_kernel(torch.empty(0, device=device)):
             (gather,) = (op for op in collectives if "allgather" in str(op))
-            collectives[gather] -= 1  # its forward makes the gradient: see same_gathers
+            collectives[gather] -= 1  # the fused forward computes the gradient: see same_gathers
         for patched_first in (True, False):
             model = copy.deepcopy(original)
             if patched_first:
@@ -289,7 +289,7 @@ def same_gathers(rank):
         patch(model, norm=False, rope=False, mlp=False, attention=False)
         with torch.no_grad():
             model(**ids)
-        model.reshard()  # which else the backward does
+        model.reshard()  # otherwise the backward does it
         for _ in range(2):
             gathers, got = gathers_of(model, inputs)
             assert gathers == expected - spared, (wrap, gathers, expected)
@@ -342,7 +342,7 @@ def test_parameters_offloaded_from_a_gpu():
 @pytest.mark.usefixtures("plain")
 def test_native_sharding_of_transformers(tmp_path):
     paths = [tmp_path / "apart", tmp_path / "tied"]
-    for path in paths:  # a vocabulary that two processes can share
+    for path in paths:  # a vocabulary that two processes can split evenly
         tiny("Llama", tie_word_embeddings=path.name == "tied", vocab_size=104).save_pretrained(path)
     run(compare_native, 2, paths)
 

@@ -16,7 +16,7 @@ from liger_like import patch
 from liger_like.parallel import pipeline_loss
 
 MICRO_BATCHES = 4
-# of each process, the stages it has
+# the stages of each process
 ONE, LOOPED, FOLDED = [[0], [1]], [[0, 2], [1, 3]], [[0, 3], [1, 2]]
 SCHEDULES = {
     "GPipe": ONE,
@@ -126,7 +126,7 @@ def train_otherwise(rank):
     model.zero_grad()
     original.zero_grad()
     means = [original(input_ids=ids[i : i + 1], labels=labels[i : i + 1]).loss for i in range(MICRO_BATCHES - 1)]
-    (sum(means) / MICRO_BATCHES).backward()  # the last one has no labels
+    (sum(means) / MICRO_BATCHES).backward()  # the last micro-batch has no labels
     expected = {name: p.grad for name, p in original.named_parameters()}
     schedule, first, last = schedule_of("GPipe", model, pipeline_loss(model.lm_head))
     losses = step(schedule, first, last, ids, target)

@@ -76,7 +76,7 @@ def compare(rank, folder, saved):
     quantised = [(Trainer, LORA, saved)] if saved else []
     for cls, *how in [*CASES, *quantised]:
         expected = learnt(cls, made(*how), folder)
-        model, callback = made(*how), PatchCallback(strict=cls is Trainer)  # TRL's own loss is left alone
+        model, callback = made(*how), PatchCallback(strict=cls is Trainer)  # patch leaves TRL's own loss alone
         patch(model, strict=True)
         assert_same(learnt(cls, model, folder), expected)
         assert_same(learnt(cls, made(*how), folder, callback), expected)

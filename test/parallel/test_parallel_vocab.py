@@ -45,7 +45,7 @@ def draw(options, dtype):
         leaves["bias"] = randn(V)
     if options.pop("class_weight", False):
         options["class_weight"] = torch.rand(V, generator=g) + 0.5
-    if options.pop("far", False):  # from zero, where products are exact, so that both losses are of the same logits
+    if options.pop("far", False):  # large logits of exact products, so that both losses see the same logits
         leaves = {name: ((t.detach() * 4).round() / 4).requires_grad_() for name, t in leaves.items()}
         leaves["bias"] = (leaves["bias"].detach() + 1e4).requires_grad_()
     if (first := options.pop("lora", None)) is not None:
@@ -93,7 +93,7 @@ def every_option(rank, size, dtype, which):
             check(rank, size, options | rows, dtype, sequence_sharded, uneven=size == 2)
 
 
-# all in one process group, the others where they differ: their own tolerance, the reference, more processes
+# every case for fp32 on 2 processes; the others only where they differ: tolerance, reference, number of processes
 @pytest.mark.parametrize(
     ("dtype", "size", "which"),
     [
@@ -127,7 +127,7 @@ def collectives(rank):
             target = torch.zeros(B, S, dtype=torch.int64)
             options = {"sequence_sharded": sequence_sharded, "chunk_rows": 12}
             vocab_parallel_cross_entropy(x, weight, target, dist.group.WORLD, **options).backward()
-            # a chunk of 12 of the 24 tokens is one all-gather, and while the next one runs, one sum
+            # each chunk of 12 of the 24 tokens needs one all-gather, and one sum while the next one runs
             once = ["all_gather", "all_reduce"] if not sequence_sharded else ["all_gather"]
             expected = once * 2 if not sequence_sharded else ["all_gather", *once * 2, "reduce_scatter"]
             assert calls == expected, (sequence_sharded, calls)
@@ -210,7 +210,7 @@ def heads_of_models(rank, path):
 
 
 def test_heads_of_models(tmp_path):
-    tiny("Llama", vocab_size=102).save_pretrained(tmp_path)  # transformers 5.17 has plans for equal shards only
+    tiny("Llama", vocab_size=102).save_pretrained(tmp_path)  # transformers 5.17 shards evenly only
     run(heads_of_models, 2, str(tmp_path))
 
 
@@ -220,7 +220,7 @@ def on_gpus(rank):
     words = slice(rank * 4000, (rank + 1) * 4000)
 
     def sharded(x, weight, target, **options):
-        weight = vocab_shards.summed_gradient(weight, vocab_shards.Shard(dist.group.WORLD.group_name))  # of all words
+        weight = vocab_shards.summed_gradient(weight, vocab_shards.Shard(dist.group.WORLD.group_name))  # over all words
         return vocab_parallel_cross_entropy(x, weight[words], target, dist.group.WORLD, **options)
 
     def inputs():

@@ -26,7 +26,7 @@ LONGROPE = {
     "long_factor": [1.0 + i for i in range(48)],
     "original_max_position_embeddings": 4096,
 }
-# real sizes: what is said must not depend on them
+# sizes of real models: the diagnosis must not depend on them
 CONFIGS = {
     "Llama": {"num_hidden_layers": 16, "vocab_size": 128256, "dtype": "bfloat16"},
     "Gemma2": {},
@@ -83,7 +83,7 @@ def parsed(text):
 
 @pytest.mark.parametrize("family", CONFIGS)
 def test_a_model_that_is_patched_whole_is_sound(run, family):
-    # an implementation of attention and experts that would be downloaded
+    # implementations of attention and experts that transformers would download
     code, out, _ = run(fields_of(family, attn_implementation="kernels-community/flash-attn"), "--json")
     found = parsed(out)
     assert (code, found["model"]) == (0, f"{family}ForCausalLM")
@@ -182,7 +182,7 @@ def test_error_ratios():
     assert doctor.error_ratios({**same, "loss": exact["loss"] * (1 + 3e-5)}, same, exact) == pytest.approx((3, 1))
     assert doctor.error_ratios({**same, "logits": exact["logits"] * (1 + 3e-5)}, same, exact) == pytest.approx((3, 1))
     assert doctor.error_ratios({**same, "logits": exact["logits"] * float("nan")}, same, exact)[0] == doctor.WORST
-    # no gradient is one of zero; and an unpatched model without error leaves the floor
+    # a missing gradient counts as zero; the ratio to an unpatched model without error divides by the floor
     assert doctor.error_ratios({k: same[k] for k in ("loss", "logits", "weight")}, same, exact)[1] > 1e4
     shifted = {name: t * (1 + 5e-6) for name, t in exact.items()}
     assert doctor.error_ratios(shifted, exact, exact) == pytest.approx((5, 5))
@@ -239,7 +239,7 @@ def test_an_adapter_is_trained(run, monkeypatch):
 
     def seen(model, inputs):
         trained.append({name for name, p in model.named_parameters() if p.requires_grad})
-        assert not any(isinstance(m, torch.nn.Dropout) and m.p for m in model.modules())  # float64 would draw others
+        assert not any(isinstance(m, torch.nn.Dropout) and m.p for m in model.modules())  # float64 draws other masks
         return results(model, inputs)
 
     monkeypatch.setattr(tiny, "results", seen)
@@ -310,6 +310,6 @@ def test_costs(monkeypatch, tmp_path):
     assert diagnosis.warnings == ()
     timed = {row["pattern"]: row for row in diagnosis.rows if "ms" in row}
     assert timed.keys() == {"rms_norm", "qk_norm_rope", "glu_mlp", "lm_head", "attention", "together"}
-    for name in ("rms_norm", "qk_norm_rope"):  # many kernels each, unpatched
+    for name in ("rms_norm", "qk_norm_rope"):  # an unpatched model runs many kernels for each
         assert timed[name]["ms"][1] < timed[name]["ms"][0]
     assert timed["lm_head"]["MiB"][1] < timed["lm_head"]["MiB"][0] - 4 * 4096 * 32000 / 2**20

@@ -49,7 +49,7 @@ def test_loss_and_gradients_are_exact_in_bfloat16(family, device):
     original = tiny(family, device, torch.bfloat16, hidden_size=64, intermediate_size=128)
     patched = copy.deepcopy(original)
     patch(patched, strict=True)
-    # one gradient of one batch is better or worse by luck in its roundings: take all, of several batches
+    # rounding makes one gradient of one batch better or worse by chance: compare all gradients of several batches
     pairs = [pair for _ in range(8) for pair in errors(patched, original, batch(device, length=64)).values()]
     error, allowed = (math.sqrt(sum(e * e for e in side)) for side in zip(*pairs, strict=True))
     assert error <= 1.1 * allowed
@@ -174,7 +174,7 @@ def test_positional_labels_and_tuple_outputs(device):
     got = patched(ids, None, None, None, None, labels, return_dict=False)
     expected = original(ids, None, None, None, None, labels, return_dict=False)
     torch.testing.assert_close(got[0], expected[0])
-    assert [type(value) for value in got[1:]] == [type(value) for value in expected[2:]]  # all but the logits
+    assert [type(value) for value in got[1:]] == [type(value) for value in expected[2:]]  # without the logits
 
 
 def test_hidden_states_and_attentions_are_returned(device):

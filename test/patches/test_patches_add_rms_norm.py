@@ -12,7 +12,7 @@ from liger_like import patching
 from liger_like.patches import UnrecognisedError, add_rms_norm
 from liger_like.patching import patch, unpatch
 
-# by family, the norms of a layer that are fused
+# family: the norms of a layer that are fused
 FAMILIES = {
     "Llama": ["post_attention_layernorm"],
     "Gemma2": ["pre_feedforward_layernorm"],
@@ -57,7 +57,7 @@ def test_gradient_checkpointing(device, calls):
     model.enable_input_require_grads()
     calls.clear()
     assert_exact(model, original, batch(device))
-    assert len(calls) == 4  # once more in the backward
+    assert len(calls) == 4  # checkpointing calls them again in the backward
 
 
 def test_hooks_and_other_dtypes_are_heard(device, calls):

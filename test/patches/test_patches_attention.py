@@ -70,7 +70,7 @@ BATCHES = {
 }
 
 
-# transformers does not look for documents in the positions of GPT-OSS, unless it is told where they start
+# transformers finds no documents in the positions of GPT-OSS: it must be told where they start
 PAIRS = [(family, given) for family in ATTENTION for given in BATCHES if (family, given) != ("GptOss", "cu_seq_lens")]
 
 
@@ -81,7 +81,7 @@ def test_loss_logits_and_gradients_are_those_of_eager_attention(family, given, d
     assert_exact(patched, original, inputs, k=2)
     with torch.no_grad():
         got, same, exact = (m(**inputs).logits for m in (patched, original, copy.deepcopy(original).double()))
-    if "attention_mask" in inputs:  # what a padded query sees is nobody's business
+    if "attention_mask" in inputs:  # the outputs of padding are not defined
         got, same, exact = (t[inputs["attention_mask"].bool()] for t in (got, same, exact))
     assert (got - exact).norm() <= 2 * (same - exact).norm() + 1e-6 * exact.norm()
 
@@ -94,7 +94,7 @@ def test_documents_do_not_see_one_another(family, say, rows, device):
     patched, _ = pair(family, device)
     ids = batch(device, rows)["input_ids"]
     given = packed({"input_ids": ids}, 7, 5)
-    if say is with_lengths:  # transformers looks at the positions only where there is no cache
+    if say is with_lengths:  # transformers reads the positions only without a cache
         given = with_lengths(given, *[7, 5] * rows) | {"use_cache": True}
     with torch.no_grad():
         logits = patched(**given).logits
@@ -276,7 +276,7 @@ def test_a_config_that_models_share_stays_as_it_is(device):
     assert vars(config) == before
     assert teacher.config is config
     assert (student.config._attn_implementation, config._attn_implementation) == ("liger_like", "sdpa")
-    student.config.use_cache = False  # what is set on one is set on the other, as before
+    student.config.use_cache = False  # a change of either config still reaches the other
     assert config.use_cache is False
     assert isinstance(student.config, transformers.LlamaConfig)
     unpatch(student)

@@ -48,9 +48,9 @@ def test_placed(how, order, device, tmp_path, monkeypatch):
     output = model(**inputs)
     assert output.logits is None
     torch.testing.assert_close(output.loss, original(**inputs).loss)
-    # norms of heads are not one with RoPE here: their hooks bring their weights
+    # RoPE does not fuse the norms of heads here: hooks bring their weights
     assert [calls.count(name) for name in ("rms_norm", "fused_linear_cross_entropy")] == [5, 1]
-    if how == "device_map":  # weights that are offloaded have no gradients
+    if how == "device_map":  # offloaded weights get no gradients
         torch.testing.assert_close(results(model, inputs), results(original, inputs))
     calls.clear()
     unpatch(model)
@@ -87,7 +87,7 @@ def test_verified_numerically(device, tmp_path):
 @pytest.mark.parametrize("kernel", [rms_norm, qk_norm_rope], ids=lambda module: module.__name__.split(".")[-1])
 def test_what_is_verified_is_the_replacement(kernel, device, tmp_path, monkeypatch):
     """Not the original, which the hooks hold."""
-    patch(tiny("Qwen3", device, num_hidden_layers=1), strict=True)  # miniatures pass before the kernel goes wrong
+    patch(tiny("Qwen3", device, num_hidden_layers=1), strict=True)  # miniatures run a right kernel
     model = PLACED["device_map"](tiny("Qwen3", device, num_hidden_layers=1), device, tmp_path)
     name = kernel.__name__.split(".")[-1]
     right = getattr(kernel, name)

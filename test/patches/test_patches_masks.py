@@ -60,7 +60,7 @@ def test_masks_are_those_of_eager_attention(name, padding, device):
         config = transformers.LlamaConfig(sliding_window=3, attention_chunk_size=4, attn_implementation=implementation)
         made.append(create(config, torch.zeros(2, 9, 4, device=device), mask, past_key_values=None, **options))
     got, expected = made
-    if expected is None:  # no mask: every query sees every key
+    if expected is None:  # without a mask every query sees every key
         expected = torch.zeros(2, 1, 9, 9, device=device)
     assert isinstance(got, attention.Mask) == (name in NEVER_MADE)
     if isinstance(got, attention.Mask):

@@ -108,7 +108,7 @@ def test_dropout_stays(device):
 
 def test_projections_may_wrap_a_linear(device):
     mlp = LlamaMLP(CONFIG)
-    mlp.gate_proj = nn.Sequential(mlp.gate_proj, nn.Hardtanh())  # as Gemma 4's, which clip what they return
+    mlp.gate_proj = nn.Sequential(mlp.gate_proj, nn.Hardtanh())  # as Gemma 4's projections, which clip their output
     (row,) = rows(patch(nn.Sequential(mlp).to(device), verify="numeric"), "glu_mlp")
     assert row.status == "patched"
     assert row.error is not None

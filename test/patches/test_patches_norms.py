@@ -53,7 +53,7 @@ def outcome(module, inputs):
 HALF, FULL = torch.float16, torch.float32
 CASES = [(name, dtype, dtype) for name in NORMS for dtype in (FULL, HALF)]
 CASES += [(name, *dtypes) for name in NORMS for dtypes in ((HALF, FULL), (FULL, HALF)) if "torch_nn" not in name]
-if not torch.cuda.is_available():  # where torch has no kernel for two dtypes
+if not torch.cuda.is_available():  # torch has no CPU kernel for two dtypes
     CASES += [(name, HALF, FULL) for name in NORMS if "torch_nn" in name]
 
 

@@ -13,7 +13,7 @@ from liger_like.patches import rope
 from liger_like.patches.rotary_functions import KINDS
 from liger_like.patching import patch, unpatch
 
-# by pattern, a family that has it, and what its function is called
+# pattern: a family that has it, and what its function's name ends with
 FUNCTIONS = {
     "half": ("llama", ""),
     "half_single": ("gemma3n", ""),
@@ -183,7 +183,7 @@ def test_the_nearest_embedding_counts(device):
     assert "OtherRotaryEmbedding is not built from a config" in row.reason
 
 
-# one of each kind of tables; more families are in test_coverage.py
+# one family for each kind of tables; test_coverage.py has more
 FAMILIES = {"Cohere2": {"sliding_window": 5}, "Gemma3": {}, "GptOss": {}, "Llama4": {}}
 
 

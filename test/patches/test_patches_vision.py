@@ -11,7 +11,7 @@ from liger_like.patching import patch
 
 pytestmark = [pytest.mark.filterwarnings("error:liger_like"), pytest.mark.usefixtures("references")]
 
-IMAGE, WORDS = 100, 90  # the id that stands for a part of an image; ids of words are smaller
+IMAGE, WORDS = 100, 90  # IMAGE: the id of a part of an image; ids of words are below WORDS
 TEXT = CONFIG | {"num_hidden_layers": 1, "num_attention_heads": 2, "num_key_value_heads": 1, "head_dim": 16}
 ENCODER = {
     "hidden_size": 32,
@@ -102,8 +102,8 @@ def tiny(family, device):
     cls = getattr(transformers, f"{family}ForConditionalGeneration")
     model = random(cls(cls.config_class(**copy.deepcopy(CONFIGS[family]))), device)
     for name, parameter in model.named_parameters():
-        # the gradients of a bias of keys, which adds to all scores of a query the same, and of a gate, which is one
-        # number, are sums that cancel, made by torch: their roundings are a matter of luck
+        # torch sums these gradients, and the sums cancel: a bias of keys adds the same to all scores of a query,
+        # and a gate is one number. What is left is rounding
         cancels = ("vision" in name and name.endswith("k_proj.bias")) or parameter.numel() == 1
         parameter.requires_grad_(not cancels)
     return model
@@ -160,7 +160,7 @@ IMAGES = {
     "Qwen3VL": with_patches,
     "Mllama": with_tiles,
 }
-# what is patched of the part that sees, by class
+# family: the patched classes of its vision part
 SEEING = {
     "Llava": {"LayerNorm": {"layer_norm"}, "CLIPAttention": {"attention"}},
     "InternVL": {"LayerNorm": {"layer_norm"}, "InternVLVisionAttention": {"attention"}},

@@ -185,7 +185,7 @@ def test_a_wrong_replacement_is_refused(verify, reason, device, monkeypatch):
     if verify == "fingerprint":
         liger_like.patching._confirmed.clear()
     else:
-        patch(tiny("Llama", device))  # the miniature passed before the kernel went wrong
+        patch(tiny("Llama", device))  # the miniature ran a kernel that was right
     right = rms_norm.rms_norm
     monkeypatch.setattr(rms_norm, "rms_norm", lambda *args, **kwargs: WRONG[reason](right(*args, **kwargs)))
     report = patch(model, verify=verify)

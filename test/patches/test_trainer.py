@@ -61,7 +61,7 @@ def trainer(device, tmp_path):
     return make
 
 
-# what the Trainer has to do with; the rest would take its time in the interpreter
+# what the Trainer touches: interpreting the other kernels would take long
 LOSS_AND_NORMS = {"rope": False, "mlp": False, "attention": False}
 
 
@@ -94,7 +94,7 @@ def test_accumulated_gradients_of_uneven_labels(trainer, device):
         runs.append(trained(trainer, this, data, **sizes))
     for logs, weights in runs[1:]:
         assert_same(logs, runs[0][0])
-        # AdamW divides by the size of a gradient: where that is a rounding error, so is its direction
+        # AdamW divides by the gradient's size: where the gradient is a rounding error, so is the step's direction
         close = [torch.isclose(weights[name], p, atol=1e-4) for name, p in runs[0][1].items()]
         assert torch.cat([x.flatten() for x in close]).float().mean() > 0.99
 
@@ -137,7 +137,7 @@ LOW_RANK = {"optim_target_modules": "all-linear", "optim_args": "rank=8"}
 def test_optimizers(optim, arguments, trainer, device):
     """Also one that steps within the backward, and those whose states have a rank of 8, or 8 bits."""
     data, steps = examples(), []
-    for model in pair(device, intermediate_size=256):  # layers that are large enough for 8 bits
+    for model in pair(device, intermediate_size=256):  # large enough for 8 bits
         before = {name: p.detach().clone() for name, p in model.named_parameters()}
         this = trainer(model, trained=data, optim=optim, adam_epsilon=1e-2, **arguments)
         this.train()
@@ -145,7 +145,7 @@ def test_optimizers(optim, arguments, trainer, device):
         dtypes = {t.dtype for state in this.optimizer.state.values() for t in state.values() if torch.is_tensor(t)}
         assert (torch.uint8 in dtypes) == ("8bit" in optim)
     for name, step in steps[1].items():
-        assert (steps[0][name] - step).norm() <= 1e-3 * step.norm() > 0, name  # a rounding to 8 bits may differ
+        assert (steps[0][name] - step).norm() <= 1e-3 * step.norm() > 0, name  # rounding to 8 bits may differ
 
 
 def test_the_fused_loss_is_what_trains(trainer, device, monkeypatch):
