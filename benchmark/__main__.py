@@ -4,7 +4,17 @@ import importlib
 import sys
 
 ENTRIES = {
-    "kernels": ("attention", "attention_profile", "bench", "fp_fusion", "losses", "memory_bound", "report", "tune"),
+    "kernels": (
+        "attention",
+        "attention_grid",
+        "attention_profile",
+        "bench",
+        "fp_fusion",
+        "losses",
+        "memory_bound",
+        "report",
+        "tune",
+    ),
     "training": ("curves", "sharded", "sweeps", "training"),
     "coverage": ("coverage",),
 }

@@ -126,8 +126,13 @@ def peak_mib(step: Callable[[], T]) -> tuple[float, T]:
     return (torch.cuda.max_memory_allocated() - before) / 2**20, result
 
 
-def settle(rows: Iterable[Row], rounds: int, wait: Step = torch.cuda.synchronize) -> None:
-    """Replace every timer in ``rows`` by the median of its times.
+def settle(
+    rows: Iterable[Row],
+    rounds: int,
+    wait: Step = torch.cuda.synchronize,
+    reduce: Callable[[list[float]], Any] = statistics.median,
+) -> None:
+    """Replace every timer in ``rows`` by the median of its times, or by what else ``reduce`` makes of them.
 
     In each round every timer runs once, in a new order: the GPU's clock depends on the work before. A timer may run out
     of memory; its row then gets a reason.
@@ -143,7 +148,7 @@ def settle(rows: Iterable[Row], rounds: int, wait: Step = torch.cuda.synchronize
     for row, key, _, several in times:
         del row[key]
         if several:
-            row[key] = statistics.median(several)
+            row[key] = reduce(several)
 
 
 def _add(timer: Timer, several: list[float]) -> Row:

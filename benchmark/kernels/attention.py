@@ -13,7 +13,7 @@ in random order. What is measured is written at once.
 
 import argparse
 import itertools
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from functools import partial
 from typing import Any, NamedTuple
 from unittest import mock
@@ -56,8 +56,9 @@ class Case(NamedTuple):
 
     def text(self) -> str:
         """Return the shape and the mask as the report names them."""
+        tokens = f"T {sum(n for n, _ in self.shape['lengths'])} " if "lengths" in self.shape else ""
         masks = (key if value is True else f"{key} {value[0] + 1}" for key, value in self.options.items())
-        return ", ".join((shape_text(self.shape), *masks))
+        return ", ".join((tokens + shape_text(self.shape), *masks))
 
 
 def cases() -> list[Case]:
@@ -90,16 +91,37 @@ def gpu_row(name: str, build: Build, inputs: Inputs, upstream: Sequence[Tensor])
         return {"mib": mib, **{key: partial(kernel_us, captured(step), setting) for key, step in steps.items()}}
 
 
-def measure(case: Case, rounds: int) -> Row:
-    """Measure every contestant of a case."""
+def timed(case: Case, builds: Mapping[str, Build]) -> Row:
+    """Return the peak memory of each contestant, and timers of its kernels."""
     torch.manual_seed(0)
     torch.compiler.reset()  # otherwise flex_attention reaches torch's limit of recompilations
     inputs = case.spec.inputs(torch.bfloat16, "cuda", **case.shape)
     upstream = upstream_of(partial(case.spec.fn, **case.options), inputs)
-    rows = [{"name": n, **attempt(partial(gpu_row, n, b, inputs, upstream))} for n, b in contestants(case).items()]
-    settle(rows, rounds)
+    rows = [
+        {"name": name, **attempt(partial(gpu_row, name, build, inputs, upstream))} for name, build in builds.items()
+    ]
     *_, flops = case.spec.cost(2, **case.shape, **case.options)
     return {"shape": case.text(), "flops": flops, "rows": rows}
+
+
+def measure(case: Case, rounds: int) -> Row:
+    """Measure every contestant of a case."""
+    result = timed(case, contestants(case))
+    settle(result["rows"], rounds)
+    return result
+
+
+def measure_all(
+    prefix: str, several: Sequence[Case], chosen: Iterable[int], measured: Callable[[Case, int], Row]
+) -> Row:
+    """Measure the ``chosen`` of ``several`` cases. After each, save it beside earlier results of the others."""
+    result = environment(*libraries([OPS["flash_attention"]]))
+    found = {row["shape"]: row for row in known(result, prefix).get("cases", ())}
+    for i in chosen:
+        found[several[i].text()] = measured(several[i], ROUNDS)
+        result["cases"] = [found[case.text()] for case in several if case.text() in found]
+        save(rounded(result), prefix)
+    return rounded(result)
 
 
 def main() -> None:
@@ -111,15 +133,11 @@ def main() -> None:
     if not options.report:
         if not torch.cuda.is_available():
             parser.error("needs a GPU (all but --report)")
-        several, result = cases(), environment(*libraries([OPS["flash_attention"]]))
+        several = cases()
         if options.quick:
+            result = environment(*libraries([OPS["flash_attention"]]))
             result["cases"] = [measure(case, QUICK_ROUNDS) for case in several[:QUICK_CASES]]
             print(tables(rounded(result)))
             return
-        found = {row["shape"]: row for row in known(result, "attention").get("cases", ())}
-        for i in options.cases or range(len(several)):
-            found[several[i].text()] = measure(several[i], ROUNDS)
-            result["cases"] = [found[case.text()] for case in several if case.text() in found]
-            save(rounded(result), "attention")
-        print(tables(rounded(result)))
+        print(tables(measure_all("attention", several, options.cases or range(len(several)), measure)))
     write_report()

@@ -176,17 +176,17 @@ def heads_first(fn: Callable[..., Tensor], inputs: Inputs) -> Tensor:
 
 
 def block_mask(inputs: Inputs, causal: bool = False, window: tuple[int, int] = (-1, -1)) -> BlockMask | None:
-    """Return the mask in the form that flex_attention takes."""
+    """Return the mask in the form that flex_attention takes. A window needs ``causal``."""
     device, S = inputs["q"].device, inputs["q"].shape[-3]
     left, documents = window[0] if window[0] >= 0 else S, None
     if "cu_seqlens_q" in inputs:
         documents = torch.bucketize(torch.arange(S, device=device), inputs["cu_seqlens_q"], right=True)
 
     def seen(b: Tensor, h: Tensor, i: Tensor, j: Tensor) -> Tensor:
-        mask = (i >= j) & (i - j <= left)
+        mask = (i >= j) & (i - j <= left) if causal else i == i
         return mask if documents is None else mask & (documents[i] == documents[j])
 
-    return create_block_mask(seen, None, None, S, S, device=device) if causal else None
+    return create_block_mask(seen, None, None, S, S, device=device) if causal or documents is not None else None
 
 
 def packed(inputs: Inputs) -> dict[str, Any]:
