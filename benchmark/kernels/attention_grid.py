@@ -5,8 +5,8 @@
     python -m benchmark attention_grid --seed 7   as many shapes drawn at random, printed only
     python -m benchmark attention_grid --report   the report again, without a GPU
 
-Times are those of ``attention``: kernels alone, in bf16, all contestants of a shape in turns. A ratio compares the times
-of two contestants in the same round, and the median of all rounds counts.
+Times are those of ``attention``: kernels alone, in bf16, all contestants of a shape in turns. A ratio compares
+two times of the same round, and the median of all rounds counts.
 """
 
 import argparse
@@ -23,6 +23,7 @@ from benchmark.kernels.attention_grid_report import BASES, tables, write_report
 from benchmark.kernels.contestants import OPS, SPECS, libraries
 
 OTHERS = "torch, cuDNN", "flex_attention", "flash-attn-4"
+TIMES = "forward_us", "backward_us"
 WIDTHS = (64, 64), (80, 80), (96, 96), (128, 128), (192, 128), (256, 256)  # of queries and keys, of values
 
 
@@ -48,7 +49,8 @@ GRID = {
     name: Mask(options, packed, tuple(Sizes(*sizes) for sizes in several))
     for name, options, packed, several in (
         ("causal", CAUSAL, False, (
-            (2, 8192, 24, 8), (4, 3000, 12, 12), (2, 4096, 32, 32), (2, 6000, 40, 8), (2, 4096, 16, 16), (2, 4096, 8, 4),
+            (2, 8192, 24, 8), (4, 3000, 12, 12), (2, 4096, 32, 32), (2, 6000, 40, 8), (2, 4096, 16, 16),
+            (2, 4096, 8, 4),
         )),
         ("causal, long", CAUSAL, False, (
             (1, 65536, 8, 1), (1, 16384, 32, 32), (1, 20000, 32, 8), (1, 32768, 24, 8), (1, 16384, 16, 16),
@@ -115,17 +117,19 @@ def chosen(case: Case) -> dict[str, Build]:
     return {name: build for name, build in contestants(case).items() if name in (*BASES, *OTHERS)}
 
 
-def medians(row: Row, bases: list[Row]) -> Row:
-    """Return ``row`` with medians in place of times by round, and its ratios: its time by that of each base."""
+def medians(row: Row, rows: list[Row]) -> Row:
+    """Return ``row`` with medians in place of times by round.
+
+    A row of ours also gets the ratios of each peer's time to its own, for forward and backward.
+    """
     if "reason" in row:
         return {"name": row["name"], "reason": row["reason"]}
-    times = {key: median(row[key]) for key in ("forward_us", "backward_us")}
+    peers = [peer for peer in rows if peer["name"] in BASES.get(row["name"], ()) and "reason" not in peer]
     ratios = {
-        base["name"]: [median(a / b for a, b in zip(row[key], base[key], strict=True)) for key in times]
-        for base in bases
-        if "reason" not in base and base is not row
+        peer["name"]: [median(a / b for a, b in zip(peer[key], row[key], strict=True)) for key in TIMES]
+        for peer in peers
     }
-    return {"name": row["name"], "mib": row["mib"], **times, "ratios": ratios}
+    return {"name": row["name"], "mib": row["mib"], **{key: median(row[key]) for key in TIMES}, "ratios": ratios}
 
 
 def measure(case: Case, rounds: int) -> Row:
@@ -136,8 +140,7 @@ def measure(case: Case, rounds: int) -> Row:
     for row in rows:
         if "reason" not in row:
             row["backward_us"] = [both - forward for both, forward in zip(row["us"], row["forward_us"], strict=True)]
-    bases = [row for row in rows if row["name"] in BASES]
-    return {**result, "rows": [medians(row, bases) for row in rows]}
+    return {**result, "rows": [medians(row, rows) for row in rows]}
 
 
 def main() -> None:
@@ -156,5 +159,5 @@ def main() -> None:
             rows = [measure(random_cases[i], ROUNDS) for i in numbers]
             print(tables(rounded({**environment(*libraries([OPS["flash_attention"]])), "cases": rows})))
             return
-        print(tables(measure_all("attention-grid", several, numbers, measure)))
+        print(tables(measure_all("grid", several, numbers, measure)))
     write_report()

@@ -1,5 +1,6 @@
 """The map and the tables in NOTES.md and docs/figures.md of what ``attention_grid`` measured, from results/."""
 
+import re
 from collections.abc import Iterable, Iterator
 from statistics import geometric_mean
 from typing import Any
@@ -23,7 +24,7 @@ BEGIN, END = (
     "<!-- attention_grid: written by `python -m benchmark attention_grid --report` -->\n",
     "<!-- /attention_grid -->\n",
 )
-PICTURE = RESULTS / "attention-grid.png"
+PICTURE = RESULTS / "grid.png"
 # contestant of ours: the peers that it is compared with
 BASES = {
     "liger_like": ("torch, cuDNN", "flash-attn-4", "flex_attention"),
@@ -32,17 +33,14 @@ BASES = {
 PASSES = {"forward": 2, "backward": 5}  # products of each
 COLUMNS = ("shape", "", *(f"{name} {unit}" for name in PASSES for unit in ("TFLOP/s", "best other", "its time / ours")))
 COLUMN_COUNT = 6  # widths of the grid
-LIMITS = 0.7, 1.4  # ratios of the darkest colours
+WIDTH = re.compile(r" (D \d+(?: Dv \d+)?)")  # in the text of a shape
+LIMITS = 0.6, 1.7  # ratios of the darkest colours
 
 
 def best(case: Row, base: str, part: int) -> tuple[float, str] | None:
     """Return the least ratio of a peer's time to that of ``base``, and the peer; None if one of both is missing."""
-    found = [(row["ratios"][base][part], row["name"]) for row in case["rows"] if _compared(row, base)]
-    return min(found, default=None)
-
-
-def _compared(row: Row, base: str) -> bool:
-    return row["name"] in BASES[base] and base in row.get("ratios", ())
+    ratios = next((row.get("ratios", {}) for row in case["rows"] if row["name"] == base), {})
+    return min(((several[part], name) for name, several in ratios.items()), default=None)
 
 
 def cells(case: Row, base: str) -> list[str]:
@@ -80,24 +78,24 @@ def tables(result: Row) -> str:
 
 
 def draw(figure: Any, result: Row) -> None:
-    """Draw a map for each pass: a cell for each shape, its colour and number the ratio of the best peer's time to ours."""
+    """Draw a map for each pass: a cell for each shape, coloured by the ratio of the best peer's time to ours."""
     from matplotlib.colors import LogNorm
 
     plots.title(figure, "Attention, the best peer's time / ours: above 1 (blue) ours is faster", result)
     lines = [result["cases"][i : i + COLUMN_COUNT] for i in range(0, len(result["cases"]), COLUMN_COUNT)]
+    widths = [WIDTH.search(case["shape"])[1] for case in lines[0]]
     for part, (ax, name) in enumerate(zip(figure.subplots(1, 2), PASSES, strict=True)):
         ratios = [[(best(case, plots.OURS, part) or (float("nan"), ""))[0] for case in line] for line in lines]
-        ax.imshow(ratios, cmap="RdBu", norm=LogNorm(*LIMITS), aspect="auto")
-        ax.set(title=name, xticks=[], yticks=[])
+        ax.imshow(ratios, cmap="RdBu", norm=LogNorm(*LIMITS), alpha=0.7, aspect="auto")
+        ax.set(title=name, xticks=range(COLUMN_COUNT), xticklabels=widths, yticks=[])
         for y, line in enumerate(lines):
             for x, case in enumerate(line):
-                value = ratios[y][x]
-                ax.text(x, y, f"{label(case['shape'])}\n{value:.2f}", ha="center", va="center", fontsize=6)
+                ax.text(x, y, label(case["shape"], ratios[y][x]), ha="center", va="center", fontsize=7)
 
 
-def label(shape: str) -> str:
-    """Return the text of a shape in a few short lines."""
-    return shape.replace(", ", "\n")
+def label(shape: str, value: float) -> str:
+    """Return the text of a cell in a few short lines: the shape without its width, and the ratio."""
+    return "\n".join((*WIDTH.sub("", shape).replace(" H ", ", H ").split(", "), f"{value:.2f}"))
 
 
 def figure(measured: list[Row]) -> Any:
@@ -116,8 +114,8 @@ def with_overview(page: str, measured: Iterable[Row]) -> str:
 
 
 def write_report() -> None:
-    measured = results("attention-grid")
+    measured = results("grid")
     NOTES.write_text(with_tables(NOTES.read_text(), measured))
     FIGURES.write_text(with_overview(FIGURES.read_text(), measured))
     if measured:
-        plots.save(figure(measured), PICTURE, digest("attention-grid"))
+        plots.save(figure(measured), PICTURE, digest("grid"))

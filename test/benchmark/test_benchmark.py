@@ -11,6 +11,7 @@ from torch.nn.attention.flex_attention import flex_attention
 from benchmark.common import markdown, measure
 from benchmark.kernels import (
     attention,
+    attention_grid_report,
     attention_report,
     contestants,
     losses,
@@ -27,6 +28,7 @@ REPORTS: dict[str, Any] = {
     "losses": losses_report,
     "memory-bound": memory_bound_report,
     "attention": attention_report,
+    "grid": attention_grid_report,
     "training": training_report,
     "sweeps": sweeps_report,
     "sharded": sharded_report,
@@ -412,6 +414,7 @@ def test_quick_attention_is_printed_only(attention_cases, monkeypatch, tmp_path,
     [
         ("flash_attention", {"B": 2, "S": 40, "Sk": 40}, {"causal": True, "window": (9, 0)}),
         ("flash_attention_varlen", {"lengths": ((20, 20), (30, 30))}, {"causal": True}),
+        ("flash_attention_varlen", {"lengths": ((20, 20), (30, 30))}, {}),
     ],
 )
 def test_attention_and_flex_see_the_same_keys(name, shape, options):

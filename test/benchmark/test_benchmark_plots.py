@@ -2,6 +2,8 @@
 
 import copy
 import json
+import math
+import re
 from collections.abc import Callable, Iterator
 from itertools import combinations
 from pathlib import Path
@@ -14,7 +16,7 @@ from matplotlib.text import Text
 from PIL import Image
 
 from benchmark.common import markdown, plots
-from benchmark.kernels import bench_report, contestants, losses_report
+from benchmark.kernels import attention_grid_report, bench_report, contestants, losses_report
 from benchmark.training import curves, sweeps_report, training
 
 MOST_BYTES, MOST_PIXELS = 200_000, 1200  # limits of a file and of a picture's width
@@ -115,6 +117,27 @@ def lines_of_curves(figure):
     return {(line.get_label(), *line.get_ydata().tolist()) for line in figure.axes[0].lines}
 
 
+def grid_cells(result):
+    """Return the sizes, mask and ratio of each cell by pass and width, from the times of the results."""
+    cells = set()
+    for case in result["cases"]:
+        rows = {row["name"]: row for row in case["rows"] if "reason" not in row}
+        size, width, mask = re.fullmatch(r"(.*) (D .*?)((?:, .*)?)", case["shape"]).groups()
+        for name in ("forward", "backward"):
+            ratios = rows[plots.OURS]["ratios"] if plots.OURS in rows else {}
+            value = min((several[name == "backward"] for several in ratios.values()), default=math.nan)
+            cells.add((name, width, size.replace(" H ", ", H ") + mask + f", {value:.2f}"))
+    return cells
+
+
+def cells_of_grid(figure):
+    return {
+        (ax.get_title(), ax.get_xticklabels()[text.get_position()[0]].get_text(), text.get_text().replace("\n", ", "))
+        for ax in figure.axes
+        for text in ax.texts
+    }
+
+
 class Picture(NamedTuple):
     """A committed picture: its results, how they are drawn, what they hold, and what is found in a figure."""
 
@@ -132,6 +155,8 @@ def pictures() -> Iterator[tuple[Path, Picture]]:
             yield file, Picture([part], lambda parts: bench_report.figure(*parts), bench_marks, marks_of_bench)
     losses, curve = markdown.results("losses"), markdown.results("curves")
     yield losses_report.PICTURE, Picture(losses, losses_report.figure, losses_bars, bars_of_losses)
+    grid = markdown.results("grid")
+    yield attention_grid_report.PICTURE, Picture(grid, attention_grid_report.figure, grid_cells, cells_of_grid)
     yield curves.PICTURE, Picture(curve, curves.figure, curves_lines, lines_of_curves)
     facts = {
         "sweeps": (sweeps_points, points_of_sweeps),
