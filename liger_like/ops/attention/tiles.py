@@ -86,12 +86,15 @@ FP32: Tiles = {
 
 
 class HopperForward(NamedTuple):
-    """Warp groups of 64 queries, keys in a block, buffers for those, and whether the groups multiply in turn."""
+    """Warp groups of 64 queries, keys in a block, buffers for those, whether the groups multiply in turn, and whether p
+    times the values overlaps with the scores of the next block, which takes registers.
+    """
 
     groups: int
     block_n: int
     stages: int
     turns: bool = False
+    overlap: bool = True
 
     def constants(self) -> dict[str, int]:
         """Return the constexprs and launch options of the kernel."""
@@ -100,23 +103,39 @@ class HopperForward(NamedTuple):
             "STAGES": self.stages,
             "GROUPS": self.groups,
             "TURNS": self.turns,
+            "OVERLAP": self.overlap,
             "num_warps": 4,
         }
 
 
-# widths of a head -> options without a softcap, and with one, which takes registers
+TWO = HopperForward(2, 128, 2)
+THREE = HopperForward(3, 128, 2, turns=True, overlap=False)
+WIDE = TWO._replace(block_n=64)
+# widest head -> options of two warp groups, those of three, and the number of keys from which three are faster
 HOPPER_FORWARD = {
-    (64, 64): (HopperForward(3, 128, 2, True), HopperForward(2, 128, 2)),
-    (128, 128): (HopperForward(2, 128, 2),) * 2,
-    (192, 128): (HopperForward(2, 128, 2),) * 2,
-    (256, 256): (HopperForward(2, 64, 2),) * 2,
+    (64, 64): (TWO, THREE._replace(overlap=True), 512),
+    (96, 96): (TWO, THREE, 512),
+    (128, 128): (TWO, THREE, 4000),
+    (192, 128): (TWO, TWO, 0),
+    (256, 256): (WIDE, WIDE, 0),
 }
 
 
-def hopper_forward(widths: tuple[int, int], masking: Masking) -> HopperForward:
-    """Return the options for heads of these widths."""
-    plain, capped = HOPPER_FORWARD[widths]
-    return plain if masking.softcap is None else capped
+def hopper_forward(D: int, Dv: int, masking: Masking, S: int, SK: int) -> HopperForward:
+    """Return the options for heads of D features, with values of Dv, and S queries and SK keys of a batch, or of all
+    packed sequences.
+
+    Three warp groups share each block of keys. They pay if a query sees many keys on average, and if there are queries
+    for more than two groups; a softcap needs their registers.
+    """
+    two, three, least = next(row for (width, width_v), row in HOPPER_FORWARD.items() if width >= D and width_v >= Dv)
+    documents = max(1, masking.sequences / 2)  # most tokens are in documents longer than the average
+    seen = SK / documents
+    if masking.right >= 0 or masking.spans is not None:
+        seen -= S / documents / 2 + 96  # a tile of three groups also computes what few of its rows see
+    if masking.left >= 0 and masking.right >= 0:
+        seen = min(seen, masking.left + masking.right + 1 - 96)
+    return three if seen >= least and masking.max_seqlen_q > 128 and masking.softcap is None else two
 
 
 @functools.cache

@@ -5,6 +5,9 @@ each of its query heads. Scores are [keys, queries], so that p and ds are multip
 also goes to shared memory, where each group reads both halves for its part of dq; TMA adds dq up in global memory in
 fp32 (Shah et al., arXiv:2407.08608). This happens one block later, so that no group waits for the softmax of the other,
 and during the products of the next scores. Queries come into a ring of STAGES buffers, ds into a ring of two.
+
+Shared memory limits this kernel. Keys and values therefore stay in registers as far as there are any. The groups
+multiply in turn: one has its exponentials while the products of the other run.
 """
 
 from typing import NamedTuple
@@ -14,19 +17,45 @@ import triton.language as tl
 from torch import Tensor
 
 from liger_like.ops.attention.choice import widths_of
-from liger_like.ops.attention.hopper.buffers import FAR, ROWS, Sequence, at, barriers, buffers, descriptor, load_rows
-from liger_like.ops.attention.hopper.products import store_rows
+from liger_like.ops.attention.hopper.buffers import (
+    FAR,
+    ROWS,
+    Sequence,
+    at,
+    barriers,
+    buffers,
+    columns_of,
+    descriptor,
+    load_rows,
+    parts_of,
+    product_widths,
+    rows_of,
+    sum_of,
+)
+from liger_like.ops.attention.hopper.products import (
+    load_first,
+    parts_that_fit,
+    start_add_product,
+    start_contract,
+    store_sums,
+    sum_layout,
+    zero_sum,
+    zero_sums,
+)
 from liger_like.ops.attention.hopper.rows import Problem, bounds, hide, keys_of
 from liger_like.ops.attention.masking import Masking, key_heads_together
 from liger_like.ops.attention.softmax import LOG2E, scores, unit_of_scores
 from liger_like.ops.attention.visibility import load_spans
 from liger_like.runtime.gluon import (
+    FREE_BARRIER,
+    arrive_at,
     cp_async,
     cp_async_arrive,
     fence_async_shared,
     gl,
     gluon,
     mbarrier,
+    sync_at,
     tma_add,
     tma_store_wait,
     warpgroup_mma,
@@ -79,19 +108,32 @@ def _load(
             use += 1
 
 
+@triton.constexpr_function
+def _widths_of_groups(widths):
+    """Return the number of features of dq that each warp group makes."""
+    return widths if len(widths) == 2 else (widths[0] // 2,) * 2
+
+
 @gluon.jit
-def _operands(k_s, v_s, index, g: gl.constexpr, first_col: gl.constexpr, WIDTH: gl.constexpr):
-    """Return k and v of the keys of a warp group, and the columns of all k that its part of dq takes."""
-    k = k_s.index(index).reshape([2 * ROWS, k_s.shape[-1]])
-    v = v_s.index(index).reshape([2 * ROWS, v_s.shape[-1]])
-    return k.slice(g * ROWS, ROWS), v.slice(g * ROWS, ROWS), k.slice(first_col, WIDTH, dim=1)
+def _rows_of_group(bufs, index, g: gl.constexpr, WIDTHS: gl.constexpr):
+    """Return the keys or values of a warp group in parts."""
+    return columns_of(rows_of(parts_of(bufs, index, 1), g * ROWS), WIDTHS)
+
+
+@gluon.jit
+def _columns(bufs, index, first: gl.constexpr, WIDTH: gl.constexpr):
+    """Return WIDTH columns of all keys."""
+    return bufs.index(index).reshape([2 * ROWS, bufs.shape[-1]]).slice(first, WIDTH, dim=1)
 
 
 @gluon.jit
 def _add_dq(dq, desc, buf, sequence, h, row, col):
-    """Add dq to global memory from ``row`` and ``col`` on, once the last content of the buffer has left it."""
+    """Add dq to global memory from ``row`` and ``col`` on, once the last content of the buffer has left it.
+
+    A narrow dq leaves columns of the buffer unwritten. These are past the head, where TMA adds nothing.
+    """
     tma_store_wait(0)
-    buf.reshape(dq.shape).store(dq)
+    buf.reshape([ROWS, buf.shape[-1]]).slice(0, dq.shape[1], dim=1).store(dq)
     fence_async_shared()
     tma_add(desc, at(desc, sequence, h, row, col), buf)
 
@@ -108,20 +150,24 @@ def _multiply(
     end_k = block.end_k
     spans_ptr = problem.spans_ptr
     BLOCK_D: gl.constexpr = bufs.q.shape[-1]
-    # the part of dq that a group makes: half of the queries if there are two times 64, else half of the features
-    WIDTH: gl.constexpr = dq_s.shape[-1]
-    first_row: gl.constexpr = 0 if WIDTH < BLOCK_D else g * ROWS
-    first_col: gl.constexpr = g * WIDTH if WIDTH < BLOCK_D else 0
+    WIDTHS: gl.constexpr = product_widths(D, BLOCK_D)
+    WIDTHS_V: gl.constexpr = product_widths(DV, BLOCK_D)
+    # the part of dq that a group makes: half of the queries if there are two times 64, else some of the features
+    WHOLE: gl.constexpr = BLOCK_M > ROWS
+    WIDTH: gl.constexpr = BLOCK_D if WHOLE else _widths_of_groups(WIDTHS)[g]
+    first_row: gl.constexpr = g * ROWS if WHOLE else 0
+    first_col: gl.constexpr = 0 if WHOLE else g * _widths_of_groups(WIDTHS)[0]
+    # of scores, dp, the slopes of a softcap, dk and dv; k, then v, get the remaining registers
+    REGISTERS: gl.constexpr = ((2 if SOFTCAP is None else 3) * BLOCK_M + sum_of(WIDTHS) + sum_of(WIDTHS_V)) // 2
+    K_LOADED: gl.constexpr = parts_that_fit(REGISTERS, WIDTHS)
+    V_LOADED: gl.constexpr = parts_that_fit(REGISTERS + sum_of(WIDTHS, K_LOADED) // 4, WIDTHS_V)
     dtype: gl.constexpr = bufs.q.dtype
-    layout_s: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, BLOCK_M, 16])
-    layout_k: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, BLOCK_D, 16])
-    layout_q: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, WIDTH, 16])
-    operand: gl.constexpr = gl.DotOperandLayout(0, layout_k, 2)
+    layout_s: gl.constexpr = sum_layout(BLOCK_M)
     cols: gl.constexpr = gl.SliceLayout(0, layout_s)
-    no_scores = gl.zeros([ROWS, BLOCK_M], gl.float32, layout_s)
-    zeros = gl.zeros([ROWS, WIDTH], gl.float32, layout_q)
-    dk = gl.zeros([ROWS, BLOCK_D], gl.float32, layout_k)
-    dv = gl.zeros([ROWS, BLOCK_D], gl.float32, layout_k)
+    no_scores = zero_sum(BLOCK_M)
+    zeros = zero_sum(WIDTH)
+    dk = zero_sums(columns_of(parts_of(bufs.q, 0, STAGES), WIDTHS))
+    dv = zero_sums(columns_of(parts_of(bufs.dout, 0, STAGES), WIDTHS_V))
     queries = Sequence(block.batch, block.end_q)
     mbarrier.wait(kv_full, 0)
     row = block.row + g * ROWS
@@ -138,24 +184,30 @@ def _multiply(
     ENDS: gl.constexpr = PACKED or HAS_LEFT or spans_ptr is not None
     steps = block.heads * gl.cdiv(end - start, BLOCK_M)
     mbarrier.wait(full.index(0), 0, pred=steps > 0)
-    q = bufs.q.index(0).reshape([BLOCK_M, BLOCK_D])
-    k_first, _, k_last = _operands(bufs.k, bufs.v, 0, g, first_col, WIDTH)
-    s_acc = warpgroup_mma(k_first, q.permute((1, 0)), no_scores, use_acc=False, is_async=True)
+    q = columns_of(parts_of(bufs.q, 0, STAGES), WIDTHS)
+    k_first = _rows_of_group(bufs.k, 0, g, WIDTHS)
+    k_loaded = load_first(k_first, K_LOADED, layout_s)
+    v_loaded = load_first(_rows_of_group(bufs.v, 0, g, WIDTHS_V), V_LOADED, layout_s)
+    s_acc = start_contract(k_loaded + k_first[K_LOADED:], q, no_scores)
     s_acc = warpgroup_mma_wait(0, deps=(s_acc,))
     h, m = block.first_head, start
     mbarrier.arrive(ds_full.index(0), count=1)  # of the block before the first, of which nothing is added
     last_h, last_m = block.first_head - 1, start - BLOCK_M
+    if g == 1:
+        arrive_at(FREE_BARRIER, 256)  # the first turn is that of the other group
     for use in range(0, steps):
         # an index that the compiler does not know to be 0: else what describes k and v to the tensor cores stays in
         # registers
-        k, v, k_part = _operands(bufs.k, bufs.v, use >> 30, g, first_col, WIDTH)
+        zero = use >> 30
+        k = k_loaded + _rows_of_group(bufs.k, zero, g, WIDTHS)[K_LOADED:]
+        v = v_loaded + _rows_of_group(bufs.v, zero, g, WIDTHS_V)[V_LOADED:]
         s = use % STAGES
         t = (use + 1) % STAGES
         phase = (use + 1) // STAGES & 1
-        q = bufs.q.index(s).reshape([BLOCK_M, BLOCK_D])
-        dout = bufs.dout.index(s).reshape([BLOCK_M, BLOCK_D])
+        q = columns_of(parts_of(bufs.q, s, STAGES), WIDTHS)
+        dout = columns_of(parts_of(bufs.dout, s, STAGES), WIDTHS_V)
         if SOFTCAP is None:
-            dp = warpgroup_mma(v, dout.permute((1, 0)), no_scores, use_acc=False, is_async=True)
+            dp = start_contract(v, dout, no_scores)
         lse = bufs.lse.index(s).load(cols) * LOG2E
         p, slopes = scores(s_acc, None, scale, SOFTCAP, False)
         p = gl.exp2(p * unit - lse[None, :])
@@ -164,27 +216,30 @@ def _multiply(
             edge = True  # a branch would keep both p and slopes in registers; spans need one all the same
         if edge:
             p = hide(p, m, limits, ENDS=ENDS)
-        p_operand = gl.convert_layout(p.to(dtype), operand)
+        p_operand = p.to(dtype)
         if SOFTCAP is not None:  # before, there are no registers for it
             p *= slopes
-            dp = warpgroup_mma(v, dout.permute((1, 0)), no_scores, use_acc=False, is_async=True)
-        dv = warpgroup_mma(p_operand, dout, dv, is_async=True)
-        dp = warpgroup_mma_wait(1, deps=(dp,))
+            dp = start_contract(v, dout, no_scores)
+        sync_at(FREE_BARRIER + g, 256)
+        dv = start_add_product(dv, p_operand, dout)
+        dp = warpgroup_mma_wait(len(dv), deps=(dp,))
         ds = (p * (dp - bufs.delta.index(s).load(cols)[None, :])).to(dtype)
         mbarrier.wait(ds_empty.index(t), phase ^ 1)
         ds_s.index(t).slice(g * ROWS, ROWS).store(ds)
         fence_async_shared()
         mbarrier.arrive(ds_full.index(t), count=1)
-        dk = warpgroup_mma(gl.convert_layout(ds, operand), q, dk, is_async=True)
+        dk = start_add_product(dk, ds, q)
         mbarrier.wait(ds_full.index(s), use // STAGES & 1)
         ds_part = ds_s.index(s).slice(first_row, ROWS, dim=1).permute((1, 0))
-        dq = warpgroup_mma(ds_part, k_part, zeros, use_acc=False, is_async=True)
-        dv, dk = warpgroup_mma_wait(1, deps=(dv, dk))
+        dq = warpgroup_mma(ds_part, _columns(bufs.k, zero, first_col, WIDTH), zeros, use_acc=False, is_async=True)
+        sums = warpgroup_mma_wait(1, deps=dv + dk)
+        dv, dk = sums[: len(dv)], sums[len(dv) :]
         mbarrier.arrive(empty.index(s), count=1)
         mbarrier.wait(full.index(t), phase, pred=use + 1 < steps)
-        q = bufs.q.index(t).reshape([BLOCK_M, BLOCK_D])
-        s_acc = warpgroup_mma(k, q.permute((1, 0)), no_scores, use_acc=False, is_async=True)
-        dq = warpgroup_mma_wait(1, deps=(dq,))
+        q = columns_of(parts_of(bufs.q, t, STAGES), WIDTHS)
+        s_acc = start_contract(k, q, no_scores)
+        arrive_at(FREE_BARRIER + 1 - g, 256)
+        dq = warpgroup_mma_wait(len(q), deps=(dq,))
         mbarrier.arrive(ds_empty.index(s), count=1)
         if use > 0:
             _add_dq(dq, dq_desc, dq_s.index(g), queries, last_h, last_m + first_row, first_col)
@@ -196,14 +251,14 @@ def _multiply(
     if steps > 0:
         mbarrier.wait(ds_full.index(steps % STAGES), steps // STAGES & 1)
         ds_part = ds_s.index(steps % STAGES).slice(first_row, ROWS, dim=1).permute((1, 0))
-        dq = warpgroup_mma(ds_part, k_last, zeros, use_acc=False, is_async=True)
+        dq = warpgroup_mma(ds_part, _columns(bufs.k, 0, first_col, WIDTH), zeros, use_acc=False, is_async=True)
         dq = warpgroup_mma_wait(0, deps=(dq,))
         _add_dq(dq, dq_desc, dq_s.index(g), queries, last_h, last_m + first_row, first_col)
     tma_store_wait(0)
     # the sums of each split have memory of their own
     first = ((gl.program_id(1) * problem.B + block.batch).to(gl.int64) * problem.SK + row) * HK + block.head
-    store_rows(dk_ptr + first * D, dk * scale, end_k - row, HK, D)
-    store_rows(dv_ptr + first * DV, dv, end_k - row, HK, DV)
+    store_sums(dk_ptr + first * D, dk, end_k - row, HK, D, scale)
+    store_sums(dv_ptr + first * DV, dv, end_k - row, HK, DV)
 
 
 @gluon.jit(do_not_specialize=["B", "S", "SK", "PADDED", "count", "blocks", "heads_together", "splits", "left", "right"])
@@ -270,7 +325,7 @@ def add_gradients(
     launch(
         _attention_bwd_hopper_kernel, (blocks * B * HK, splits), (stats, dk, dv, masking.cu_seqlens_q,
         masking.cu_seqlens_k, masking.spans), (B, S, SK, stats.shape[3], masking.sequences, blocks,
-        key_heads_together(masking, SK, BLOCK_N, k.device), splits,
+        key_heads_together(masking, q, k, v, BLOCK_N), splits,
          masking.left, masking.right),
         (masking.scale,),
         tuple(descriptor(x, block, n, masking) for x, block, n in (

@@ -26,7 +26,15 @@ from liger_like.ops.attention.hopper.buffers import (
     parts_of,
     rows_of,
 )
-from liger_like.ops.attention.hopper.products import start_add_product, start_contract, store_sums, wait_for, zero_sums
+from liger_like.ops.attention.hopper.products import (
+    start_add_product,
+    start_contract,
+    store_sums,
+    sum_layout,
+    wait_for,
+    zero_sum,
+    zero_sums,
+)
 from liger_like.ops.attention.hopper.rows import Problem, bounds, hide, keys_of, tile_of
 from liger_like.ops.attention.masking import Masking, heads_in_l2, key_heads_together
 from liger_like.ops.attention.softmax import LOG2E, scores, unit_of_scores
@@ -117,11 +125,9 @@ def _sum_dv(
     start = block.start
     end = block.end
     dtype: gl.constexpr = q_ring.buffers.dtype
-    layout_s: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, ROWS, 16])
-    layout_v: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, dout_ring.buffers.shape[-1], 16])
-    operand: gl.constexpr = gl.DotOperandLayout(0, layout_v, 2)
-    zeros = gl.zeros([ROWS, ROWS], gl.float32, layout_s)
-    dv = zero_sums(dout_ring.buffers, STAGES, layout_v)
+    layout_s: gl.constexpr = sum_layout(ROWS)
+    zeros = zero_sum(ROWS)
+    dv = zero_sums(parts_of(dout_ring.buffers, 0, STAGES))
     unit = unit_of_scores(scale, SOFTCAP, False)
     keys = (block.row + gl.arange(0, ROWS, gl.SliceLayout(1, layout_s)))[:, None]
     spans = None
@@ -149,7 +155,7 @@ def _sum_dv(
             edge = True  # a branch would keep both p and slopes in registers
         if edge:
             p = hide(p, m, limits)
-        p_operand = gl.convert_layout(p.to(dtype), operand)
+        p_operand = p.to(dtype)
         # free since the queries came here, for which the other group had to be done with those before
         shared.p.index(s).store((p * slopes).to(dtype))
         mbarrier.arrive(shared.p_full.index(s), count=1)
@@ -175,11 +181,9 @@ def _sum_dk(block, problem, shared, dk_ptr, scale, HK: gl.constexpr, D: gl.const
     dout_ring = shared.dout
     start = block.start
     end = block.end
-    layout_s: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, ROWS, 16])
-    layout_k: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, q_ring.buffers.shape[-1], 16])
-    operand: gl.constexpr = gl.DotOperandLayout(0, layout_k, 2)
-    zeros = gl.zeros([ROWS, ROWS], gl.float32, layout_s)
-    dk = zero_sums(q_ring.buffers, STAGES, layout_k)
+    layout_s: gl.constexpr = sum_layout(ROWS)
+    zeros = zero_sum(ROWS)
+    dk = zero_sums(parts_of(q_ring.buffers, 0, STAGES))
     dk_ptr += (
         ((gl.program_id(1) * problem.B + block.batch).to(gl.int64) * problem.SK + block.row) * HK + block.head
     ) * D
@@ -199,7 +203,7 @@ def _sum_dk(block, problem, shared, dk_ptr, scale, HK: gl.constexpr, D: gl.const
         ds = (p.to(gl.float32) * dp).to(p.dtype)
         mbarrier.arrive(dout_ring.empty.index(s), count=1)
         mbarrier.wait(q_ring.full.index(s), phase)
-        dk = start_add_product(dk, gl.convert_layout(ds, operand), parts_of(q_ring.buffers, s, STAGES))
+        dk = start_add_product(dk, ds, parts_of(q_ring.buffers, s, STAGES))
         t = (use + 1) % STAGES
         mbarrier.wait(dout_ring.full.index(t), (use + 1) // STAGES & 1, pred=use + 1 < steps)
         dout = parts_of(dout_ring.buffers, t, STAGES)
@@ -277,10 +281,8 @@ def _sum_dq(
     b = tile.batch
     STAGES_V: gl.constexpr = v_ring.buffers.shape[0]
     dtype: gl.constexpr = shared.q.dtype
-    layout_s: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, ROWS, 16])
-    layout_q: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, shared.q.shape[-1], 16])
-    operand: gl.constexpr = gl.DotOperandLayout(0, layout_q, 2)
-    zeros = gl.zeros([ROWS, ROWS], gl.float32, layout_s)
+    layout_s: gl.constexpr = sum_layout(ROWS)
+    zeros = zero_sum(ROWS)
     row = tile.row + g * ROWS
     queries = row + gl.arange(0, ROWS, gl.SliceLayout(1, layout_s))
     spans = None
@@ -295,7 +297,7 @@ def _sum_dq(
     lse = gl.load(lse_ptrs, mask=mask, other=float("inf")) * LOG2E
     delta = gl.load(lse_ptrs + B.to(gl.int64) * H * PADDED, mask=mask, other=0.0)
     unit = unit_of_scores(scale, SOFTCAP, False)
-    dq = zero_sums(shared.q, 1, layout_q)
+    dq = zero_sums(parts_of(shared.q, 0, 1))
     steps = gl.cdiv(tile.end - tile.start, ROWS)
     mbarrier.wait(shared.q_full, 0)
     mbarrier.wait(shared.dout_full, 0)
@@ -317,7 +319,7 @@ def _sum_dq(
         dp = warpgroup_mma_wait(0, deps=(dp,))
         mbarrier.arrive(v_ring.empty.index(use % STAGES_V), count=1)
         ds = (p * (dp - delta[:, None])).to(dtype)
-        dq = start_add_product(dq, gl.convert_layout(ds, operand), parts_of(k_ring.buffers, s, STAGES))
+        dq = start_add_product(dq, ds, parts_of(k_ring.buffers, s, STAGES))
         t = (use + 1) % STAGES
         mbarrier.wait(k_ring.full.index(t), (use + 1) // STAGES & 1, pred=use + 1 < steps)
         q = rows_of(parts_of(shared.q, zero, 1), g * ROWS)
@@ -369,7 +371,7 @@ def fill_dkv(
     launch(
         _attention_dkv_hopper_kernel, (blocks * B * HK, splits), (stats, dk, dv, masking.cu_seqlens_q,
         masking.cu_seqlens_k, masking.spans), (B, S, SK, stats.shape[3], masking.sequences, blocks,
-        key_heads_together(masking, SK, BLOCK_N, k.device), splits,
+        key_heads_together(masking, q, k, v, BLOCK_N), splits,
          masking.left, masking.right),
         (masking.scale,),
         tuple(descriptor(x, 64, n, masking) for x, n in ((q, width), (k, width), (v, width_v), (dout, width_v))),

@@ -1,7 +1,8 @@
 """Shared memory of the attention kernels for Hopper: tensors as TMA moves them, and rings of buffers that TMA fills.
 
-Sizes of a buffer are powers of 2. 192 features are held as three parts of 64, and in the forward 96 as three of 32; a
-product over features is the sum of the products over the parts. A tensor in parts is a tuple.
+Sizes of a buffer are powers of 2. 192 features are held as three parts of 64. Up to 96 features in a buffer of 128 are
+multiplied as slices of 64 columns and, for the others, 16 or 32. A product over features is the sum of the products
+over the parts. A tensor in parts is a tuple.
 
 In a ring of STAGES buffers each buffer has a barrier for "full" and one for "empty". The use-th filling goes into
 buffer use % STAGES, and the parity of use // STAGES is the phase of its barriers.
@@ -134,6 +135,28 @@ def parts_of(bufs, s, COUNT: gl.constexpr):
     for i in gl.static_range(PARTS):
         parts += (bufs.index(s * PARTS + i).reshape([LENGTH, BLOCK_D]),)
     return parts
+
+
+@triton.constexpr_function
+def product_widths(D, WIDTH):
+    """Return the widths of the slices in which products take D features that buffers hold in WIDTH columns each."""
+    return next((widths for widths in ((64,), (64, 16), (64, 32)) if D <= sum(widths) <= WIDTH), (WIDTH,))
+
+
+@triton.constexpr_function
+def sum_of(widths, count=None):
+    """Return the sum of the first ``count`` widths, or of all."""
+    return sum(widths[:count])
+
+
+@gluon.jit
+def columns_of(parts, WIDTHS: gl.constexpr):
+    """Return slices of WIDTHS columns, one after another, of each buffer of a tensor in parts."""
+    slices = ()
+    for i in gl.static_range(len(parts)):
+        for j in gl.static_range(len(WIDTHS)):
+            slices += (parts[i].slice(sum_of(WIDTHS, j), WIDTHS[j], dim=1),)
+    return slices
 
 
 @gluon.jit

@@ -1,12 +1,15 @@
 """Attention forward for Hopper, in Gluon: one warp loads by TMA, and warp groups of 64 queries each multiply.
 
 A program takes tiles, 64 queries of a head for each warp group, until none is left. Keys and values come from the last
-block to the first, into rings of STAGES buffers. The scores of a block are multiplied during the softmax of the block
-before, and its product with the values during the softmax of the next (Shah et al., arXiv:2407.08608). The first loads
-of a tile run while the tile before it is multiplied and stored.
+block to the first, into rings of STAGES buffers. The first loads of a tile run while the tile before it is multiplied
+and stored.
+
+With TURNS, groups start their products in turn, so that one multiplies while the others exponentiate. With OVERLAP, the
+scores of a block are multiplied during the softmax of the block before, and its product with the values during the
+softmax of the next (Shah et al., arXiv:2407.08608). Without it, a group ends the product of a block with the values
+before it starts the next scores. Three groups hide that; with heads wider than 64 they have no registers for both.
 
 Named barriers say that a buffer is empty: an mbarrier would first synchronise the warps of a group, for each block.
-With TURNS, groups start their products in turn, so that one multiplies while the others exponentiate.
 """
 
 from typing import NamedTuple
@@ -23,11 +26,21 @@ from liger_like.ops.attention.hopper.buffers import (
     barriers,
     buffers,
     buffers_in,
+    columns_of,
     descriptor,
     load_rows,
     parts_of,
+    product_widths,
 )
-from liger_like.ops.attention.hopper.products import start_contract
+from liger_like.ops.attention.hopper.products import (
+    start_add_product,
+    start_contract,
+    sum_layout,
+    times_rows,
+    wait_for,
+    zero_sum,
+    zero_sums,
+)
 from liger_like.ops.attention.hopper.rows import (
     Problem,
     TileQueue,
@@ -52,7 +65,6 @@ from liger_like.runtime.gluon import (
     sync_at,
     tma_store,
     tma_store_wait,
-    warpgroup_mma,
     warpgroup_mma_wait,
 )
 from liger_like.runtime.launcher import launch
@@ -136,9 +148,8 @@ def _load(
 
 @gluon.jit
 def _softmax(
-    s, row_max, total, n, limits, own, scale, SOFTCAP: gl.constexpr, STARTS: gl.constexpr, dtype: gl.constexpr,
-    layout_p: gl.constexpr,
-):  # fmt: skip
+    s, row_max, total, n, limits, own, scale, SOFTCAP: gl.constexpr, STARTS: gl.constexpr, dtype: gl.constexpr
+):
     """Return p of a block of products, the running maxima and sums, and the factors of the former sums."""
     BLOCK_N: gl.constexpr = s.shape[1]
     s, _ = scores(s, None, scale, SOFTCAP, False)
@@ -149,14 +160,35 @@ def _softmax(
     finite = gl.where(new_max == float("-inf"), 0.0, new_max)
     p = gl.exp2(s * unit - finite[:, None])
     decay = gl.exp2(row_max - finite)
-    return gl.convert_layout(p.to(dtype), layout_p), new_max, total * decay + gl.sum(p, 1), decay
+    return p.to(dtype), new_max, total * decay + gl.sum(p, 1), decay
+
+
+@gluon.jit
+def _skip_block(g: gl.constexpr, shared, use, STAGES: gl.constexpr, GROUPS: gl.constexpr, TURNS: gl.constexpr):
+    """Leave the buffers of a block of keys unread, and let the turn of this group pass."""
+    s = use % STAGES
+    mbarrier.wait(shared.k_full.index(s), use // STAGES & 1)
+    arrive_at(KEYS_EMPTY + s, GROUPS * 128 + 32)
+    mbarrier.wait(shared.v_full.index(s), use // STAGES & 1)
+    arrive_at(KEYS_EMPTY + STAGES + s, GROUPS * 128 + 32)
+    _take_turn(g, TURNS)
+    _pass_turn(g, GROUPS, TURNS)
+
+
+@gluon.jit
+def _store(out, acc, factor):
+    """Store sums in parts, times a factor of each row, into the columns of a buffer."""
+    for i in gl.static_range(len(acc)):
+        f = gl.convert_layout(factor, gl.SliceLayout(1, acc[i].type.layout))[:, None]
+        x = gl.where(f == 0.0, 0.0, acc[i] * f)  # a row that sees no key may have summed 0 times NaN
+        out[i].store(x.to(out[i].dtype))
 
 
 @gluon.jit
 def _attend(
-    g: gl.constexpr, shared, outputs, H: gl.constexpr, SOFTCAP: gl.constexpr, HAS_LEFT: gl.constexpr,
-    HAS_RIGHT: gl.constexpr, SEQUENCES: gl.constexpr, BLOCK_N: gl.constexpr, STAGES: gl.constexpr,
-    GROUPS: gl.constexpr, ROOM: gl.constexpr, TURNS: gl.constexpr,
+    g: gl.constexpr, shared, outputs, H: gl.constexpr, D: gl.constexpr, DV: gl.constexpr, SOFTCAP: gl.constexpr,
+    HAS_LEFT: gl.constexpr, HAS_RIGHT: gl.constexpr, SEQUENCES: gl.constexpr, BLOCK_N: gl.constexpr,
+    STAGES: gl.constexpr, GROUPS: gl.constexpr, ROOM: gl.constexpr, TURNS: gl.constexpr, OVERLAP: gl.constexpr,
 ):  # fmt: skip
     out_desc, lse_ptr, sinks_ptr, scale, out_s = outputs
     problem = shared.problem
@@ -166,16 +198,15 @@ def _attend(
     v_full = shared.v_full
     VALUES_EMPTY: gl.constexpr = KEYS_EMPTY + STAGES
     READERS: gl.constexpr = GROUPS * 128 + 32  # with the loading warp
-    BLOCK_DV: gl.constexpr = out_desc.block_type.shape[-1]
+    WIDTHS: gl.constexpr = product_widths(D, k.shape[-1])
+    WIDTHS_V: gl.constexpr = product_widths(DV, v.shape[-1])
+    PARTS_V: gl.constexpr = len(WIDTHS_V)
     dtype: gl.constexpr = out_desc.dtype
     STARTS: gl.constexpr = HAS_LEFT or problem.spans_ptr is not None
-    layout_s: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, BLOCK_N, 16])
-    layout_o: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, BLOCK_DV, 16])
-    layout_p: gl.constexpr = gl.DotOperandLayout(0, layout_o, 2)
+    layout_s: gl.constexpr = sum_layout(BLOCK_N)
     rows_s: gl.constexpr = gl.SliceLayout(1, layout_s)
-    rows_o: gl.constexpr = gl.SliceLayout(1, layout_o)
-    zeros = gl.zeros([ROWS, BLOCK_N], gl.float32, layout_s)
-    q = parts_of(shared.q.buffers, g, GROUPS)
+    zeros = zero_sum(BLOCK_N)
+    q = columns_of(parts_of(shared.q.buffers, g, GROUPS), WIDTHS)
     out = out_s.index((g * out_s.shape[0] + GROUPS - 1) // GROUPS)  # the first that starts among its own queries
     use = 0
     turn = 0
@@ -201,49 +232,53 @@ def _attend(
                     first_hidden = row + ROWS + own.length_k - length_q + problem.right
                 first_hidden = gl.where(row < length_q, first_hidden, 0)
                 while end - BLOCK_N >= gl.maximum(first_hidden, own.start + BLOCK_N):
-                    last = use % STAGES
-                    mbarrier.wait(k_full.index(last), use // STAGES & 1)
-                    arrive_at(KEYS_EMPTY + last, READERS)
-                    mbarrier.wait(v_full.index(last), use // STAGES & 1)
-                    arrive_at(VALUES_EMPTY + last, READERS)
-                    _take_turn(g, TURNS)
-                    _pass_turn(g, GROUPS, TURNS)
+                    _skip_block(g, shared, use, STAGES, GROUPS, TURNS)
                     end -= BLOCK_N
                     use += 1
             row_max = gl.full([ROWS], float("-inf"), gl.float32, rows_s)
             total = gl.zeros([ROWS], gl.float32, rows_s)
-            acc = gl.zeros([ROWS, BLOCK_DV], gl.float32, layout_o)
+            acc = zero_sums(columns_of(parts_of(v, 0, STAGES), WIDTHS_V))
             mbarrier.wait(shared.q.full.index(g), turn & 1)
             mbarrier.wait(k_full.index(use % STAGES), use // STAGES & 1)
-            s = start_contract(q, parts_of(k, use % STAGES, STAGES), zeros)
+            s = start_contract(q, columns_of(parts_of(k, use % STAGES, STAGES), WIDTHS), zeros)
             s = warpgroup_mma_wait(0, deps=(s,))
             arrive_at(KEYS_EMPTY + use % STAGES, READERS)
             p, row_max, total, decay = _softmax(
-                s, row_max, total, end - BLOCK_N, limits, own, scale, SOFTCAP, STARTS, dtype, layout_p
+                s, row_max, total, end - BLOCK_N, limits, own, scale, SOFTCAP, STARTS, dtype
             )
             for n in range(end - 2 * BLOCK_N, own.start - BLOCK_N, -BLOCK_N):
                 last = use
                 use += 1
-                mbarrier.wait(k_full.index(use % STAGES), use // STAGES & 1)
-                _take_turn(g, TURNS)
-                s = start_contract(q, parts_of(k, use % STAGES, STAGES), zeros)
-                mbarrier.wait(v_full.index(last % STAGES), last // STAGES & 1)
-                acc = warpgroup_mma(p, v.index(last % STAGES).reshape([BLOCK_N, BLOCK_DV]), acc, is_async=True)
-                _pass_turn(g, GROUPS, TURNS)
-                s = warpgroup_mma_wait(1, deps=(s,))
+                if OVERLAP:
+                    mbarrier.wait(k_full.index(use % STAGES), use // STAGES & 1)
+                    _take_turn(g, TURNS)
+                    s = start_contract(q, columns_of(parts_of(k, use % STAGES, STAGES), WIDTHS), zeros)
+                    mbarrier.wait(v_full.index(last % STAGES), last // STAGES & 1)
+                    acc = start_add_product(acc, p, columns_of(parts_of(v, last % STAGES, STAGES), WIDTHS_V))
+                    _pass_turn(g, GROUPS, TURNS)
+                    s = warpgroup_mma_wait(PARTS_V, deps=(s,))
+                else:  # p leaves its registers before the scores take theirs
+                    mbarrier.wait(v_full.index(last % STAGES), last // STAGES & 1)
+                    mbarrier.wait(k_full.index(use % STAGES), use // STAGES & 1)
+                    _take_turn(g, TURNS)
+                    acc = start_add_product(acc, p, columns_of(parts_of(v, last % STAGES, STAGES), WIDTHS_V))
+                    acc = wait_for(acc, 0)
+                    s = start_contract(q, columns_of(parts_of(k, use % STAGES, STAGES), WIDTHS), zeros)
+                    _pass_turn(g, GROUPS, TURNS)
+                    arrive_at(VALUES_EMPTY + last % STAGES, READERS)
+                    s = warpgroup_mma_wait(0, deps=(s,))
                 arrive_at(KEYS_EMPTY + use % STAGES, READERS)
-                p, row_max, total, decay = _softmax(
-                    s, row_max, total, n, limits, own, scale, SOFTCAP, STARTS, dtype, layout_p
-                )
-                acc = warpgroup_mma_wait(0, deps=(acc,))
-                arrive_at(VALUES_EMPTY + last % STAGES, READERS)
-                acc *= gl.convert_layout(decay, rows_o)[:, None]
+                p, row_max, total, decay = _softmax(s, row_max, total, n, limits, own, scale, SOFTCAP, STARTS, dtype)
+                if OVERLAP:
+                    acc = wait_for(acc, 0)
+                    arrive_at(VALUES_EMPTY + last % STAGES, READERS)
+                acc = times_rows(acc, decay)
             if ROOM:
                 mbarrier.arrive(shared.q.empty.index(g), count=1)
             last = use % STAGES
             mbarrier.wait(v_full.index(last), use // STAGES & 1)
-            acc = warpgroup_mma(p, v.index(last).reshape([BLOCK_N, BLOCK_DV]), acc, is_async=True)
-            acc = warpgroup_mma_wait(0, deps=(acc,))
+            acc = start_add_product(acc, p, columns_of(parts_of(v, last, STAGES), WIDTHS_V))
+            acc = wait_for(acc, 0)
             arrive_at(VALUES_EMPTY + last, READERS)
             use += 1
             turn += 1
@@ -251,12 +286,10 @@ def _attend(
             if sinks_ptr is not None:
                 sink = gl.load(sinks_ptr + own.head).to(gl.float32)
             factor, row_max, log_sum = finish(row_max * LN2, total, sink)
-            factor = gl.convert_layout(factor, rows_o)[:, None]
-            acc = gl.where(factor == 0.0, 0.0, acc * factor)  # a row that sees no key may have summed 0 times NaN
             lse_ptrs = lse_ptr + (own.batch.to(gl.int64) * H + own.head) * problem.S + own.start_q + queries
             gl.store(lse_ptrs, row_max + log_sum * LN2, mask=queries < length_q)
             tma_store_wait(0)
-            out.reshape(acc.shape).store(acc.to(dtype))
+            _store(columns_of((out.reshape([ROWS, v.shape[-1]]),), WIDTHS_V), acc, factor)
             fence_async_shared()
             place = at(out_desc, Sequence(own.batch, own.start_q + length_q), own.head, own.start_q + row, 0)
             tma_store(out_desc, place, out)
@@ -272,8 +305,8 @@ def _attend(
 def _attention_fwd_hopper_kernel(
     q_desc, k_desc, v_desc, out_desc, lse_ptr, sinks_ptr, cu_q_ptr, cu_k_ptr, spans_ptr, taken_ptr, B, S, SK,
     count, blocks, heads_together, tiles, left, right, scale, H: gl.constexpr, HK: gl.constexpr, D: gl.constexpr,
-    SOFTCAP: gl.constexpr, HAS_LEFT: gl.constexpr, HAS_RIGHT: gl.constexpr, SEQUENCES: gl.constexpr,
-    BLOCK_N: gl.constexpr, STAGES: gl.constexpr, GROUPS: gl.constexpr, TURNS: gl.constexpr,
+    DV: gl.constexpr, SOFTCAP: gl.constexpr, HAS_LEFT: gl.constexpr, HAS_RIGHT: gl.constexpr, SEQUENCES: gl.constexpr,
+    BLOCK_N: gl.constexpr, STAGES: gl.constexpr, GROUPS: gl.constexpr, TURNS: gl.constexpr, OVERLAP: gl.constexpr,
 ):  # fmt: skip
     BLOCK_D: gl.constexpr = q_desc.block_type.shape[-1]
     BLOCK_DV: gl.constexpr = v_desc.block_type.shape[-1]
@@ -294,10 +327,10 @@ def _attention_fwd_hopper_kernel(
     if GROUPS == 2:
         gl.warp_specialize(
             [
-                (_attend, (0, shared, outputs, H, SOFTCAP, HAS_LEFT, HAS_RIGHT, SEQUENCES, BLOCK_N, STAGES, 2, ROOM,
-                           TURNS)),
-                (_attend, (1, shared, outputs, H, SOFTCAP, HAS_LEFT, HAS_RIGHT, SEQUENCES, BLOCK_N, STAGES, 2, ROOM,
-                           TURNS)),
+                (_attend, (0, shared, outputs, H, D, DV, SOFTCAP, HAS_LEFT, HAS_RIGHT, SEQUENCES, BLOCK_N, STAGES, 2,
+                           ROOM, TURNS, OVERLAP)),
+                (_attend, (1, shared, outputs, H, D, DV, SOFTCAP, HAS_LEFT, HAS_RIGHT, SEQUENCES, BLOCK_N, STAGES, 2,
+                           ROOM, TURNS, OVERLAP)),
                 (_load, (shared, sources, H, HK, HAS_LEFT, HAS_RIGHT, SEQUENCES, BLOCK_N, STAGES, 2)),
             ],
             worker_num_warps=[4, 1],
@@ -306,12 +339,12 @@ def _attention_fwd_hopper_kernel(
     else:
         gl.warp_specialize(
             [
-                (_attend, (0, shared, outputs, H, SOFTCAP, HAS_LEFT, HAS_RIGHT, SEQUENCES, BLOCK_N, STAGES, 3, ROOM,
-                           TURNS)),
-                (_attend, (1, shared, outputs, H, SOFTCAP, HAS_LEFT, HAS_RIGHT, SEQUENCES, BLOCK_N, STAGES, 3, ROOM,
-                           TURNS)),
-                (_attend, (2, shared, outputs, H, SOFTCAP, HAS_LEFT, HAS_RIGHT, SEQUENCES, BLOCK_N, STAGES, 3, ROOM,
-                           TURNS)),
+                (_attend, (0, shared, outputs, H, D, DV, SOFTCAP, HAS_LEFT, HAS_RIGHT, SEQUENCES, BLOCK_N, STAGES, 3,
+                           ROOM, TURNS, OVERLAP)),
+                (_attend, (1, shared, outputs, H, D, DV, SOFTCAP, HAS_LEFT, HAS_RIGHT, SEQUENCES, BLOCK_N, STAGES, 3,
+                           ROOM, TURNS, OVERLAP)),
+                (_attend, (2, shared, outputs, H, D, DV, SOFTCAP, HAS_LEFT, HAS_RIGHT, SEQUENCES, BLOCK_N, STAGES, 3,
+                           ROOM, TURNS, OVERLAP)),
                 (_load, (shared, sources, H, HK, HAS_LEFT, HAS_RIGHT, SEQUENCES, BLOCK_N, STAGES, 3)),
             ],
             worker_num_warps=[4, 4, 1],
@@ -324,10 +357,8 @@ def attention_fwd_hopper(
 ) -> None:
     """Fill ``out`` [B, S, H, Dv] and ``lse`` [B, H, S] of a call that ``hopper_kernels`` accepts."""
     (B, S, H, D), (SK, HK, DV) = q.shape, v.shape[1:]
-    widths = width, width_v = widths_of(D, DV)
-    tile = hopper_forward(widths, masking)
-    if 64 < D <= 96:
-        width = 96  # in three parts
+    width, width_v = widths_of(D, DV)
+    tile = hopper_forward(D, DV, masking, S, SK)
     blocks = masking.num_blocks(S, 64 * tile.groups)
     tiles, taken = blocks * B * H, torch.zeros(1, dtype=torch.int32, device=q.device)
     launch(
@@ -342,6 +373,7 @@ def attention_fwd_hopper(
         H=H,
         HK=HK,
         D=D,
+        DV=DV,
         **masking.constants(),
         **tile.constants(),
     )  # fmt: skip

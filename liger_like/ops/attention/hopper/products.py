@@ -1,7 +1,12 @@
 """Multiply with warp groups, on buffers in parts, and store the sums."""
 
+import triton
+
 from liger_like.ops.attention.hopper.buffers import ROWS
 from liger_like.runtime.gluon import gl, gluon, warpgroup_mma, warpgroup_mma_wait
+
+# of the 240 registers of a thread, those for sums, products and operands; with more, Triton 3.9 spills
+MOST_REGISTERS = gl.constexpr(184)
 
 
 @gluon.jit
@@ -13,22 +18,65 @@ def start_contract(a, b, zeros):
     return acc
 
 
+@triton.constexpr_function
+def parts_that_fit(registers, widths):
+    """Return how many parts [ROWS, width] of a left operand a warp group can hold in registers, beside ``registers`` of
+    a thread for sums and products.
+    """
+    return sum(registers + sum(widths[:count]) // 4 <= MOST_REGISTERS.value for count in range(1, len(widths) + 1))
+
+
 @gluon.jit
-def zero_sums(bufs, COUNT: gl.constexpr, layout: gl.constexpr):
-    """Return zeros [ROWS, D] in parts, for ``start_add_product`` with one of COUNT buffers."""
-    BLOCK_D: gl.constexpr = bufs.shape[-1]
+def load_first(parts, COUNT: gl.constexpr, layout: gl.constexpr):
+    """Load the first COUNT parts of a left operand, whose products with results of ``layout`` then read no shared
+    memory for it.
+    """
+    loaded = ()
+    for i in gl.static_range(COUNT):
+        loaded += (parts[i].load(gl.DotOperandLayout(0, layout, 2)),)
+    return loaded
+
+
+@triton.constexpr_function
+def sum_layout(width):
+    """Return the layout of a sum of products [ROWS, width]."""
+    return gl.NVMMADistributedLayout([3, 0], [4, 1], [16, width, 16])
+
+
+@gluon.jit
+def zero_sum(WIDTH: gl.constexpr):
+    """Return zeros [ROWS, WIDTH]."""
+    return gl.zeros([ROWS, WIDTH], gl.float32, sum_layout(WIDTH))
+
+
+@gluon.jit
+def zero_sums(b):
+    """Return zeros [ROWS, D] in parts, for ``start_add_product`` with ``b``."""
     parts = ()
-    for _ in gl.static_range(bufs.shape[0] // COUNT):
-        parts += (gl.zeros([ROWS, BLOCK_D], gl.float32, layout),)
+    for i in gl.static_range(len(b)):
+        parts += (zero_sum(b[i].shape[-1]),)
     return parts
 
 
 @gluon.jit
 def start_add_product(acc, a, b):
-    """Start ``acc`` + ``a`` ``b`` for ``acc`` and ``b`` in parts; the result is valid after ``wait_for``."""
+    """Start ``acc`` + ``a`` ``b`` for ``acc`` and ``b`` in parts; the result is valid after ``wait_for``.
+
+    ``a`` is in registers. Its conversion to the operand of each part moves nothing.
+    """
     parts = ()
     for i in gl.static_range(len(acc)):
-        parts += (warpgroup_mma(a, b[i], acc[i], is_async=True),)
+        operand = gl.convert_layout(a, gl.DotOperandLayout(0, sum_layout(b[i].shape[-1]), 2))
+        parts += (warpgroup_mma(operand, b[i], acc[i], is_async=True),)
+    return parts
+
+
+@gluon.jit
+def times_rows(acc, factors):
+    """Return a sum in parts, times a factor of each row."""
+    parts = ()
+    for i in gl.static_range(len(acc)):
+        parts += (acc[i] * gl.convert_layout(factors, gl.SliceLayout(1, acc[i].type.layout))[:, None],)
     return parts
 
 
@@ -51,6 +99,6 @@ def store_rows(ptr, x, length, HEADS: gl.constexpr, D: gl.constexpr, START: gl.c
 
 @gluon.jit
 def store_sums(ptr, x, length, HEADS: gl.constexpr, D: gl.constexpr, scale=1.0):
-    """Store the first ``length`` rows of ``x`` in parts, times ``scale``."""
+    """Store the first ``length`` rows of ``x`` in parts, times ``scale``; all parts but the last are equally wide."""
     for i in gl.static_range(len(x)):
         store_rows(ptr, x[i] * scale, length, HEADS, D, i * x[0].shape[1])
