@@ -61,6 +61,11 @@ def num_programs(device: torch.device, each: int = 4) -> int:
     return each * torch.cuda.get_device_properties(device).multi_processor_count if device.type == "cuda" else 3
 
 
+def l2_bytes(device: torch.device) -> int:
+    """Return the size of the L2 cache; 0 without a GPU."""
+    return torch.cuda.get_device_properties(device).L2_cache_size if device.type == "cuda" else 0
+
+
 def unhooked(module: torch.nn.Module) -> bool:
     """Return True if a call of ``module`` runs the forward of its class and no hook."""
     return "forward" not in module.__dict__ and not any(getattr(module, hooks) for hooks in HOOKS)

@@ -21,9 +21,13 @@ from liger_like.runtime.registry import op
 from liger_like.runtime.support import num_programs
 
 
-def _group_splits(programs: int, group: int, device: torch.device) -> int:
-    """Return the number of programs that share the query heads of a key head, so that few key heads fill the GPU."""
-    return max(1, min(group, num_programs(device, 1) // max(1, programs)))
+def _group_splits(programs: int, group: int, uneven: bool, device: torch.device) -> int:
+    """Return the number of programs that share the query heads of a key head, so that few key heads fill the GPU.
+
+    If blocks are uneven, these are twice as many programs as multiprocessors: a short one then follows each long one.
+    """
+    splits = max(1, min(group, (2 if uneven else 1) * num_programs(device, 1) // max(1, programs)))
+    return -(-group // -(-group // splits))  # none of them is empty
 
 
 def _spans_of_keys(spans: Tensor | None, SK: int) -> Tensor | None:
@@ -73,7 +77,7 @@ def _attention_bwd(
         of_keys = masking._replace(spans=key_spans)
         hopper = at_once or wide
         block_n = hopper.BLOCK_N if hopper else tile_for("dkv", q, v, masking).block_n
-        splits = _group_splits(masking.num_blocks(SK, block_n) * B * HK, group, q.device)
+        splits = _group_splits(masking.num_blocks(SK, block_n) * B * HK, group, masking.uneven, q.device)
         dtype = q.dtype if splits == 1 else torch.float32
         sums = [torch.empty((splits, *x.shape), dtype=dtype, device=x.device) for x in (k, v)]
         if at_once:

@@ -1,11 +1,11 @@
 """Options of attention as one object, and the constants, strides and schedules that its launchers derive from it."""
 
+import functools
 from typing import Any, NamedTuple
 
-import torch
 from torch import Tensor
 
-from liger_like.runtime.support import num_programs
+from liger_like.runtime.support import l2_bytes, num_programs
 
 MASKING_SCHEMA = (
     "Tensor? bias, Tensor? key_padding_mask, Tensor? cu_seqlens_q, Tensor? cu_seqlens_k, Tensor? offsets,"
@@ -51,6 +51,12 @@ class Masking(NamedTuple):
         """Number of packed sequences; 0 for a batch."""
         return 0 if self.cu_seqlens_q is None else self.cu_seqlens_q.shape[0] - 1
 
+    @property
+    def uneven(self) -> bool:
+        """True if some blocks of a sequence see many more keys than others: under a causal mask, which spans may be."""
+        causal = self.right >= 0 and not 0 <= self.left < self.max_seqlen_k
+        return not self.sequences and (self.spans is not None or causal)
+
     def constants(self) -> dict[str, Any]:
         """Return the constexprs of every kernel that computes scores."""
         slots = 32
@@ -79,13 +85,28 @@ def heads_in_l2(k: Tensor, v: Tensor, keys: int, group: int) -> int:
     return min(max(1, (16 << 20) // max(1, each)), k.shape[0] * k.shape[2]) * group
 
 
-def key_heads_together(masking: Masking, keys: int, block: int, device: torch.device) -> int:
-    """Return the number of key heads whose blocks fill the GPU, so that they run at the same time.
+def key_heads_together(masking: Masking, q: Tensor, k: Tensor, v: Tensor, block: int) -> int:
+    """Return the number of key heads whose blocks run at the same time.
 
-    Under a causal mask the last blocks of a head have the least to do; the first blocks of the next heads balance them.
+    They fill the GPU. If blocks are uneven, more heads take part as long as their queries fit into half of L2: the long
+    blocks of all of them come first, and short ones end the kernel.
     """
-    blocks = -(-keys // max(1, masking.sequences) // block)
-    return max(1, num_programs(device, 1) // max(1, blocks))
+    count = max(1, masking.sequences)
+    together = max(1, num_programs(k.device, 1) // max(1, -(-k.shape[1] // count // block)))
+    if not masking.uneven:
+        return together
+    each = q.shape[1] * (q.shape[-1] + v.shape[-1]) * 4  # about 8 bytes for a feature: q, dout and the fp32 sum of dq
+    heads = k.shape[0] * k.shape[2]
+    return _even_section(min(max(together, l2_bytes(k.device) // 2 // max(1, each)), heads), heads)
+
+
+@functools.cache
+def _even_section(limit: int, heads: int) -> int:
+    """Return the largest number of heads, up to ``limit``, into which ``heads`` are split with little left over.
+
+    A small last section would begin its long blocks when all others end.
+    """
+    return max(range(limit, limit // 2, -1), key=lambda n: min(((heads - 1) % n + 1) / n, 0.9))
 
 
 def constants_of(q: Tensor, k: Tensor, v: Tensor) -> dict[str, int]:

@@ -239,7 +239,7 @@ def fill_dkv(
     sizes, constants = _arguments(dout, q, k, v, stats, masking)
     tile = tile_for("dkv", q, v, masking)
     blocks = masking.num_blocks(SK, tile.block_n)
-    heads_together = key_heads_together(masking, SK, tile.block_n, k.device)
+    heads_together = key_heads_together(masking, q, k, v, tile.block_n)
     launch(
         _attention_dkv_kernel,
         (blocks * B * HK, splits),
