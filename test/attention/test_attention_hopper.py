@@ -1,6 +1,7 @@
 """The attention kernels for Hopper: which calls they take, and their forward, which only such a GPU runs."""
 
 import itertools
+import math
 from types import SimpleNamespace
 
 import pytest
@@ -9,7 +10,7 @@ from test_attention import finite, pairwise
 from test_attention_spans import documents
 
 from liger_like import ops
-from liger_like.ops.attention import choice, flash_attention_ref, flash_attention_varlen_ref
+from liger_like.ops.attention import choice, flash_attention_ref, flash_attention_varlen_ref, tiles
 from liger_like.ops.attention import forward as attention_forward
 from liger_like.ops.attention.hopper import buffers
 from liger_like.ops.attention.hopper import forward as hopper_forward
@@ -20,8 +21,10 @@ from liger_like.testing.inputs import attention_inputs, attention_varlen_inputs,
 
 KERNEL = "_attention_fwd_hopper_kernel"
 varlen, varlen_ref = map(with_longest, (ops.flash_attention_varlen, flash_attention_varlen_ref))
-each_width = pytest.mark.parametrize(("D", "Dv"), choice.WIDTHS)
-HEADS = (64, 64), (96, 96), (128, 128), (192, 128), (144, 80), (256, 256)  # (D, Dv)
+# D, Dv, and the warp groups that share a block of keys; wider heads have two only
+KERNELS = (64, 64, 2), (64, 64, 3), (128, 128, 2), (128, 128, 3), (192, 128, 2), (256, 256, 2)
+HEADS = (64, 64, 3), (80, 80, 3), (96, 96, 2), (96, 96, 3), (128, 128, 3), (192, 128, 2), (144, 80, 2), (256, 256, 2)
+each_width = pytest.mark.parametrize(("D", "Dv", "hopper"), KERNELS, indirect=["hopper"])
 
 
 def on_hopper(q, k, v, **masks):
@@ -114,11 +117,30 @@ def test_descriptors_end_with_their_rows(packed):
                 assert (x.data_ptr() + address) % (1 << 64) == x[b, row, h, col].data_ptr()
 
 
+@pytest.mark.parametrize(("S", "SK", "groups"), [(200, 513, 3), (513, 200, 2)])
+def test_launches_take_warp_groups_by_their_keys(S, SK, groups, monkeypatch):
+    made = []
+    monkeypatch.setattr(hopper_forward, "launch", lambda *args, **options: made.append(options["GROUPS"]))
+    q, k, out, lse = heads(S=S), heads(S=SK), heads(S=S), torch.empty(2, 4, S)
+    masking = Masking(
+        **dict.fromkeys(Masking._fields) | {"max_seqlen_q": S, "max_seqlen_k": SK, "left": -1, "right": -1}
+    )
+    hopper_forward.attention_fwd_hopper(q, k, k, None, masking, out, lse)
+    assert made == [groups]
+
+
 @pytest.fixture
-def hopper(launched):
-    """The names of what is launched, on the GPU for which these kernels are."""
+def hopper(request, launched, monkeypatch):
+    """The names of what is launched, on the GPU for which these kernels are.
+
+    Parameter: the warp groups of calls for more than 128 queries without a softcap; others always have two.
+    """
     if architecture(torch.device("cuda")) != 9:
         pytest.skip("needs a Hopper GPU")
+    if hasattr(request, "param"):
+        least = {2: math.inf, 3: -math.inf}[request.param]
+        for widths, (two, three, _) in tiles.HOPPER_FORWARD.items():
+            monkeypatch.setitem(tiles.HOPPER_FORWARD, widths, (two, three, least))
     return launched
 
 
@@ -162,9 +184,10 @@ SHAPES = {
 
 
 def some(*axes):
-    """Rows in which every two values meet."""
+    """Rows in which every two values meet; the third value is one of HEADS."""
     rows = pairwise(*axes)
-    return pytest.mark.parametrize("row", rows, ids=[" ".join(map(str, row)) for row in rows])
+    ids = [" ".join(map(str, row)) for row in rows]
+    return pytest.mark.parametrize(("row", "hopper"), [(row, row[2][2]) for row in rows], ids=ids, indirect=["hopper"])
 
 
 def assert_right(fn, ref, make_inputs, options, launched, monkeypatch):
@@ -179,15 +202,32 @@ def assert_right(fn, ref, make_inputs, options, launched, monkeypatch):
 @pytest.mark.gpu
 @some(tuple(SHAPES), MASKS, HEADS, choice.DTYPES)
 def test_options(row, hopper, monkeypatch, poisoned):
-    name, options, (D, Dv), dtype = row
+    name, options, (D, Dv, _), dtype = row
     make = lambda: attention_inputs(dtype, "cuda", **SHAPES[name], D=D, Dv=Dv)  # noqa: E731
     assert_right(ops.flash_attention, flash_attention_ref, make, options, hopper, monkeypatch)
 
 
 @pytest.mark.gpu
-@each_width
+@pytest.mark.parametrize("dtype", choice.DTYPES, ids=str)
+@pytest.mark.parametrize(("blocks", "hopper"), [(3, 2), (2, 3)], ids=["two", "three"], indirect=["hopper"])
+@pytest.mark.parametrize("D", [64, 80, 96])
+def test_number_of_warp_groups(D, blocks, dtype, hopper, monkeypatch, poisoned):
+    make = lambda: attention_inputs(dtype, "cuda", B=1, S=384, Sk=384, H=2, Hk=2, D=D)  # noqa: E731
+    forward(ops.flash_attention, make())
+    assert hopper == [(KERNEL, (2 * blocks,))]
+    assert_right(ops.flash_attention, flash_attention_ref, make, {}, hopper, monkeypatch)
+
+
+BESIDE_BLOCKS = {2: (1, 63, 65, 127, 129, 4097), 3: (129, 193, 4097)}  # warp groups -> queries
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize(
+    ("S", "D", "Dv", "hopper"),
+    [(S, *kernel) for kernel in KERNELS for S in BESIDE_BLOCKS[kernel[2]]],
+    indirect=["hopper"],
+)
 @pytest.mark.parametrize("causal", [False, True])
-@pytest.mark.parametrize("S", [1, 63, 65, 127, 129, 4097])
 def test_lengths_beside_blocks(S, causal, D, Dv, hopper, monkeypatch, poisoned):
     H = 300 if S == 1 else 4  # with fewer rows the portable kernel would run
     for Sk in {S, 1, 191}:
@@ -206,7 +246,7 @@ LENGTHS = {
 @pytest.mark.gpu
 @some(tuple(LENGTHS), MASKS, HEADS, choice.DTYPES)
 def test_packed_sequences(row, hopper, monkeypatch, poisoned):
-    name, options, (D, Dv), dtype = row
+    name, options, (D, Dv, _), dtype = row
     shape = {"lengths": LENGTHS[name], "H": 4, "Hk": 2, "D": D, "Dv": Dv, "sinks": True, "behind": 40}
     make = lambda: attention_varlen_inputs(dtype, "cuda", **shape)  # noqa: E731
     assert_right(varlen, varlen_ref, make, options, hopper, monkeypatch)
@@ -246,7 +286,7 @@ def test_documents_are_those_of_varlen(D, Dv, hopper, poisoned):
 
 @pytest.mark.gpu
 @each_width
-@pytest.mark.parametrize("S", [40, 400])
+@pytest.mark.parametrize("S", [140, 400])
 def test_empty_spans(S, D, Dv, hopper, poisoned):
     """Windows of all rows of a block: before the keys, between them, after them."""
     inputs = attention_inputs(torch.bfloat16, "cuda", B=3, S=S, Sk=300, H=8, Hk=1, D=D, Dv=Dv, sinks=True)
@@ -349,13 +389,18 @@ def test_two_streams(D, Dv, hopper, poisoned):
 
 @pytest.mark.gpu
 @pytest.mark.parametrize(
-    ("shape", "options"),
+    ("shape", "options", "hopper"),
     [
-        ({"B": 1, "S": 2**31 // 4096 + 9, "Sk": 96, "H": 32, "Hk": 1, "D": 128}, {}),
-        ({"B": 1, "S": 300, "Sk": 2**31 // 1024 + 9, "H": 8, "Hk": 8, "D": 128}, {"causal": True, "window": (300, -1)}),
-        ({"B": 3, "S": 65, "Sk": 65, "H": 180_000, "Hk": 1, "D": 64}, {"causal": True}),
+        ({"B": 1, "S": 2**31 // 4096 + 9, "Sk": 96, "H": 32, "Hk": 1, "D": 128}, {}, 3),
+        (
+            {"B": 1, "S": 300, "Sk": 2**31 // 1024 + 9, "H": 8, "Hk": 8, "D": 128},
+            {"causal": True, "window": (300, -1)},
+            3,
+        ),
+        ({"B": 3, "S": 65, "Sk": 65, "H": 180_000, "Hk": 1, "D": 64}, {"causal": True}, 2),
     ],
     ids=["queries", "keys", "heads"],
+    indirect=["hopper"],
 )
 def test_more_than_2_31_elements(shape, options, hopper, monkeypatch):
     inputs = attention_inputs(torch.bfloat16, "cuda", **shape)
@@ -383,6 +428,7 @@ def test_other_calls_stay_with_the_portable_kernel(more, hopper):
 
 
 @pytest.mark.gpu
+@pytest.mark.parametrize("hopper", [2, 3], indirect=True)
 @pytest.mark.parametrize("spans", [False, True])
 def test_lengths_do_not_recompile(spans, hopper):
     def kernels():
@@ -393,9 +439,9 @@ def test_lengths_do_not_recompile(spans, hopper):
         shape = {"B": B, "S": S, "Sk": Sk, "H": 4, "Hk": 1, "D": 64, "spans": spans}
         forward(ops.flash_attention, attention_inputs(torch.bfloat16, "cuda", **shape), causal=True)
 
-    call(1, 128, 128)
+    call(1, 129, 129)
     before = kernels()
     for n in range(40):
-        call(1 + n % 3, 100 + n, 1 + 16 * n)
+        call(1 + n % 3, 130 + n, 1 + 16 * n)
     assert kernels() <= before + 1
     assert len(hopper) == 41

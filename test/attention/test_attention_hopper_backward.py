@@ -246,7 +246,9 @@ def test_gradients_of_packed_sequences(mask, D, Dv, dtype, launched, poisoned):
 
 @gpu
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
-@pytest.mark.parametrize(("D", "Dv"), [(48, 48), (96, 96), (80, 128), (136, 72), (192, 64), (160, 160)])
+@pytest.mark.parametrize(
+    ("D", "Dv"), [(48, 48), (80, 80), (96, 96), (88, 96), (80, 128), (136, 72), (192, 64), (160, 160)]
+)
 def test_narrower_heads(D, Dv, dtype, launched, poisoned):
     """Heads that are filled up with zeros, and values of another width than keys."""
     options = {"causal": True, "deterministic": False}

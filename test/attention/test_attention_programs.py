@@ -4,14 +4,19 @@ from functools import partial
 
 import pytest
 import torch
+import triton
+import triton.language as tl
 from test_attention import DTYPES, EVERYTHING, both_ways, check
 
 from liger_like import ops
 from liger_like.ops import attention
 from liger_like.ops.attention import attention_delta, tiles
+from liger_like.ops.attention import backward as attention_backward
 from liger_like.ops.attention import masking as masks
+from liger_like.ops.attention.hopper import buffers, products
 from liger_like.ops.attention.portable import backward as portable_backward
 from liger_like.ops.attention.portable import forward as portable_forward
+from liger_like.ops.attention.visibility import schedule
 from liger_like.testing import run
 from liger_like.testing.inputs import attention_inputs
 
@@ -81,7 +86,7 @@ def test_split_rows_without_keys(launched, device, poisoned):
 
 
 @both_ways
-@pytest.mark.parametrize("H", [4, 5])
+@pytest.mark.parametrize("H", [3, 5])
 def test_few_key_heads_split_their_group(H, deterministic, launched, device, poisoned):
     make = lambda: attention_inputs(torch.float32, device, B=1, S=9, Sk=12, H=H, Hk=1, D=48, Dv=16)  # noqa: E731
     check(make, {"deterministic": deterministic}, draws=2)
@@ -107,17 +112,214 @@ def test_section_fits_the_cache():
     assert portable_forward.heads_in_l2(k, v, 0, 1) > 0
 
 
+def masking_of(**options):
+    """Return the options of a call, of 4096 queries without masks unless they are given."""
+    some = {"max_seqlen_q": 4096, "max_seqlen_k": 4096, "scale": 1.0, "left": -1, "right": -1}
+    return masks.Masking(**dict.fromkeys(masks.Masking._fields) | some | options)
+
+
 def test_sections_of_keys_fill_the_gpu(monkeypatch):
     monkeypatch.setattr(masks, "num_programs", lambda device, each: 132 * each)
-    masking = masks.Masking(*[None] * 6, 4096, 4096, 1.0, None, -1, 0)
-    packed = masking._replace(cu_seqlens_q=torch.zeros(9))
-    section = partial(masks.key_heads_together, block=128, device=torch.device("cpu"))
-    assert section(masking, 4096) == 4  # a head has 32 blocks: 132 // 32
-    assert section(masking, 4097) == 4
-    assert section(masking, 2**20) == 1
-    assert section(masking, 5) == section(masking, 0) == 132
+    full = masking_of()
+    packed = masking_of(cu_seqlens_q=torch.zeros(9))
+
+    def section(masking, keys):
+        q = k = v = torch.empty(1, keys, 8, 128, dtype=torch.float16, device="meta")
+        return masks.key_heads_together(masking, q, k, v, 128)
+
+    assert section(full, 4096) == 4  # a head has 32 blocks: 132 // 32
+    assert section(full, 4097) == 4
+    assert section(full, 2**20) == 1
+    assert section(full, 5) == section(full, 0) == 132
     assert section(packed, 16384) == 8  # eight sequences, 16 blocks each: 132 // 16
     assert section(packed, 5) == 132
+
+
+UNEVEN = {
+    "full": ({}, False),
+    "causal": ({"right": 0}, True),
+    "some keys after": ({"right": 70}, True),
+    "window": ({"left": 100, "right": 0}, False),
+    "a window wider than the keys": ({"left": 4096, "right": 0, "max_seqlen_k": 4096}, True),
+    "the widest window": ({"left": 4095, "right": 0, "max_seqlen_k": 4096}, False),
+    "keys before": ({"left": 100}, False),
+    "spans": ({"spans": torch.zeros(1)}, True),
+    "spans in a window": ({"spans": torch.zeros(1), "left": 100, "right": 0}, True),
+    "packed": ({"cu_seqlens_q": torch.zeros(9), "right": 0}, False),
+    "no sequences": ({"cu_seqlens_q": torch.zeros(1), "right": 0}, True),
+}
+
+
+@pytest.mark.parametrize("name", UNEVEN)
+def test_sections_of_uneven_blocks_fill_the_cache(name, monkeypatch):
+    options, uneven = UNEVEN[name]
+    masking = masking_of(**options)
+    assert masking.uneven == uneven
+    monkeypatch.setattr(masks, "num_programs", lambda device, each: 132 * each)
+
+    def section(l2, heads=40, Dv=128):
+        monkeypatch.setattr(masks, "l2_bytes", lambda device: l2 << 20)
+        q, v = (torch.empty(1, 4096, heads, D, dtype=torch.float16, device="meta") for D in (128, Dv))
+        return masks.key_heads_together(masking, q, q, v, 128)
+
+    alone = section(0)  # of 32 blocks a head, or of a part of them
+    assert alone == 132 // (32 // max(1, masking.sequences))
+    assert section(64) == (8 if uneven else alone)  # a head takes 4 MiB of half of it
+    assert section(64, Dv=64) == (10 if uneven else alone)
+    assert section(50) == (5 if uneven else alone)  # six would leave four of 40
+    assert section(64, heads=3) == (3 if uneven else alone)
+
+
+def test_sections_leave_little_over():
+    some = {(1, 9): 1, (8, 8): 8, (5, 8): 4, (6, 8): 4, (10, 16): 8, (10, 19): 10, (10, 18): 9, (3, 4): 2, (11, 21): 11}
+    assert {sizes: masks._even_section(*sizes) for sizes in some} == some
+    for heads in range(1, 70):
+        for limit in range(1, heads + 1):
+            size = masks._even_section(limit, heads)
+            assert limit / 2 < size <= limit
+            # how full the last section is, for each size from which to choose
+            shares = {n: (heads % n or n) / n for n in range(limit, limit // 2, -1)}
+            enough = min(0.9, max(shares.values()))
+            assert size == max(n for n, share in shares.items() if share >= enough)
+
+
+@pytest.mark.parametrize(
+    ("programs", "group", "even", "uneven"),
+    [
+        (0, 8, 8, 8),
+        (1, 8, 8, 8),
+        (1, 1, 1, 1),
+        (16, 8, 8, 8),
+        (17, 8, 4, 8),  # seven would have two heads each, and the last three none
+        (44, 8, 3, 4),
+        (66, 8, 2, 4),
+        (67, 8, 1, 3),
+        (132, 8, 1, 2),
+        (133, 8, 1, 1),
+        (264, 8, 1, 1),
+        (1000, 8, 1, 1),
+    ],
+)
+def test_splits_of_a_group(programs, group, even, uneven, monkeypatch):
+    monkeypatch.setattr(attention_backward, "num_programs", lambda device, each: 132 * each)
+    splits = partial(attention_backward._group_splits, programs, group, device=torch.device("cpu"))
+    assert (splits(uneven=False), splits(uneven=True)) == (even, uneven)
+
+
+@pytest.mark.parametrize("uneven", [False, True])
+def test_no_split_of_a_group_is_empty(uneven, monkeypatch):
+    monkeypatch.setattr(attention_backward, "num_programs", lambda device, each: 132 * each)
+    for programs in range(300):
+        for group in range(1, 40):
+            splits = attention_backward._group_splits(programs, group, uneven, torch.device("cpu"))
+            share = -(-group // splits)
+            assert 1 <= splits <= group
+            assert (splits - 1) * share < group <= splits * share
+
+
+PACKED = {"cu_seqlens_q": torch.zeros(4)}  # three sequences
+SPANS = {"spans": torch.zeros(1)}
+# D, Dv, queries, keys and options of calls with just enough keys for three warp groups, and a number that is too small
+THREE_GROUPS = [
+    (64, 64, 512, 512, {}, 511),
+    (40, 40, 512, 512, {}, 511),
+    (80, 80, 512, 512, {}, 511),
+    (96, 64, 512, 512, {}, 511),
+    (96, 96, 129, 512, {}, 511),
+    (96, 104, 4000, 4000, {}, 3999),
+    (104, 96, 4000, 4000, {}, 3999),
+    (128, 128, 4000, 4000, {}, 3999),
+    (128, 128, 8192, 8192, {"right": 0}, 8191),
+    (64, 64, 200, 708, {"right": 0}, 707),
+    (64, 64, 200, 708, SPANS, 707),
+    (64, 64, 200, 708, {"right": 70}, 707),
+    (64, 64, 200, 512, {"left": 5}, 511),
+    (64, 64, 768, 768, PACKED, 767),
+    (64, 64, 1824, 1824, PACKED | {"right": 0}, 1823),
+    (64, 64, 512, 512, {"cu_seqlens_q": torch.zeros(1)}, 511),  # no sequence
+]
+
+
+@pytest.mark.parametrize(("D", "Dv", "S", "SK", "options", "fewer"), THREE_GROUPS, ids=str)
+def test_many_keys_take_three_warp_groups(D, Dv, S, SK, options, fewer):
+    def groups(SK=SK, S=S, **more):
+        return tiles.hopper_forward(D, Dv, masking_of(**{"max_seqlen_q": S} | options | more), S, SK).groups
+
+    assert groups() == groups(max_seqlen_q=129) == 3
+    assert groups(SK=fewer) == 2
+    assert groups(max_seqlen_q=128) == 2
+    assert groups(softcap=3.0) == 2
+
+
+@pytest.mark.parametrize(("left", "right", "groups"), [(606, 0, 2), (607, 0, 3), (300, 306, 2), (300, 307, 3)])
+def test_windows_take_warp_groups_by_the_keys_that_they_show(left, right, groups):
+    assert tiles.hopper_forward(64, 64, masking_of(left=left, right=right), 4096, 8192).groups == groups
+
+
+def test_windows_wider_than_the_sequence_take_warp_groups_as_none_do():
+    for SK in (1, 2300):  # most queries see no key; few
+        assert tiles.hopper_forward(64, 64, masking_of(left=9000, right=0), 4096, SK).groups == 2
+    assert tiles.hopper_forward(64, 64, masking_of(left=9000, right=0), 4096, 4096).groups == 3
+
+
+@pytest.mark.parametrize(("D", "Dv", "block"), [(136, 64, 128), (192, 128, 128), (160, 160, 64), (256, 256, 64)])
+def test_wide_heads_always_take_two_warp_groups(D, Dv, block):
+    for SK, options in ((1, {"right": 0}), (600, {"softcap": 3.0}), (1 << 20, {})):
+        assert tiles.hopper_forward(D, Dv, masking_of(**options), 4096, SK) == tiles.HopperForward(2, block, 2)
+
+
+@pytest.mark.parametrize(
+    ("D", "width", "expected"),
+    [
+        (40, 64, (64,)),
+        (64, 64, (64,)),
+        (64, 128, (64,)),  # values beside wider keys
+        (72, 128, (64, 16)),
+        (80, 128, (64, 16)),
+        (88, 128, (64, 32)),
+        (96, 128, (64, 32)),
+        (104, 128, (128,)),
+        (128, 128, (128,)),
+        (136, 64, (64,)),  # three buffers of 64
+        (192, 64, (64,)),
+        (256, 256, (256,)),
+    ],
+)
+def test_products_take_slices_of_narrow_heads(D, width, expected):
+    assert buffers.product_widths(D, width) == expected
+
+
+@pytest.mark.parametrize(
+    ("registers", "widths", "expected"),
+    [(168, (64,), 1), (169, (64,), 0), (164, (64, 16), 2), (165, (64, 16), 1), (168, (64, 16), 1), (169, (64, 16), 0)],
+)
+def test_parts_in_registers(registers, widths, expected):
+    """64 columns take 16 registers, 16 more columns 4; there are 184."""
+    assert products.parts_that_fit(registers, widths) == expected
+
+
+@triton.jit
+def _schedule_kernel(out_ptr, blocks, heads, heads_together):
+    block, head = schedule(tl.program_id(0), blocks, heads, heads_together)
+    tl.store(out_ptr + 2 * tl.program_id(0), block)
+    tl.store(out_ptr + 2 * tl.program_id(0) + 1, head)
+
+
+@pytest.mark.parametrize("heads", [1, 7, 12])
+@pytest.mark.parametrize("together", [1, 3, 5, 20])
+def test_sections_begin_with_the_last_blocks(heads, together, device):
+    blocks = 4
+    programs = torch.zeros(blocks * heads, 2, dtype=torch.int32, device=device)
+    _schedule_kernel[(len(programs),)](programs, blocks, heads, together)
+    programs = [*map(tuple, programs.tolist())]
+    assert sorted(programs) == [(block, head) for block in range(blocks) for head in range(heads)]
+    sizes = []
+    while (first := blocks * sum(sizes)) < len(programs):
+        sizes.append(next(n for n in range(1, heads + 1) if programs[first : first + n + 1][-1][0] != blocks - 1))
+        section = programs[first : first + blocks * sizes[-1]]
+        assert [block for block, _ in section] == [b for b in reversed(range(blocks)) for _ in range(sizes[-1])]
+    assert {*sizes[:-1]} <= {together}
+    assert sizes[-1] <= together
 
 
 @pytest.mark.parametrize("options", [{}, {"softcap": 3.0}], ids=str)

@@ -5,6 +5,7 @@ only a GPU shows it.
 PUBLIC = "ops/attention/__init__.py"
 CHECKS = "ops/attention/checks.py"
 HOPPER_BUFFERS = "ops/attention/hopper/buffers.py"
+HOPPER_PRODUCTS = "ops/attention/hopper/products.py"
 MASKING = "ops/attention/masking.py"
 BACKWARD = "ops/attention/portable/backward.py"
 DELTA = "ops/attention/portable/delta.py"
@@ -14,6 +15,7 @@ BIAS = "ops/attention/portable/bias.py"
 FORWARD = "ops/attention/portable/forward.py"
 PARTS = "ops/attention/portable/parts.py"
 SOFTMAX = "ops/attention/softmax.py"
+TILES = "ops/attention/tiles.py"
 VISIBILITY = "ops/attention/visibility.py"
 
 ATTENTION = [
@@ -177,6 +179,9 @@ ATTENTION = [
     ),
     (BACKWARD, "unseen = tl.min(mask.to(tl.int32)) == 0", "pass", "blocks with hidden keys are not masked"),
     (BACKWARD, "b += tl.program_id(1).to(tl.int64) * B", "pass", "the parts of a group overwrite one another"),
+    (OP_BACKWARD, "return -(-group // -(-group // splits))", "return splits", "an empty part of a group"),
+    (OP_BACKWARD, "max(1, min(group, (2", "max(1, min(group, 1 + (2", "a part of a group more than fill the GPU"),
+    (OP_BACKWARD, "(2 if uneven else 1) * num", "num", "uneven blocks have no further parts of a group"),
     (OP_BACKWARD, "else x.sum(0).to(q.dtype)", "else x[0].to(q.dtype)", "dk and dv of the group's first heads only"),
     (BIAS, "tl.sum(total, 0)[None, :], 0.0)", "total, 0.0)", "a bias for all queries has the gradient of one"),
     (
@@ -192,7 +197,24 @@ ATTENTION = [
         "the bias of pairs that do not see one another has a gradient",
     ),
     (BIAS, "(H if EACH_H else 1) + own_h", "H + own_h", "the gradient of a bias for all heads lands beside it"),
-    (MASKING, "keys // max(1, masking.sequences)", "keys", "packed sequences count as one"),
+    (MASKING, "k.shape[1] // count // block", "k.shape[1] // block", "packed sequences count as one"),
+    (
+        MASKING,
+        "min(max(together, l2_bytes(k.device) // 2 // max(1, each)), heads), heads)",
+        "max(together, l2_bytes(k.device) // 2 // max(1, each)), heads)",
+        "a section has heads that there are not",
+    ),
+    (MASKING, "range(limit, limit // 2, -1)", "range(2 * limit, limit // 2, -1)", "a section does not fit into L2"),
+    (MASKING, "((heads - 1) % n + 1) / n, 0.9", "heads % n / n, 0.9", "a whole last section counts as none"),
+    (MASKING, "not self.sequences and (self.spans", "(self.spans", "packed sequences count as uneven"),
+    (MASKING, "and not 0 <= self.left < self.max_seqlen_k", "", "blocks of a window count as uneven"),
+    (MASKING, "0 <= self.left < self.max_seqlen_k", "0 <= self.left", "a window that hides nothing counts as one"),
+    (TILES, "S / documents / 2 + 96", "SK / documents / 2 + 96", "queries before a causal mask's first are counted"),
+    (TILES, "max(1, masking.sequences / 2)", "1", "all packed sequences are one for the forward"),
+    (TILES, "masking.right + 1 - 96)", "masking.right - 96)", "a window has a key fewer"),
+    (TILES, "masking.max_seqlen_q > 128", "masking.max_seqlen_q > 127", "three warp groups for the queries of two"),
+    (TILES, " and masking.softcap is None else two", " else two", "three warp groups lack registers for a softcap"),
+    (TILES, "width >= D and width_v >= Dv", "width >= D", "wide values take the warp groups of narrow heads"),
     (MASKING, "0 if n == 1 else t", "t", "a broadcast bias is read as a whole one"),
     (
         MASKING,
@@ -396,5 +418,12 @@ ATTENTION = [
         "FAR - sequence.end + row, col",
         "FAR - sequence.end + row + 1, col",
         "packed rows are a row further",
+    ),
+    (HOPPER_BUFFERS, "if D <= sum(widths)", "if D - 16 <= sum(widths)", "products leave out the last features"),
+    (
+        HOPPER_PRODUCTS,
+        "registers + sum(widths[:count]) // 4",
+        "registers + widths[count - 1] // 4",
+        "parts that do not fit into registers",
     ),
 ]

@@ -12,6 +12,7 @@ compile, spills registers, or needs more shared memory than the GPU has.
 import argparse
 import functools
 import itertools
+import math
 import multiprocessing
 import os
 import re
@@ -85,10 +86,10 @@ ONLY = {
     hopper_backward_256._attention_dq_hopper_kernel: ("sm_90",),
 }
 # (kernel, architecture) -> N: at most one in N instructions of a loop may move a register to memory or back.
-# The Hopper backward holds 208 sums and products in 240 registers. A softcap, spans and packed sequences need further
-# values that are the same in every iteration, and some of these are read again; spans with a softcap spill the most.
-# Triton 3.9 keeps more such values in registers than older versions. With heads of 64 it moves a register in one of 40
-# instructions even without these options.
+# The Hopper backward holds up to 208 sums, products and operands in 240 registers. A softcap, spans and packed
+# sequences need further values that are the same in every iteration, and some of these are read again; spans with a
+# softcap spill the most. Triton 3.9 keeps more such values in registers than older versions. With heads of 64 it moves
+# a register in one of 40 instructions even without these options.
 # The portable dk and dv kernel on Hopper holds 192 sums and products in 255 registers, with blocks of 64 queries and
 # 128 keys and heads of 128. Packed sequences without a causal mask spill the most. Blocks of 32 queries spill nothing,
 # but take 8 % longer for heads of 96 and 17 % longer for heads of 128.
@@ -294,8 +295,13 @@ def record() -> list[Launch]:
             patch.multiple(choice, architecture=lambda device: 9, INTERPRET=False),
         ):
             whole = attention_calls(choice.WIDTHS, choice.DTYPES)
-            for spec, dtype, shape, options in (*whole, *attention_calls([(96, 96), (160, 80)], [torch.bfloat16])):
-                differentiate(spec, dtype, shape, options)
+            sliced = attention_calls([(80, 80), (96, 96), (160, 80)], [torch.bfloat16])
+            calls_for_hopper = (*whole, *sliced)
+            forward = attention_tiles.HOPPER_FORWARD
+            for least in (-math.inf, math.inf):  # three warp groups wherever there are three, then two
+                with patch.dict(forward, {widths: (*options, least) for widths, (*options, _) in forward.items()}):
+                    for spec, dtype, shape, options in calls_for_hopper:
+                        differentiate(spec, dtype, shape, options)
         # The ops leave these products to torch on a CPU, so launch them here, with M and N divisible by 16 and not.
         flags, factors = (False, True), (None, torch.ones(1))
         for architecture, accumulate, factor, M, N in itertools.product((9, 10), flags, factors, (128, 136), (64, 72)):

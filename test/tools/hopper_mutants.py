@@ -2,17 +2,20 @@
 occurs once in it, what replaces that, and why. And pytest's -k for the tests that those of a file must fail.
 """
 
-ROWS, PRODUCTS, FORWARD, BACKWARD, BACKWARD_256 = (
-    f"ops/attention/hopper/{name}.py" for name in ("rows", "products", "forward", "backward", "backward_256")
+ROWS, BUFFERS, PRODUCTS, FORWARD, BACKWARD, BACKWARD_256 = (
+    f"ops/attention/hopper/{name}.py" for name in ("rows", "buffers", "products", "forward", "backward", "backward_256")
 )
 SHARED = "test_attention_hopper and (documents or leaks or few_key_heads or 4097) and 64-64"
+# heads of which products take slices
+SLICED = "(number_of_warp_groups or narrower_heads) and (80 or 96)"
 HOPPER_TESTS = {
     ROWS: SHARED,
-    PRODUCTS: SHARED,
+    BUFFERS: SLICED,
+    PRODUCTS: f"{SHARED} or {SLICED}",
     FORWARD: "test_attention_hopper and not hopper_backward and (window or documents or leaks or 4097)"
     " and (64 or 96 or 144 or 192) or nan_stays",
     BACKWARD: "hopper_backward and (gradients or few_key_heads or nan or far_below)"
-    " and (64-64 or 128-128) and torch.bfloat16",
+    " and (64-64 or 128-128) and torch.bfloat16 or narrower_heads and (80 or 96)",
     BACKWARD_256: "hopper_backward and (gradients or few_key_heads or nan) and 256-256-torch.bfloat16",
 }
 
@@ -25,8 +28,8 @@ HOPPER = [
     ),
     (
         FORWARD,
-        "gl.where(factor == 0.0, 0.0, acc * factor)",
-        "gl.where(factor > 0.0, acc * factor, 0.0)",
+        "gl.where(f == 0.0, 0.0, acc[i] * f)",
+        "gl.where(f > 0.0, acc[i] * f, 0.0)",
         "NaN becomes 0",
     ),
     (
@@ -87,9 +90,39 @@ HOPPER = [
     ),
     (
         FORWARD,
-        "acc *= gl.convert_layout(decay, rows_o)[:, None]",
-        "acc *= 1.0",
+        "acc = times_rows(acc, decay)",
+        "acc = times_rows(acc, decay * 0.0 + 1.0)",
         "values of another unit",
+    ),
+    (
+        FORWARD,
+        "parts_of(v, last % STAGES, STAGES), WIDTHS_V))\n                    acc = wait_for",
+        "parts_of(v, use % STAGES, STAGES), WIDTHS_V))\n                    acc = wait_for",
+        "without overlap p meets the values of the next block",
+    ),
+    (
+        BUFFERS,
+        "slice(sum_of(WIDTHS, j), WIDTHS[j], dim=1)",
+        "slice(0, WIDTHS[j], dim=1)",
+        "every slice is of the first columns",
+    ),
+    (
+        PRODUCTS,
+        "acc = warpgroup_mma(a[i], b[i].permute((1, 0)), acc, is_async=True)",
+        "acc = warpgroup_mma(a[i], b[i].permute((1, 0)), acc, use_acc=False, is_async=True)",
+        "scores of the last slice alone",
+    ),
+    (
+        PRODUCTS,
+        "parts += (acc[i] * gl.convert_layout(factors",
+        "parts += (acc[i] if i > 0 else acc[i] * gl.convert_layout(factors",
+        "later slices of the output keep another unit",
+    ),
+    (
+        PRODUCTS,
+        "HEADS, D, i * x[0].shape[1])",
+        "HEADS, D, 0)",
+        "later slices of dk and dv in the columns of the first",
     ),
     (
         FORWARD,
@@ -106,9 +139,45 @@ HOPPER = [
     ),
     (
         BACKWARD,
-        "k.slice(first_col, WIDTH, dim=1)",
-        "k.slice(0, WIDTH, dim=1)",
+        "gl.constexpr = 0 if WHOLE else g * _widths_of_groups(WIDTHS)[0]",
+        "gl.constexpr = 0",
         "both halves of dq are the first",
+    ),
+    (
+        BACKWARD,
+        "else g * _widths_of_groups(WIDTHS)[0]",
+        "else g * _widths_of_groups(WIDTHS)[1]",
+        "the second part of dq has the columns behind as many as it has",
+    ),
+    (
+        BACKWARD,
+        "k_loaded = load_first(k_first, K_LOADED, layout_s)",
+        "k_loaded = load_first(_rows_of_group(bufs.k, 0, 0, WIDTHS), K_LOADED, layout_s)",
+        "both groups have the first keys in registers",
+    ),
+    (
+        BACKWARD,
+        "load_first(_rows_of_group(bufs.v, 0, g, WIDTHS_V)",
+        "load_first(_rows_of_group(bufs.k, 0, g, WIDTHS_V)",
+        "keys for the values in registers",
+    ),
+    (
+        BACKWARD,
+        "k = k_loaded + _rows_of_group(bufs.k, zero, g, WIDTHS)",
+        "k = k_loaded + _rows_of_group(bufs.k, zero, 0, WIDTHS)",
+        "both groups have the first keys, where shared memory holds them",
+    ),
+    (
+        BACKWARD,
+        "v = v_loaded + _rows_of_group(bufs.v, zero, g, WIDTHS_V)",
+        "v = v_loaded + _rows_of_group(bufs.k, zero, g, WIDTHS_V)",
+        "keys for the values in shared memory",
+    ),
+    (
+        BACKWARD,
+        "sums[: len(dv)], sums[len(dv) :]",
+        "sums[len(dk) :], sums[: len(dk)]",
+        "the sums of keys and values change places",
     ),
     (
         BACKWARD,
@@ -154,7 +223,7 @@ HOPPER = [
         "dq for the first head",
     ),
     (BACKWARD, "p *= slopes", "pass", "the slope of a cap is missing"),
-    (BACKWARD, "dk * scale, end_k - row", "dk, end_k - row", "dk of keys is not scaled"),
+    (BACKWARD, "dk, end_k - row, HK, D, scale)", "dk, end_k - row, HK, D)", "dk of keys is not scaled"),
     (
         BACKWARD_256,
         "store((p * slopes).to(dtype))",

@@ -86,7 +86,9 @@ TESTS = {
     "ops/losses/dw_sum/portable.py": "test_chunked_loss",
     **{file: "attention" for file, *_ in ATTENTION},
     "ops/attention/portable/bias.py": "attention and (bias or parts or position)",
-    "ops/attention/hopper/buffers.py": "descriptors",
+    "ops/attention/tiles.py": "attention_programs",
+    "ops/attention/hopper/buffers.py": "descriptors or products_take",
+    "ops/attention/hopper/products.py": "parts_in_registers",
 }
 MUTANTS = [
     Mutant(*bug) for bug in (*OPS, *EXACT, *ATTENTION, *((file, *bug, HOPPER_TESTS[file]) for file, *bug in HOPPER))
