@@ -13,7 +13,7 @@ from liger_like.runtime.fallback import BROKEN, gluon_module
 from liger_like.runtime.support import INTERPRET, architecture, refused
 
 DTYPES = torch.bfloat16, torch.float16
-# of queries and keys, and of values, that the kernels compute with; TMA fills heads that are narrower up with zeros
+# of the buffers for queries and keys, and for values; TMA fills up with zeros what narrower heads leave
 WIDTHS = (64, 64), (128, 128), (192, 128), (256, 256)
 FORWARD, BACKWARD, BACKWARD_256 = (
     f"liger_like.ops.attention.hopper.{name}" for name in ("forward", "backward", "backward_256")
@@ -25,7 +25,7 @@ NO_TMA = "a tensor is empty or expanded, or its rows do not start at multiples o
 
 
 def widths_of(D: int, Dv: int) -> tuple[int, int]:
-    """Return the widths that heads of D features with values of Dv are computed with; zeros if there are none.
+    """Return the widths of the buffers for heads of D features with values of Dv; zeros if there are none.
 
     D is at least five eighths of its width, and Dv half.
     """
