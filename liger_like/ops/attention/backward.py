@@ -24,7 +24,7 @@ from liger_like.runtime.support import num_programs
 def _group_splits(programs: int, group: int, uneven: bool, device: torch.device) -> int:
     """Return the number of programs that share the query heads of a key head, so that few key heads fill the GPU.
 
-    If blocks are uneven, these are twice as many programs as multiprocessors: a short one then follows each long one.
+    Uneven blocks get two programs for each multiprocessor, not one: a short program then follows each long one.
     """
     splits = max(1, min(group, (2 if uneven else 1) * num_programs(device, 1) // max(1, programs)))
     return -(-group // -(-group // splits))  # none of them is empty

@@ -53,7 +53,7 @@ class Masking(NamedTuple):
 
     @property
     def uneven(self) -> bool:
-        """True if some blocks of a sequence see many more keys than others: under a causal mask, which spans may be."""
+        """Return True if some blocks see many more keys than others: under a causal mask, which spans may be."""
         causal = self.right >= 0 and not 0 <= self.left < self.max_seqlen_k
         return not self.sequences and (self.spans is not None or causal)
 

@@ -6,8 +6,8 @@ also goes to shared memory, where each group reads both halves for its part of d
 fp32 (Shah et al., arXiv:2407.08608). This happens one block later, so that no group waits for the softmax of the other,
 and during the products of the next scores. Queries come into a ring of STAGES buffers, ds into a ring of two.
 
-Shared memory limits this kernel. Keys and values therefore stay in registers as far as there are any. The groups
-multiply in turn: one has its exponentials while the products of the other run.
+Shared memory limits this kernel, so keys and values stay in registers if these suffice. The groups multiply in turn:
+one computes exponentials while the other multiplies.
 """
 
 from typing import NamedTuple
