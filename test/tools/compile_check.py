@@ -296,12 +296,17 @@ def record() -> list[Launch]:
         ):
             whole = attention_calls(choice.WIDTHS, choice.DTYPES)
             sliced = attention_calls([(80, 80), (96, 96), (160, 80)], [torch.bfloat16])
-            calls_for_hopper = (*whole, *sliced)
+            # one block of keys: programs share the query heads of a key head, and each sums dk and dv in fp32
+            spec = next(spec for spec in testing.SPECS if spec.name == "flash_attention")
+            few = {"B": 1, "S": 100, "Sk": 100, "H": 4, "Hk": 2}
+            options = {"causal": True, "deterministic": False}
+            shared = [(spec, torch.bfloat16, few | {"D": D, "Dv": Dv}, options) for D, Dv in choice.WIDTHS]
+            calls_for_hopper = (*whole, *sliced, *shared)
             forward = attention_tiles.HOPPER_FORWARD
             for least in (-math.inf, math.inf):  # three warp groups wherever there are three, then two
                 with patch.dict(forward, {widths: (*options, least) for widths, (*options, _) in forward.items()}):
-                    for spec, dtype, shape, options in calls_for_hopper:
-                        differentiate(spec, dtype, shape, options)
+                    for call in calls_for_hopper:
+                        differentiate(*call)
         # The ops leave these products to torch on a CPU, so launch them here, with M and N divisible by 16 and not.
         flags, factors = (False, True), (None, torch.ones(1))
         for architecture, accumulate, factor, M, N in itertools.product((9, 10), flags, factors, (128, 136), (64, 72)):

@@ -91,21 +91,22 @@ def wait_for(acc, later: gl.constexpr):
 
 @triton.constexpr_function
 def row_layout(width, dtype):
-    """Return a layout of [ROWS, width] in which each thread of 4 warps has 16 bytes of a row, and so have its
-    neighbours.
+    """Return a layout of [ROWS, width] in which a thread has 16 bytes of a row at a time.
 
-    In the layout of a sum a thread has 4 bytes at a time, and rows would be written in pieces of 16 bytes.
+    The rows of a warp are those that it has in ``sum_layout``.
     """
     each = 128 // dtype.primitive_bitwidth
     across = min(width // each, 8)
-    return gl.BlockedLayout([1, each], [32 // across, across], [4, 1], [1, 0])
+    return gl.BlockedLayout([across // 2, each], [32 // across, across], [4, 1], [1, 0])
 
 
 @gluon.jit
 def store_rows(ptr, x, length, HEADS: gl.constexpr, D: gl.constexpr, START: gl.constexpr = 0):
     """Store the first ``length`` rows of ``x``: columns START to D of one of HEADS heads."""
     dtype: gl.constexpr = ptr.dtype.element_ty
-    x = gl.convert_layout(x.to(dtype), row_layout(x.shape[1], dtype))
+    x = x.to(dtype)
+    if x.shape[1] <= 128:  # memory is written in pieces of 32 bytes; wider rows leave no shared memory to exchange them
+        x = gl.convert_layout(x, row_layout(x.shape[1], dtype))
     rows = gl.arange(0, x.shape[0], gl.SliceLayout(1, x.type.layout))[:, None]
     cols = START + gl.arange(0, x.shape[1], gl.SliceLayout(0, x.type.layout))[None, :]
     gl.store(ptr + rows * (HEADS * D) + cols, x, mask=(rows < length) & (cols < D))
