@@ -8,7 +8,6 @@ import torch
 from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensor
 from torch._subclasses.functional_tensor import FunctionalTensor, FunctionalTensorMode
-from torch.export._trace import custom_triton_ops_decomposition_disabled
 from torch.utils.flop_counter import register_flop_formula
 
 from liger_like.runtime.fallback import NotCompiledError
@@ -72,6 +71,8 @@ def _inlining(launch: Callable[..., Any]) -> Callable[..., Any]:
     """Return a rule that replaces an op in a compiled graph by the launches of its kernels, as ``triton_op`` does."""
 
     def rule(mode: Any, op: Any, types: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        from torch.export._trace import custom_triton_ops_decomposition_disabled  # this import takes a second
+
         if custom_triton_ops_decomposition_disabled():  # torch.export keeps the op
             return mode.__torch_dispatch__(op, types, args, kwargs)
         if not {FunctionalTensor, FakeTensor, Tensor}.issuperset(types):
