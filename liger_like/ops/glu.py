@@ -20,7 +20,7 @@ from liger_like.runtime.checks import require, require_choice
 from liger_like.runtime.launcher import launch
 from liger_like.runtime.layout import with_stride
 from liger_like.runtime.registry import on_shards, op
-from liger_like.runtime.support import use_kernel
+from liger_like.runtime.support import use_row_kernel
 from liger_like.runtime.tiles import Tile, tiled
 
 GELUS = {"tanh": "gelu_tanh", "none": "gelu"}
@@ -233,7 +233,7 @@ def swiglu(gate: Tensor, up: Tensor | None = None) -> Tensor:
     match. See Shazeer, arXiv:2002.05202.
     """
     check_halves(gate, up)
-    return apply(_GLU, gate, up, "silu") if use_kernel(gate) else swiglu_ref(gate, up)
+    return apply(_GLU, gate, up, "silu") if use_row_kernel(gate) else swiglu_ref(gate, up)
 
 
 @on_shards(_elements)
@@ -244,7 +244,7 @@ def geglu(gate: Tensor, up: Tensor | None = None, *, approximate: str = "tanh") 
     """
     check_halves(gate, up)
     act = gelu_of(approximate)
-    return apply(_GLU, gate, up, act) if use_kernel(gate) else geglu_ref(gate, up, approximate=approximate)
+    return apply(_GLU, gate, up, act) if use_row_kernel(gate) else geglu_ref(gate, up, approximate=approximate)
 
 
 GLUS: dict[str, Callable[..., Tensor]] = {

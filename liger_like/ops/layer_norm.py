@@ -19,7 +19,7 @@ from liger_like.runtime.checks import require, require_eps
 from liger_like.runtime.launcher import launch
 from liger_like.runtime.layout import packed, with_stride
 from liger_like.runtime.registry import on_shards, op
-from liger_like.runtime.support import use_kernel
+from liger_like.runtime.support import use_row_kernel
 from liger_like.runtime.tiles import Tile, partial_sums, row_constants, sum_partials, tiled
 
 
@@ -263,6 +263,6 @@ def layer_norm(x: Tensor, weight: Tensor | None = None, bias: Tensor | None = No
         if parameter is not None:
             require(name, parameter, like=x, shape=x.shape[-1:])
     eps = require_eps(eps)
-    if not use_kernel(x):
+    if not use_row_kernel(x):
         return layer_norm_ref(x, weight, bias, eps)
     return apply(_LayerNorm, x, weight, bias, eps)

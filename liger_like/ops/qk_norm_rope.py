@@ -38,7 +38,7 @@ from liger_like.runtime.blocks import load_vector
 from liger_like.runtime.checks import require, require_choice, require_eps, require_number
 from liger_like.runtime.launcher import launch
 from liger_like.runtime.layout import packed
-from liger_like.runtime.registry import on_shards, op
+from liger_like.runtime.registry import LIBRARY, on_shards, op
 from liger_like.runtime.support import refused, use_kernel
 from liger_like.runtime.tiles import Tile, partial_sums, sum_partials, tiled
 
@@ -116,6 +116,7 @@ def _qk_norm_rope_bwd_kernel(
     IN_INTERLEAVED: tl.constexpr, OUT_INTERLEAVED: tl.constexpr, STAGES: tl.constexpr, BLOCK_H: tl.constexpr,
     BLOCK_HK: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_R: tl.constexpr,
 ):  # fmt: skip
+    eps, offset = tl.cast(eps, tl.float32), tl.cast(offset, tl.float32)  # Inductor passes floats in fp64
     D: tl.constexpr = 2 * HALF + REST
     offs_q = tl.program_id(1) * BLOCK_H + tl.arange(0, BLOCK_H)
     offs_k = tl.program_id(1) * BLOCK_HK + tl.arange(0, BLOCK_HK)
@@ -162,6 +163,7 @@ def _norm_outputs(
     "qk_norm_rope_fwd(Tensor q, Tensor k, Tensor q_weight, Tensor k_weight, Tensor cos, Tensor sin, float eps,"
     " float offset, str casting_mode, str layout, str cos_layout, int unsqueeze_dim) -> (Tensor, Tensor)",
     _norm_outputs,
+    inlined=True,
 )
 def _qk_norm_rope_fwd(
     q: Tensor, k: Tensor, q_weight: Tensor, k_weight: Tensor, cos: Tensor, sin: Tensor, eps: float, offset: float,
@@ -186,6 +188,7 @@ def _norm_grads(
     " Tensor sin, float eps, float offset, str casting_mode, str layout, str cos_layout, int unsqueeze_dim,"
     " bool[2] needs) -> (Tensor dq, Tensor dk, Tensor dweights)",
     _norm_grads,
+    inlined=True,
 )
 def _qk_norm_rope_bwd(
     dq_out: Tensor, dk_out: Tensor, q: Tensor, k: Tensor, q_weight: Tensor, k_weight: Tensor, cos: Tensor, sin: Tensor,
@@ -196,13 +199,13 @@ def _qk_norm_rope_bwd(
     dq_out, dk_out, q, k = map(dense, (dq_out, dk_out, q, k))
     cos, sin, batched = angles(cos, sin)
     B, S, H, HK = layouts.sizes(q, k)
-    D = q.shape[-1]
+    D = int(q.shape[-1])
     grads = (dq, dk) if needs[0] else (None, None)
     inputs = dq_out, dk_out, q, k, cos, sin, packed(q_weight), packed(k_weight)
     strides_in = [layouts.strides(t) for t in (dq_out, dk_out, q, k)]
     strides_out = [layouts.strides(t) for t in ((dq, dk) if needs[0] else (q, k))]
     sizes = *chain(*strides_in), cos.stride(-2), *chain(*strides_out), B * S, S, H, HK
-    constants = turn_constants(layouts, D, cos.shape[-1], False)
+    constants = turn_constants(layouts, D, int(cos.shape[-1]), False)
 
     def run(tile: Tile) -> None:
         split, blocks = head_blocks(tile, H, HK)
@@ -231,9 +234,9 @@ def _qk_norm_rope_bwd(
 class _QKNormRoPE(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, *args: Any) -> tuple[Tensor, Tensor]:
-        ctx.save_for_backward(*args[:6])
-        ctx.options = args[6:]
-        return _qk_norm_rope_fwd(*args)
+        outs = _qk_norm_rope_fwd(*args)
+        _save(ctx, args, outs)
+        return outs
 
     @staticmethod
     @once_differentiable
@@ -250,6 +253,15 @@ class _QKNormRoPE(torch.autograd.Function):
             dw[1].to(k_weight.dtype) if needs_kw else None,
             *(None,) * 8,
         )
+
+
+def _save(ctx: Any, inputs: tuple[Any, ...], output: Any) -> None:
+    ctx.save_for_backward(*inputs[:6])
+    ctx.options = inputs[6:]
+
+
+_OP = torch.ops.liger_like.qk_norm_rope_fwd.default
+torch.library.register_autograd(_OP, _QKNormRoPE.backward, setup_context=_save, lib=LIBRARY)
 
 
 @on_shards(heads_and_tokens)
@@ -294,4 +306,4 @@ def qk_norm_rope(
         )
         options = {"layout": layout, "cos_layout": cos_layout, "unsqueeze_dim": unsqueeze_dim}
         return rope(q, k, cos, sin, **options, rotary_dim=rotary_dim)
-    return apply(_QKNormRoPE, q, k, q_weight, k_weight, cos, sin, eps, offset, casting_mode, *layouts)
+    return apply(_QKNormRoPE, q, k, q_weight, k_weight, cos, sin, eps, offset, casting_mode, *layouts, op=_OP)

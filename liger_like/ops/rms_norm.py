@@ -19,7 +19,7 @@ from liger_like.runtime.checks import require, require_choice, require_eps, requ
 from liger_like.runtime.launcher import launch
 from liger_like.runtime.layout import packed, with_stride
 from liger_like.runtime.registry import on_shards, op
-from liger_like.runtime.support import use_kernel
+from liger_like.runtime.support import use_row_kernel
 from liger_like.runtime.tiles import Tile, partial_sums, row_constants, sum_partials, tiled
 
 CASTING_MODES = ("llama", "gemma", "none")
@@ -355,7 +355,7 @@ def rms_norm(
     ``eps`` is negative or ``casting_mode`` is unknown. See Zhang & Sennrich, arXiv:1910.07467.
     """
     eps, offset = _checked(x, weight, eps, offset, casting_mode)
-    if not use_kernel(x):
+    if not use_row_kernel(x):
         return rms_norm_ref(x, weight, eps, offset=offset, casting_mode=casting_mode)
     return apply(_RMSNorm, x, None, weight, eps, offset, casting_mode)
 
@@ -377,6 +377,6 @@ def add_rms_norm(
     """
     eps, offset = _checked(x, weight, eps, offset, casting_mode)
     require("residual", residual, like=x, shape=x.shape)
-    if not (use_kernel(x) and use_kernel(residual)):
+    if not (use_row_kernel(x) and use_row_kernel(residual)):
         return add_rms_norm_ref(x, residual, weight, eps, offset=offset, casting_mode=casting_mode)
     return apply(_RMSNorm, x, residual, weight, eps, offset, casting_mode)

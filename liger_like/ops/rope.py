@@ -22,7 +22,7 @@ from liger_like.runtime.blocks import load_weight, round_to
 from liger_like.runtime.checks import require, require_choice, require_integer
 from liger_like.runtime.launcher import launch
 from liger_like.runtime.layout import dense, empty_dense_like, packed
-from liger_like.runtime.registry import on_shards, op
+from liger_like.runtime.registry import LIBRARY, on_shards, op
 from liger_like.runtime.support import refused, use_kernel
 from liger_like.runtime.tiles import Tile, tiled
 
@@ -165,11 +165,12 @@ def _rope_kernel(
     IN_INTERLEAVED: tl.constexpr, OUT_INTERLEAVED: tl.constexpr, BLOCK_H: tl.constexpr, BLOCK_HK: tl.constexpr,
     BLOCK_D: tl.constexpr, BLOCK_R: tl.constexpr,
 ):  # fmt: skip
+    eps, offset = tl.cast(eps, tl.float32), tl.cast(offset, tl.float32)  # Inductor passes floats in fp64
     pid = tl.program_id(0)
     b, s = (pid // S).to(tl.int64), (pid % S).to(tl.int64)
     offs = (b * S + s if COS_BATCHED else s) * stride_cs
     cos, sin = load_angle(cos_ptr + offs, sin_ptr + offs, tl.arange(0, BLOCK_D), HALF, COS_STEP)
-    sin *= sign
+    sin *= tl.cast(sign, tl.float32)
     _turn_heads(
         q_ptr + b * stride_qb + s * stride_qs, q_out_ptr + b * stride_qob + s * stride_qos, qw_ptr, stride_qh,
         stride_qoh, tl.program_id(1) * BLOCK_H + tl.arange(0, BLOCK_H), H, cos, sin, eps, offset, CASTING, HALF, REST,
@@ -195,9 +196,9 @@ class Layouts(NamedTuple):
         return (b, h, s) if self.unsqueeze_dim == 1 else (b, s, h)
 
     def sizes(self, q: Tensor, k: Tensor) -> tuple[int, int, int, int]:
-        """Return the sizes B, S, H and Hk."""
+        """Return the sizes B, S, H and Hk; a graph with dynamic shapes is specialised to its numbers of heads."""
         heads = self.unsqueeze_dim
-        return q.shape[0], q.shape[3 - heads], q.shape[heads], k.shape[heads]
+        return q.shape[0], q.shape[3 - heads], int(q.shape[heads]), int(k.shape[heads])
 
 
 @functools.cache
@@ -243,9 +244,9 @@ def launch_fwd(
     q, k = dense(q), dense(k)
     cos, sin, batched = angles(cos, sin)
     B, S, H, HK = layouts.sizes(q, k)
-    D = q.shape[-1]
+    D = int(q.shape[-1])
     strides = [layouts.strides(t) for t in (q, k, *outs)]
-    constants = turn_constants(layouts, D, cos.shape[-1], inverse)
+    constants = turn_constants(layouts, D, int(cos.shape[-1]), inverse)
 
     def run(tile: Tile) -> None:
         split, blocks = head_blocks(tile, H, HK)
@@ -273,6 +274,7 @@ def _outputs(q: Tensor, k: Tensor, *args: Any) -> tuple[Tensor, Tensor]:
     "rope(Tensor q, Tensor k, Tensor cos, Tensor sin, str layout, str cos_layout, int unsqueeze_dim, bool inverse)"
     " -> (Tensor, Tensor)",
     _outputs,
+    inlined=True,
 )
 def _rope(
     q: Tensor, k: Tensor, cos: Tensor, sin: Tensor, layout: str, cos_layout: str, unsqueeze_dim: int, inverse: bool
@@ -285,19 +287,27 @@ def _rope(
 
 class _RoPE(torch.autograd.Function):
     @staticmethod
-    def forward(
-        ctx: Any, q: Tensor, k: Tensor, cos: Tensor, sin: Tensor, layout: str, cos_layout: str, unsqueeze_dim: int
-    ) -> tuple[Tensor, Tensor]:
-        ctx.save_for_backward(cos, sin)
-        ctx.options = layout, cos_layout, unsqueeze_dim
-        return _rope(q, k, cos, sin, layout, cos_layout, unsqueeze_dim, False)
+    def forward(ctx: Any, *args: Any) -> tuple[Tensor, Tensor]:
+        outs = _rope(*args)
+        _save(ctx, args, outs)
+        return outs
 
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, dq: Tensor, dk: Tensor) -> Any:
         cos, sin = ctx.saved_tensors
-        dq, dk = _rope(dq, dk, cos, sin, *ctx.options, True)
-        return dq, dk, None, None, None, None, None
+        *layouts, inverse = ctx.options
+        dq, dk = _rope(dq, dk, cos, sin, *layouts, not inverse)
+        return dq, dk, None, None, None, None, None, None
+
+
+def _save(ctx: Any, inputs: tuple[Any, ...], output: Any) -> None:
+    _, _, cos, sin, *ctx.options = inputs
+    ctx.save_for_backward(cos, sin)
+
+
+_OP = torch.ops.liger_like.rope.default
+torch.library.register_autograd(_OP, _RoPE.backward, setup_context=_save, lib=LIBRARY)
 
 
 def check(
@@ -381,4 +391,4 @@ def rope(
     learned = (cos.requires_grad or sin.requires_grad) and not refused("kernels have no gradient of cos and sin")
     if learned or not (use_kernel(q) and use_kernel(k)):
         return rope_ref(q, k, cos, sin, layout=layout, cos_layout=cos_layout, unsqueeze_dim=unsqueeze_dim)
-    return apply(_RoPE, q, k, cos, sin, layout, cos_layout, unsqueeze_dim)
+    return apply(_RoPE, q, k, cos, sin, layout, cos_layout, unsqueeze_dim, False, op=_OP)

@@ -52,7 +52,8 @@ def checkpoint_policy(
     time to recompute and much memory to save. "glu_linear" is the last product of a patched gated MLP. It is recomputed
     only if another op needs it, such as the norm after it in Gemma 2 and OLMo 2; save it for these models.
     ``("attention", "loss")`` saves little, for long sequences. ``()`` recomputes everything, as a checkpoint without a
-    policy does; under torch.compile a checkpoint without a policy saves this package's results (torch 2.11).
+    policy does. Under torch.compile "norm", "glu" and "glu_linear" change nothing: norms and gated units are plain
+    torch there, and are recomputed.
 
     For Hugging Face models: ``model.gradient_checkpointing_enable({"use_reentrant": False, "context_fn":
     checkpoint_policy()})``. Do not put it into TrainingArguments, which some reports write as JSON.

@@ -60,10 +60,12 @@ def once_differentiable(backward: Callable[..., Any]) -> Callable[..., Any]:
     return run
 
 
-def apply(function: Any, *args: Any) -> Any:
-    """Return ``function.apply(*args)``; under torch.compile a repeated tensor argument is passed as a view.
+def apply(function: Any, *args: Any, op: Any = None) -> Any:
+    """Return ``function.apply(*args)``, or under torch.compile ``op(*args)`` if the op itself is differentiable.
 
-    torch 2.11 computes wrong gradients for a repeated argument, and newer versions refuse to compile it.
+    A checkpoint that torch 2.11 compiles recomputes ops, but not what an autograd function computes. A repeated tensor
+    argument is passed to the compiler as a view: torch 2.11 computes wrong gradients for it, and newer versions refuse
+    to compile it.
     """
     if not torch.compiler.is_compiling():
         return function.apply(*args)
@@ -71,7 +73,7 @@ def apply(function: Any, *args: Any) -> Any:
     for arg in args:
         again = isinstance(arg, Tensor) and any(arg is other for other in distinct)
         distinct.append(arg.view_as(arg) if again else arg)
-    return function.apply(*distinct)
+    return function.apply(*distinct) if op is None else op(*distinct)
 
 
 def is_last_backward() -> bool:

@@ -7,6 +7,8 @@ from typing import Any
 import torch
 import triton
 from torch import Tensor
+from torch._subclasses.functional_tensor import FunctionalTensor
+from torch.library import wrap_triton
 
 from liger_like.runtime import support
 from liger_like.runtime.fallback import start
@@ -32,6 +34,11 @@ def recorded() -> Iterator[list[tuple[Any, tuple[int, ...], dict[str, Any]]]]:
         _recorded = None
 
 
+def is_inlined(x: Any) -> bool:
+    """Return True while a compiled graph inlines an op of ``x``: each launch then becomes a node of the graph."""
+    return type(x) is FunctionalTensor
+
+
 def launch(
     kernel: Any,
     grid: tuple[int, ...],
@@ -52,6 +59,9 @@ def launch(
     under hooks, with tensors that are not aligned to 16 bytes, on AMD (which also specialises on tensor sizes), and in
     versions that ``DIRECT`` does not list.
     """
+    if is_inlined(tensors[0]):
+        wrap_triton(kernel)[grid](*descriptors, *tensors, *sizes, *floats, **options)
+        return
     options = OPTIONS | options
     sizes, floats = (*map(int, sizes),), (*map(float, floats),)
     # with types: 1, 1.0 and True are equal, but not to a kernel

@@ -6,9 +6,12 @@ from typing import Any, TypeVar
 
 import torch
 from torch import Tensor
+from torch._subclasses.fake_tensor import FakeTensor
+from torch._subclasses.functional_tensor import FunctionalTensor, FunctionalTensorMode
 from torch.utils.flop_counter import register_flop_formula
 
 from liger_like.runtime.fallback import NotCompiledError
+from liger_like.runtime.support import INTERPRET
 
 LIBRARY = torch.library.Library("liger_like", "DEF")
 _PLAIN = {Tensor, torch.nn.Parameter, int, float, str, bool, list, type(None)}
@@ -16,7 +19,11 @@ F = TypeVar("F", bound=Callable[..., Any])
 
 
 def op(
-    schema: str, fake: Callable[..., Any], *tags: torch.Tag, flops: Callable[..., int] | None = None
+    schema: str,
+    fake: Callable[..., Any],
+    *tags: torch.Tag,
+    flops: Callable[..., int] | None = None,
+    inlined: bool = False,
 ) -> Callable[[Callable[..., Any]], Callable[..., Any]]:
     """Register the decorated launcher as ``torch.ops.liger_like.<name>``.
 
@@ -44,6 +51,10 @@ def op(
         torch.library.register_fake(f"liger_like::{name}", fake, lib=LIBRARY)
         packet = getattr(torch.ops.liger_like, name)
         dispatched = packet.default
+        if inlined and not INTERPRET:
+            torch.library.register_torch_dispatch(
+                f"liger_like::{name}", FunctionalTensorMode, _inlining(launch), lib=LIBRARY
+            )
         if flops is not None:
             register_flop_formula(packet, get_raw=True)(lambda *args, out_val: flops(*args))
 
@@ -54,6 +65,22 @@ def op(
         return run
 
     return register
+
+
+def _inlining(launch: Callable[..., Any]) -> Callable[..., Any]:
+    """Return a rule that replaces an op in a compiled graph by the launches of its kernels, as ``triton_op`` does."""
+
+    def rule(mode: Any, op: Any, types: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        from torch.export._trace import custom_triton_ops_decomposition_disabled  # this import takes a second
+
+        if custom_triton_ops_decomposition_disabled():  # torch.export keeps the op
+            return mode.__torch_dispatch__(op, types, args, kwargs)
+        if not {FunctionalTensor, FakeTensor, Tensor}.issuperset(types):
+            return NotImplemented
+        with mode:
+            return launch(*args, **kwargs)
+
+    return rule
 
 
 def _heard(args: tuple[Any, ...]) -> bool:

@@ -46,6 +46,15 @@ def use_kernel(x: Tensor) -> bool:
     )
 
 
+def use_row_kernel(x: Tensor) -> bool:
+    """Return True if the Triton kernel of a norm or a gated unit can run on ``x``, outside of a compiled graph.
+
+    Inductor fuses the reference with the additions and casts around it, and launches the result itself. A library op
+    would stay apart, and call Python between two of Inductor's kernels.
+    """
+    return not torch.compiler.is_compiling() and use_kernel(x)
+
+
 @functools.cache
 def architecture(device: torch.device) -> int:
     """Return the major compute capability of an NVIDIA GPU, else 0."""

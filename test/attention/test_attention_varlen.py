@@ -248,7 +248,7 @@ def test_each_batch_has_its_own_position(device, poisoned):
 
     def kernel(q, k, v, bias):
         masking = Masking(bias, None, None, None, offsets, None, S, Sk, 0.25, None, left, right)
-        return _Attention.apply(q, k, v, None, True, *masking)
+        return _Attention.apply(q, k, v, None, *masking, True)
 
     def whole(q, k, v, bias):
         return _attend_ref(q, k, v, (distance >= -left) & (distance <= right), 0.25, None, None, bias)

@@ -305,11 +305,9 @@ def test_opcheck(spec, options, device):
 @each_case
 def test_compile_fullgraph(spec, options, device):
     torch._dynamo.reset()
-    inputs = spec.inputs(torch.float32, device, **small(spec))
-    backend = "inductor" if device == "cuda" else "aot_eager"
-    compiled = run(torch.compile(spec.fn, fullgraph=True, backend=backend), inputs, options)
-    for name, t in run(spec.fn, inputs, options).items():
-        torch.testing.assert_close(compiled[name], t, rtol=1e-6, atol=1e-6)
+    compiled = torch.compile(spec.fn, fullgraph=True, backend="inductor" if device == "cuda" else "aot_eager")
+    make = lambda: spec.inputs(torch.float32, device, **small(spec))  # noqa: E731
+    assert_accurate(compiled, spec.ref, make, options, k=spec.k)
 
 
 @pytest.mark.parametrize("options", [{}, {"recompute": True}, {"reduction": "none"}], ids=str)

@@ -126,7 +126,7 @@ def check_compiled(mesh):
                 for t in itertools.chain(*outputs_and_gradients(call, [t.requires_grad_() for t in leaves]))
             ]
         )
-    torch.testing.assert_close(*results, rtol=0, atol=0)
+    torch.testing.assert_close(*results)  # the graph has plain torch, which rounds elsewhere than the kernels
 
 
 PLAN = {

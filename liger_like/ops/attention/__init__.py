@@ -19,7 +19,7 @@ from liger_like.ops.attention.masking import TENSORS, Masking
 from liger_like.ops.attention.portable.delta import attention_delta
 from liger_like.runtime.autograd import apply, once_differentiable
 from liger_like.runtime.layout import packed
-from liger_like.runtime.registry import refuses_dtensors
+from liger_like.runtime.registry import LIBRARY, refuses_dtensors
 from liger_like.runtime.support import refused, use_kernel
 
 MAX_HEAD_WIDTH = 256
@@ -110,28 +110,35 @@ def flash_attention_varlen_ref(
 
 class _Attention(torch.autograd.Function):
     @staticmethod
-    def forward(
-        ctx: Any, q: Tensor, k: Tensor, v: Tensor, sinks: Tensor | None, deterministic: bool, *options: Any
-    ) -> tuple[Tensor, Tensor]:
-        out, lse, sums = attention_fwd(q, k, v, sinks, *options)
-        ctx.save_for_backward(q, k, v, sinks, *options[:TENSORS], out, lse, sums)
-        ctx.deterministic, ctx.scalars = deterministic, options[TENSORS:]
-        ctx.set_materialize_grads(False)
+    def forward(ctx: Any, *args: Any) -> tuple[Tensor, Tensor]:
+        out, lse, sums = attention_fwd(*args)
+        _save(ctx, args, (out, lse, sums))
         return out, lse
 
     @staticmethod
     @once_differentiable
-    def backward(ctx: Any, dout: Tensor | None, dlse: Tensor | None) -> Any:
+    def backward(ctx: Any, dout: Tensor | None, dlse: Tensor | None, dsums: None = None) -> Any:
         q, k, v, sinks, *masks, out, lse, sums = ctx.saved_tensors
         if dout is None and dlse is None:
             return (None,) * len(ctx.needs_input_grad)
         dout = torch.zeros_like(out) if dout is None else dout
         stats, dsinks = attention_delta(dout, out, lse, sums, dlse, sinks)
-        needs_q, needs_k, needs_v, needs_sinks, _, needs_bias, *others = ctx.needs_input_grad
+        needs_q, needs_k, needs_v, needs_sinks, needs_bias, *others = ctx.needs_input_grad
         needs = [needs_q, needs_k, needs_v, needs_bias]
-        grads = attention_bwd(dout, q, k, v, stats, *masks, *ctx.scalars, ctx.deterministic, needs)
+        grads = attention_bwd(dout, q, k, v, stats, *masks, *ctx.scalars, needs)
         dq, dk, dv, dbias = (grad if need else None for grad, need in zip(grads, needs, strict=True))
-        return dq, dk, dv, dsinks if needs_sinks else None, None, dbias, *(None for _ in others)
+        return dq, dk, dv, dsinks if needs_sinks else None, dbias, *(None for _ in others)
+
+
+def _save(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, ...]) -> None:
+    tensors = 4 + TENSORS
+    ctx.save_for_backward(*inputs[:tensors], *output)
+    ctx.scalars = inputs[tensors:]  # the last of them is ``deterministic``
+    ctx.set_materialize_grads(False)
+
+
+_OP = torch.ops.liger_like.attention_fwd.default
+torch.library.register_autograd(_OP, _Attention.backward, setup_context=_save, lib=LIBRARY)
 
 
 def _use_kernel(q: Tensor, v: Tensor) -> bool:
@@ -191,7 +198,7 @@ def flash_attention(
         softcap=softcap,
         **_window(causal, window),
     )
-    out, lse = apply(_Attention, q, k, v, sinks, _deterministic(deterministic), *masking)
+    out, lse, *_ = apply(_Attention, q, k, v, sinks, *masking, _deterministic(deterministic), op=_OP)
     return (out, lse) if return_lse else out
 
 
@@ -242,5 +249,5 @@ def flash_attention_varlen(
         **_window(causal, window),
     )
     batch = (x.unsqueeze(0) for x in (q, k, v))
-    out, lse = apply(_Attention, *batch, sinks, _deterministic(deterministic), *masking)
+    out, lse, *_ = apply(_Attention, *batch, sinks, *masking, _deterministic(deterministic), op=_OP)
     return _packed(out, lse, return_lse)

@@ -5,7 +5,7 @@ from typing import Any
 from torch import Tensor
 from torch._subclasses import FakeTensor
 
-from liger_like.ops.attention.masking import Masking
+from liger_like.ops.attention.masking import FIELDS, Masking
 
 
 def _scores(q: Tensor, k: Tensor, masking: Masking) -> int:
@@ -21,7 +21,7 @@ def _scores(q: Tensor, k: Tensor, masking: Masking) -> int:
 
 def forward_flops(q: Tensor, k: Tensor, v: Tensor, sinks: Tensor | None, *options: Any) -> int:
     """Return the FLOPs of the scores and of their product with v."""
-    return 2 * _scores(q, k, Masking(*options)) * (q.shape[-1] + v.shape[-1])
+    return 2 * _scores(q, k, Masking(*options[:FIELDS])) * (q.shape[-1] + v.shape[-1])
 
 
 def backward_flops(

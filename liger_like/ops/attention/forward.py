@@ -10,7 +10,7 @@ from torch import Tensor
 
 from liger_like.ops.attention.choice import FORWARD, hopper_kernels
 from liger_like.ops.attention.flops import forward_flops
-from liger_like.ops.attention.masking import MASKING_SCHEMA, Masking
+from liger_like.ops.attention.masking import FIELDS, MASKING_SCHEMA, Masking
 from liger_like.ops.attention.portable import forward as portable
 from liger_like.ops.attention.tiles import tile_for
 from liger_like.runtime.layout import dense, packed
@@ -30,7 +30,8 @@ def _outputs(
 
 
 @op(
-    f"attention_fwd(Tensor q, Tensor k, Tensor v, Tensor? sinks, {MASKING_SCHEMA}) -> (Tensor, Tensor, Tensor)",
+    f"attention_fwd(Tensor q, Tensor k, Tensor v, Tensor? sinks, {MASKING_SCHEMA},"
+    " bool deterministic=False) -> (Tensor, Tensor, Tensor)",
     _outputs,
     flops=forward_flops,
 )
@@ -41,11 +42,12 @@ def attention_fwd(
 
     For the backward in fp32 and with a bias, whose scores may be so large that an lse in fp32 loses the log of the sum,
     also return the sums [2, B, H, S]: each row's greatest score, and the log2 of the sum relative to it.
+    The last option, ``deterministic``, is for the backward of compiled graphs.
     """
     out, lse, sums = _outputs(q, k, v, sinks, *options)
     if not q.numel():
         return out, lse, sums
-    masking, sinks = Masking(*options), packed(sinks)
+    masking, sinks = Masking(*options[:FIELDS]), packed(sinks)
     q, k, v = map(dense, (q, k, v))
     tile = tile_for("fwd", q, v, masking)
     # all queries that share a key head fit into one block, whose keys are then split among programs

@@ -77,6 +77,7 @@ class Masking(NamedTuple):
 
 
 TENSORS = Masking._fields.index("max_seqlen_q")  # the fields before it are tensors
+FIELDS = len(Masking._fields)
 
 
 def heads_in_l2(k: Tensor, v: Tensor, keys: int, group: int) -> int:

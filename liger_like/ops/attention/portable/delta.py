@@ -61,6 +61,7 @@ def _delta_outputs(
     "attention_delta(Tensor dout, Tensor out, Tensor lse, Tensor? sums, Tensor? dlse, Tensor? sinks)"
     " -> (Tensor stats, Tensor dsinks)",
     _delta_outputs,
+    inlined=True,
 )
 def attention_delta(
     dout: Tensor, out: Tensor, lse: Tensor, sums: Tensor | None, dlse: Tensor | None, sinks: Tensor | None

@@ -1,0 +1,95 @@
+"""Compiled graphs hold plain torch or launches of kernels where they can, not library ops."""
+
+import os
+import subprocess
+import sys
+
+import pytest
+import torch
+from functorch.compile import min_cut_rematerialization_partition
+from torch._dynamo.backends.common import aot_autograd
+from torch._inductor.utils import run_and_get_code
+
+from liger_like.ops.glu_linear import glu_linear
+from liger_like.testing import SPECS, run
+
+BY_NAME = {spec.name: spec for spec in SPECS}
+LAUNCHED = ("rope", "qk_norm_rope")
+
+
+def graphs_of(call):
+    """Return the graphs of a call that is compiled and of its backward."""
+    graphs = []
+
+    def keep(graph, inputs):
+        graphs.append(graph.graph)
+        return graph
+
+    torch._dynamo.reset()
+    partition = min_cut_rematerialization_partition
+    call(aot_autograd(fw_compiler=keep, bw_compiler=keep, partition_fn=partition))
+    return graphs
+
+
+@pytest.mark.parametrize("name", ["rms_norm", "add_rms_norm", "layer_norm", "swiglu", "geglu"])
+def test_norms_and_gated_units_are_plain_torch(name, device):
+    spec = BY_NAME[name]
+    inputs = spec.inputs(torch.float32, device, **spec.test_shapes[-1])
+    graphs = graphs_of(lambda backend: run(torch.compile(spec.fn, backend=backend, fullgraph=True), inputs, {}))
+    assert len(graphs) == 2
+    assert not [node for graph in graphs for node in graph.nodes if "liger_like" in str(node.target)]
+
+
+@pytest.mark.parametrize("act", ["silu", "gelu_tanh"])
+def test_the_input_of_the_layer_behind_a_gated_unit_is_not_saved(act, device):
+    linear = torch.nn.Linear(6, 4, bias=False, device=device)
+    gate, up = (torch.randn(3, 6, device=device, requires_grad=True) for _ in range(2))
+
+    def step(backend):
+        torch.compile(glu_linear, backend=backend, fullgraph=True)(act, linear, gate, up).sum().backward()
+
+    forward, _ = graphs_of(step)
+    (result, *saved) = forward.output_node().args[0]
+    assert result.op == "call_function"
+    assert {node.op for node in saved if node.meta["val"].shape == gate.shape} == {"placeholder"}
+
+
+TRACE = """
+import torch
+from torch._dynamo.backends.common import aot_autograd
+from torch._subclasses.fake_tensor import FakeTensorMode
+import liger_like
+from liger_like.runtime import tiles
+
+tiles.architecture = lambda device: 0  # torch would ask the driver
+
+def show(graph, inputs):
+    print(*(node.target for node in graph.graph.nodes), sep="\\n")
+    raise SystemExit  # there is no memory behind the tensors
+
+with FakeTensorMode(), torch.no_grad():
+    q, k = (torch.empty(2, 5, heads, 16, device="cuda").transpose(1, 2) for heads in (4, 2))
+    angle = torch.empty(5, 16, device="cuda")
+    torch.compile(liger_like.rope, fullgraph=True, backend=aot_autograd(fw_compiler=show))(q, k, angle, angle)
+"""
+
+
+def test_a_graph_for_a_gpu_holds_the_launch():
+    """The interpreter's kernels cannot be traced, so this runs in a process of its own, without tensors' memory."""
+    environment = {**os.environ, "TRITON_INTERPRET": "0"}
+    shown = subprocess.run([sys.executable, "-c", TRACE], env=environment, capture_output=True, text=True).stdout
+    assert "triton_kernel_wrapper_functional" in shown
+    assert "liger_like" not in shown
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("name", LAUNCHED)
+def test_inductor_launches_the_kernels(name):
+    """Inductor copies outputs if it does not see which tensors a kernel writes, so there must be no copy."""
+    spec = BY_NAME[name]
+    inputs = spec.inputs(torch.bfloat16, "cuda", **spec.test_shapes[-1])
+    torch._dynamo.reset()
+    _, codes = run_and_get_code(lambda: run(torch.compile(spec.fn, fullgraph=True), inputs, {}))
+    calls = [line for code in codes for line in code.splitlines() if ".run(" in line or "torch.ops." in line]
+    assert any("rope_kernel" in line for line in calls)
+    assert not [line for line in calls if "torch.ops.liger_like" in line or "copy_" in line]
