@@ -1,0 +1,421 @@
+"""GraphedStep trains as an ordinary loop does: without a GPU by ordinary steps, on a GPU by replays of graphs."""
+
+import copy
+import re
+from contextlib import nullcontext
+
+import pytest
+import torch
+from tiny_models import batch, tiny
+from torch import nn
+
+from liger_like import GraphedStep, patch, unpatch
+from liger_like.graphs import LAUNCHES, MANY_KINDS
+
+pytestmark = pytest.mark.usefixtures("references")
+ROUNDS = (
+    2 * LAUNCHES + 2
+)  # the first step makes the optimizer's state, which makes a new kind; then captures and replays
+each_optimizer = pytest.mark.parametrize("options", [{"fused": True}, {"foreach": True}], ids=str)
+
+
+def llama(device, dtype=None, **config):
+    """A patched model and its twin."""
+    dtype = dtype or (torch.bfloat16 if device == "cuda" else torch.float32)
+    model = tiny("Llama", device, dtype, hidden_size=64, intermediate_size=128, head_dim=16, **config)
+    patch(model, strict=True)
+    return model, copy.deepcopy(model)
+
+
+def adamw(model, device, lr=1e-2, **options):
+    return torch.optim.AdamW(model.parameters(), lr=lr, capturable=device == "cuda", **options)
+
+
+class Loop:
+    """The ordinary loop with the calls of a GraphedStep. On a GPU the learning rate is a tensor, as in a graph."""
+
+    def __init__(self, model, optimizer, max_norm=None, autocast=nullcontext):
+        self.model, self.optimizer, self.max_norm, self.autocast = model, optimizer, max_norm, autocast
+        self.grad_norm = None
+
+    def accumulate(self, **inputs):
+        with self.autocast():
+            loss = self.model(**inputs).loss
+        loss.backward()
+        return loss.detach()
+
+    def __call__(self, **inputs):
+        loss = self.accumulate(**inputs)
+        if self.max_norm is not None:
+            self.grad_norm = nn.utils.clip_grad_norm_(self.model.parameters(), self.max_norm)
+        (group,) = self.optimizer.param_groups
+        rate = group["lr"]
+        group["lr"] = torch.tensor(rate, device="cuda") if loss.is_cuda else rate
+        self.optimizer.step()
+        group["lr"] = rate
+        self.optimizer.zero_grad()
+        return loss
+
+
+def assert_same(model, twin):
+    for (name, p), q in zip(model.named_parameters(), twin.parameters(), strict=True):
+        assert torch.equal(p, q), name
+
+
+@each_optimizer
+@pytest.mark.parametrize("autocast", [False, True])
+def test_trains_as_a_loop(options, autocast, device, poisoned):
+    """Two shapes, a scheduler, clipping and accumulation; all losses and norms are looked at after the last step."""
+    model, twin = llama(device, torch.float32 if autocast else None)
+    mixed = lambda: torch.autocast(device, torch.bfloat16, enabled=autocast)  # noqa: E731
+    steps = (
+        GraphedStep(model, adamw(model, device, **options), max_norm=0.5),
+        Loop(twin, adamw(twin, device, **options), 0.5, mixed),
+    )
+    schedulers = [torch.optim.lr_scheduler.CosineAnnealingLR(step.optimizer, 3 * ROUNDS) for step in steps]
+    seen = [], []
+    for _ in range(ROUNDS):
+        short, long = batch(device), batch(device, rows=1, length=30)
+        items = torch.tensor(40, device=device)
+        for step, scheduler, results, context in zip(steps, schedulers, seen, (mixed, nullcontext), strict=True):
+            with context():  # around the whole step
+                for only in (short, long):
+                    results += (step(**only), step.grad_norm)
+                    scheduler.step()
+                results.append(step.accumulate(**short, num_items_in_batch=items))
+                results.append(step.accumulate(**long, num_items_in_batch=items))
+                results += (step(**short, num_items_in_batch=items), step.grad_norm)
+                scheduler.step()
+        assert all(p.grad is None for p in model.parameters())
+    assert_same(model, twin)
+    assert torch.equal(*(torch.stack([t.float() for t in results]) for results in seen))
+    # each shape alone, the micro-batches of each shape, and the update after these
+    assert len(steps[0]._captured) == (5 if device == "cuda" else 0)
+
+
+def eval_mode(model, optimizer):
+    model.eval()
+
+
+def freeze(model, optimizer):
+    model.model.layers[0].requires_grad_(False)
+
+
+def decay(model, optimizer):
+    optimizer.param_groups[0]["weight_decay"] = 0.5
+
+
+def load(model, optimizer):
+    state = copy.deepcopy(optimizer.state_dict())
+    for one in state["state"].values():
+        one["exp_avg"].neg_()
+    optimizer.load_state_dict(state)
+
+
+def replace(model, optimizer):
+    weight = model.model.norm.weight
+    weight.data = weight.detach() * 2
+
+
+def unpatched(model, optimizer):
+    unpatch(model)
+
+
+each_change = pytest.mark.parametrize("change", [eval_mode, freeze, decay, load, replace, unpatched])
+
+
+@each_change
+def test_trains_as_a_loop_after_a_change(change, device, poisoned):
+    model, twin = llama(device)
+    steps = GraphedStep(model, adamw(model, device)), Loop(twin, adamw(twin, device))
+    for i in range(2 * ROUNDS):
+        inputs = batch(device)
+        for step in steps:
+            if i == ROUNDS:
+                change(step.model, step.optimizer)
+            step(**inputs)
+    assert_same(model, twin)
+    assert len(steps[0]._captured) == (2 if device == "cuda" else 0)
+
+
+@each_change
+def test_a_change_makes_a_new_kind(change):
+    """On a CPU nothing is captured, but the keys are the same."""
+    model, _ = llama("cpu")
+    optimizer = adamw(model, "cpu")
+    step = GraphedStep(model, optimizer)
+    inputs = batch()
+    step(**inputs)
+    step(**inputs)
+    kinds = {step._kind(step._step, (), inputs)}
+    optimizer.param_groups[0]["lr"] = 0.5
+    step(**batch())
+    kinds.add(step._kind(step._step, (), batch()))
+    assert len(kinds) == 1
+    change(model, optimizer)
+    step(**inputs)
+    kinds.add(step._kind(step._step, (), inputs))
+    assert len(kinds) == 2
+
+
+def test_arguments_make_a_kind():
+    step = GraphedStep(nn.Linear(2, 1), torch.optim.SGD([torch.zeros(1, requires_grad=True)]))
+    t = torch.zeros(2, 3)
+    calls = [
+        ((), {"x": t}), ((t,), {}), ((), {"y": t}), ((), {"x": t[:1]}), ((), {"x": t.long()}), ((), {"x": [t]}),
+        ((), {"x": {"a": t}}), ((), {"x": t, "n": 1}), ((), {"x": t, "n": 1.0}), ((), {"x": t, "n": True}),
+        ((), {"x": t, "n": None}), ((), {"x": t, "n": "1"}),
+    ]  # fmt: skip
+    assert len({step._kind(step._step, *call) for call in calls}) == len(calls)
+    step._look()
+    kind = step._kind(step._step, (), {"x": t})
+    assert step._kind(step._step, (), {"x": t + 1}) == kind
+    assert step._kind(step._backward, (), {"x": t}) != kind
+    with torch.autocast("cpu", torch.bfloat16):
+        step._look()
+        assert step._kind(step._step, (), {"x": t}) != kind
+
+
+class Mean(nn.Module):
+    """A model that returns a loss [] by itself."""
+
+    def __init__(self, device="cpu", dropout=0.0):
+        super().__init__()
+        self.first, self.second = nn.Linear(4, 4, device=device), nn.Linear(4, 1, device=device)
+        self.dropout = nn.Dropout(dropout)
+        self.unused = nn.Parameter(torch.ones(3, device=device))
+
+    def forward(self, x, times=1):
+        return self.second(self.dropout(self.first(x)).relu()).square().mean() * times
+
+
+def test_a_parameter_without_a_gradient_keeps_its_value(device):
+    """AdamW skips it in a loop, also after micro-batches: a gradient of zeros would decay it."""
+    model = Mean(device)
+    step = GraphedStep(model, torch.optim.AdamW(model.parameters(), weight_decay=0.5, capturable=device == "cuda"))
+    for _ in range(ROUNDS):
+        step.accumulate(torch.randn(3, 4, device=device))
+        step(torch.randn(2, 4, device=device))
+    assert model.unused.eq(1).all()
+    assert model.unused not in step.optimizer.state
+
+
+def test_gradients_may_be_dropped_before_the_update(device):
+    model = Mean(device)
+    twin = copy.deepcopy(model)
+    x = torch.randn(3, 4, device=device)
+    for this, discards in ((model, True), (twin, False)):
+        step = GraphedStep(this, torch.optim.AdamW(this.parameters(), capturable=device == "cuda"))
+        for _ in range(ROUNDS):
+            if discards:
+                step.accumulate(x)
+                this.zero_grad()
+            step.accumulate(x)
+            step(x)
+    assert_same(model, twin)
+
+
+def test_an_error_drops_the_gradients(device):
+    model = Mean(device)
+    step = GraphedStep(model, torch.optim.AdamW(model.parameters(), capturable=device == "cuda"))
+    step.accumulate(torch.randn(3, 4, device=device))
+    with pytest.raises(RuntimeError, match="shapes cannot be multiplied"):
+        step(torch.randn(3, 5, device=device))
+    assert all(p.grad is None for p in model.parameters())
+
+
+def test_foreign_gradients(device):
+    model = Mean(device)
+    step = GraphedStep(model, torch.optim.AdamW(model.parameters(), capturable=device == "cuda"))
+    x = torch.randn(3, 4, device=device)
+    model(x).backward()
+    with pytest.raises(ValueError, match=re.escape("no gradients but those of accumulate()")):
+        step(x)
+    assert model.first.weight.grad is not None
+    model.zero_grad()
+    step(x)
+
+
+@pytest.mark.parametrize(
+    ("inputs", "error", "message"),
+    [
+        ({"x": torch.zeros(2, 4, device="meta")}, ValueError, r"x must be on (cpu|cuda:0), got a tensor on meta"),
+        (
+            {"x": {"a": [object()]}},
+            TypeError,
+            r"x\['a'\]\[0\] must be a tensor, a number, a string or None, got object",
+        ),
+        ({"x": torch.zeros(2, 4, requires_grad=True)}, ValueError, "x must not require a gradient"),
+    ],
+)
+def test_arguments_that_no_graph_can_hold(inputs, error, message, device):
+    model = Mean(device)
+    step = GraphedStep(model, torch.optim.AdamW(model.parameters(), capturable=device == "cuda"))
+    with pytest.raises(error, match=message):
+        step(**{name: x.to(device) if getattr(x, "requires_grad", False) else x for name, x in inputs.items()})
+
+
+def test_models_and_optimizers_that_no_graph_can_hold(mesh):
+    model = Mean()
+    sgd = torch.optim.SGD(model.parameters())
+    with pytest.raises(TypeError, match="optimizer must be a Optimizer, got float"):
+        GraphedStep(model, 1e-3)
+    with pytest.raises(ValueError, match="max_norm must be positive and finite, got 0"):
+        GraphedStep(model, sgd, max_norm=0)
+    with pytest.raises(ValueError, match="one process and GPU, got DistributedDataParallel"):
+        GraphedStep(nn.parallel.DistributedDataParallel(model, find_unused_parameters=True), sgd)
+    with pytest.raises(ValueError, match=re.escape("on one device, got ['cpu', 'meta']")):
+        GraphedStep(nn.Sequential(Mean(), Mean("meta")), sgd)
+    wrapped = copy.copy(sgd)
+    wrapped.optimizer = sgd
+    with pytest.raises(ValueError, match=re.escape("got SGD around it: pass optimizer.optimizer")):
+        GraphedStep(model, wrapped)
+    sharded = torch.distributed.fsdp.fully_shard(Mean(), mesh=mesh)
+    with pytest.raises(ValueError, match="one process and GPU, got FSDPModule"):
+        GraphedStep(sharded, sgd)
+
+
+@pytest.mark.parametrize("output", [None, {"loss": torch.zeros(2)}, torch.zeros(2)], ids=str)
+def test_models_without_a_loss(output):
+    model = Mean()
+    model.forward = lambda: output
+    step = GraphedStep(model, torch.optim.SGD(model.parameters()))
+    with pytest.raises(ValueError, match=r"model must return a loss of shape \[\]"):
+        step()
+
+
+@pytest.mark.gpu
+def test_close_to_a_loop_where_only_a_loop_reads_the_host():
+    """Padding and ignored labels: a loop leaves them out, a graph computes them."""
+    model, twin = llama("cuda", vocab_size=40000)  # two chunks of 3072 tokens
+    steps = GraphedStep(model, adamw(model, "cuda", 1e-3)), Loop(twin, adamw(twin, "cuda", 1e-3))
+    for i in range(ROUNDS):
+        tokens = torch.randint(3, 40000, (48, 64), device="cuda")
+        mask = torch.ones_like(tokens)
+        mask[:, 40:] = i % 2
+        labels = tokens.where((mask == 1) & (torch.rand(tokens.shape, device="cuda") < 0.5), -100)
+        inputs = {"input_ids": tokens, "attention_mask": mask, "labels": labels}
+        got, expected = (step(**inputs) for step in steps)
+        torch.testing.assert_close(got, expected, rtol=1e-2, atol=0)
+    assert len(steps[0]._captured) == 1
+
+
+@pytest.mark.gpu
+def test_dropout_draws_new_numbers():
+    model = Mean("cuda", dropout=0.5)
+    step = GraphedStep(model, torch.optim.AdamW(model.parameters(), lr=0.0, capturable=True))
+    x = torch.randn(64, 4, device="cuda")
+    for _ in range(ROUNDS):
+        step(x)
+    assert step._captured
+    losses = []
+    for _ in range(2):
+        torch.manual_seed(1)
+        losses.append(torch.stack([step(x) for _ in range(5)]))
+    assert losses[0].unique().numel() == 5
+    assert torch.equal(*losses)
+
+
+def waits(module, args, output):
+    output.sum().item()
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("where", ["forward", "backward", "optimizer"])
+def test_a_wait_for_the_gpu(where):
+    """The error leaves the process as it was: random numbers, streams, and a graph once the wait is gone."""
+    model = Mean("cuda", dropout=0.5)
+    optimizer = torch.optim.AdamW(model.parameters(), capturable=True)
+    step = GraphedStep(model, optimizer)
+    x = torch.randn(64, 4, device="cuda")
+    hook = {
+        "forward": lambda: model.first.register_forward_hook(waits),
+        "backward": lambda: model.first.weight.register_hook(lambda grad: print(grad.sum().item())),
+        "optimizer": lambda: optimizer.register_step_pre_hook(lambda *_: print(x.sum().item())),
+    }[where]()
+    for _ in range(LAUNCHES + 1):
+        step(x)
+    before = [p.clone() for p in model.parameters()]
+    for _ in range(2):
+        with pytest.raises(RuntimeError, match=r"a step of Mean cannot be captured.*synchronizing"):
+            step(x)
+    assert all(torch.equal(p, q) for p, q in zip(model.parameters(), before, strict=True))
+    assert all(p.grad is None for p in model.parameters())
+    assert torch.cuda.current_stream() == torch.cuda.default_stream()
+    assert torch.cuda.get_sync_debug_mode() == 0
+    assert optimizer.param_groups[0]["lr"] == 1e-3
+    torch.rand(3, device="cuda").sum().item()
+    hook.remove()
+    step(x)
+    step(x)
+    assert step._captured
+    assert not torch.equal(model.first.weight, before[0])
+
+
+@pytest.mark.gpu
+def test_checkpointed():
+    """torch.utils.checkpoint sets the random generator in the backward, which no graph can hold, unless told not to."""
+    model, twin = llama("cuda")
+    step, loop = GraphedStep(model, adamw(model, "cuda")), Loop(twin, adamw(twin, "cuda"))
+    for this in (model, twin):
+        this.gradient_checkpointing_enable({"use_reentrant": False, "preserve_rng_state": False})
+    for _ in range(ROUNDS):
+        inputs = batch("cuda")
+        step(**inputs)
+        loop(**inputs)
+    assert_same(model, twin)
+    assert step._captured
+    model, _ = llama("cuda")
+    step = GraphedStep(model, adamw(model, "cuda"))
+    model.gradient_checkpointing_enable({"use_reentrant": False})
+    for _ in range(LAUNCHES + 1):
+        step(**inputs)
+    with pytest.raises(RuntimeError, match="a step of LlamaForCausalLM cannot be captured"):
+        step(**inputs)
+    torch.rand(3, device="cuda").sum().item()
+
+
+@pytest.mark.gpu
+def test_a_compiled_model():
+    model, twin = llama("cuda")
+    model.compile(dynamic=False)
+    steps = GraphedStep(model, adamw(model, "cuda", 1e-3)), Loop(twin, adamw(twin, "cuda", 1e-3))
+    for _ in range(ROUNDS):
+        inputs = {**batch("cuda"), "use_cache": False}
+        got, expected = (step(**inputs) for step in steps)
+        torch.testing.assert_close(got, expected, rtol=2e-2, atol=0)
+    assert steps[0]._captured
+
+
+class Counts(torch.optim.SGD):
+    """An optimizer that counts its steps on the host."""
+
+    def step(self):
+        for group in self.param_groups:
+            for p in group["params"]:
+                self.state[p]["step"] = self.state[p].get("step", 0) + 1
+
+
+@pytest.mark.gpu
+def test_optimizers_that_no_graph_can_hold():
+    model = Mean("cuda")
+    with pytest.raises(ValueError, match="optimizer must be constructed with capturable=True, got AdamW"):
+        GraphedStep(model, torch.optim.AdamW(model.parameters(), fused=True))
+    step = GraphedStep(model, Counts(model.parameters()))
+    x = torch.randn(3, 4, device="cuda")
+    for _ in range(LAUNCHES):
+        step(x)
+    with pytest.raises(ValueError, match="optimizer must keep its state on the GPU, got 'step' of Counts on the host"):
+        step(x)
+
+
+@pytest.mark.gpu
+def test_numbers_that_change_are_warned_of():
+    model = Mean("cuda")
+    step = GraphedStep(model, torch.optim.SGD(model.parameters(), fused=True))
+    x = torch.randn(3, 4, device="cuda")
+    for times in range(MANY_KINDS - 1):
+        step(x, times=times)
+    with pytest.warns(UserWarning, match=f"GraphedStep got {MANY_KINDS} kinds of calls"):
+        step(x, times=-1)
+    assert not step._captured
