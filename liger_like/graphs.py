@@ -12,6 +12,7 @@ from torch.utils._pytree import keystr, tree_flatten_with_path, tree_map_only
 
 from liger_like.ops.losses.rows import raise_bad_label
 from liger_like.runtime.checks import require_positive, require_type
+from liger_like.runtime.support import as_in_graph
 
 LAUNCHES = 2  # calls of a kind before its capture: they compile kernels and load libraries
 MANY_KINDS = 50
@@ -133,6 +134,8 @@ class GraphedStep:
             return work(*args, **kwargs)
         with torch.cuda.device(self.device), self._rates_on_device():
             if self._launched[kind] < LAUNCHES:
+                if not self._launched:
+                    _check_graphs(self.model)
                 self._launched[kind] += 1
                 if len(self._launched) == MANY_KINDS and self._launched[kind] == 1:
                     warnings.warn(
@@ -142,7 +145,7 @@ class GraphedStep:
                     )
                 # autograd adds gradients on the stream of the forward: launch on that of the capture
                 self._stream.wait_stream(torch.cuda.current_stream())
-                with torch.cuda.stream(self._stream):
+                with torch.cuda.stream(self._stream), as_in_graph():  # the kernels that will be captured
                     results = work(*args, **kwargs)
                 torch.cuda.current_stream().wait_stream(self._stream)
                 return results
@@ -254,7 +257,7 @@ class GraphedStep:
         given = [(group, group["lr"]) for group in self.optimizer.param_groups if group.get("lr") is not None]
         for i, (group, lr) in enumerate(given):
             if i not in self._rates:
-                self._rates[i] = torch.empty((), device=self.device)
+                self._rates[i] = torch.empty((), device=self.device, dtype=torch.float32)
             group["lr"] = self._rates[i].copy_(lr.reshape(())) if isinstance(lr, Tensor) else self._rates[i].fill_(lr)
         try:
             yield
@@ -295,6 +298,23 @@ def _check_optimizer(optimizer: torch.optim.Optimizer, device: torch.device) -> 
         raise ValueError(f"optimizer must be torch's own, got {kind} around it: pass optimizer.optimizer")
     if device.type == "cuda" and any(group.get("capturable") is False for group in optimizer.param_groups):
         raise ValueError(f"optimizer must be constructed with capturable=True, got {kind} with capturable=False")
+
+
+def _check_graphs(model: nn.Module) -> None:
+    """Raise if a backward graph is alive: its gradients are added on its own stream, which no capture may wait for."""
+    for name, p in model.named_parameters():
+        if p.requires_grad:
+            for _ in range(2):
+                with torch.enable_grad():
+                    function: Any = p.view_as(p).grad_fn
+                metadata = function.next_functions[0][0].metadata  # of the accumulator, which its graph keeps alive
+                if __name__ in metadata:
+                    raise ValueError(
+                        f"model must have no backward graph before the first step, got a graph with {name}: delete the"
+                        " losses and outputs of earlier forwards"
+                    )
+                metadata[__name__] = True
+                del function, metadata
 
 
 def _check_state(optimizer: torch.optim.Optimizer) -> None:
