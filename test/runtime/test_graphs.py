@@ -82,6 +82,8 @@ def test_trains_as_a_loop(options, autocast, device, poisoned):
                 for only in (short, long):
                     results += (step(**only), step.grad_norm)
                     scheduler.step()
+                with mixed(), torch.no_grad():  # autocast keeps casts of the weights until its outermost block ends
+                    results.append(step.model(**short).loss)
                 results.append(step.accumulate(**short, num_items_in_batch=items))
                 results.append(step.accumulate(**long, num_items_in_batch=items))
                 results += (step(**short, num_items_in_batch=items), step.grad_norm)
@@ -121,7 +123,11 @@ def unpatched(model, optimizer):
     unpatch(model)
 
 
-each_change = pytest.mark.parametrize("change", [eval_mode, freeze, decay, load, replace, unpatched])
+def leave_out(model, optimizer):
+    optimizer.param_groups[0]["params"].pop()
+
+
+each_change = pytest.mark.parametrize("change", [eval_mode, freeze, decay, load, replace, unpatched, leave_out])
 
 
 @each_change
@@ -185,6 +191,16 @@ def test_a_parameter_without_a_gradient_keeps_its_value(device):
         step(torch.randn(2, 4, device=device))
     assert model.unused.eq(1).all()
     assert model.unused not in step.optimizer.state
+
+
+def test_autocast_ends_before_the_backward(device):
+    model, seen = Mean(device), []
+    model.first.weight.register_hook(lambda grad: seen.append(torch.is_autocast_enabled(device)))
+    step = GraphedStep(model, torch.optim.AdamW(model.parameters(), capturable=device == "cuda"))
+    with torch.autocast(device, torch.bfloat16):
+        step(torch.randn(3, 4, device=device))
+        assert torch.is_autocast_enabled(device)
+    assert seen == [False]
 
 
 def test_gradients_may_be_dropped_before_the_update(device):
