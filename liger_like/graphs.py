@@ -223,7 +223,9 @@ class GraphedStep:
             for p in group["params"]:
                 parameters[id(p)] = p
                 parts.append(p.data_ptr())
-            parts += ((name, repr(value)) for name, value in group.items() if name not in ("params", "lr"))
+            for name, value in group.items():
+                if name not in ("params", "lr"):
+                    parts += (name, value.data_ptr() if isinstance(value, Tensor) else repr(value))
         for state in self.optimizer.state.values():
             for value in state.values():
                 if isinstance(value, Tensor):

@@ -132,7 +132,7 @@ each_change = pytest.mark.parametrize("change", [eval_mode, freeze, decay, load,
 
 @each_change
 def test_trains_as_a_loop_after_a_change(change, device, poisoned):
-    model, twin = llama(device)
+    model, twin = llama(device, attn_implementation="eager")  # unpatched, SDPA may sum in another order each time
     steps = GraphedStep(model, adamw(model, device)), Loop(twin, adamw(twin, device))
     for i in range(2 * ROUNDS):
         inputs = batch(device)
@@ -219,13 +219,15 @@ def test_gradients_may_be_dropped_before_the_update(device):
 
 
 @pytest.mark.gpu
-def test_ignored_labels_of_several_chunks(poisoned):
+def test_ignored_labels_of_several_chunks_and_padding(poisoned):
     """The ordinary steps run the kernels of the graph: nothing is compiled in the capture, and no bit differs."""
     model, twin = llama("cuda", vocab_size=40000)
     steps = GraphedStep(model, adamw(model, "cuda")), Loop(twin, adamw(twin, "cuda"), autocast=support.as_in_graph)
     for _ in range(ROUNDS):
         tokens = torch.randint(3, 40000, (48, 64), device="cuda")  # 3072, in two chunks; 1024 of them count, in one
-        inputs = {"input_ids": tokens, "labels": tokens.where(torch.arange(48, device="cuda")[:, None] < 16, -100)}
+        labels = tokens.where(torch.arange(48, device="cuda")[:, None] < 16, -100)
+        mask = (torch.arange(64, device="cuda") < torch.randint(9, 65, (48, 1), device="cuda")).long()
+        inputs = {"input_ids": tokens, "attention_mask": mask, "labels": labels}
         assert torch.equal(*(step(**inputs) for step in steps))
     assert_same(model, twin)
     assert len(steps[0]._captured) == 1
@@ -245,6 +247,22 @@ def test_close_to_a_loop_that_reads_the_host():
         got, expected = (step(**inputs) for step in steps)
         torch.testing.assert_close(got, expected, rtol=1e-2, atol=0)
     assert len(steps[0]._captured) == 1
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("kind", [float, torch.tensor])
+def test_a_learning_rate_may_change(kind):
+    model = Mean("cuda")
+    optimizer = torch.optim.AdamW(model.parameters(), lr=kind(0.0), capturable=True)
+    step = GraphedStep(model, optimizer)
+    before = copy.deepcopy(model)
+    for _ in range(ROUNDS):
+        step(torch.randn(3, 4, device="cuda"))
+    assert_same(model, before)
+    optimizer.param_groups[0]["lr"] = kind(1e-2)
+    step(torch.randn(3, 4, device="cuda"))
+    assert not torch.equal(model.first.weight, before.first.weight)
+    assert len(step._captured) == 1
 
 
 @pytest.mark.gpu
