@@ -75,7 +75,7 @@ class GraphedStep:
 
     def __call__(self, *args: Any, **kwargs: Any) -> Tensor:
         """Update the weights by a batch and the accumulated gradients, and return the batch's loss []."""
-        with self._undone_if_it_fails():
+        with self._drops_gradients_on_error():
             if any(p.grad is not None for p in self._parameters):
                 loss: Tensor = self._accumulate(args, kwargs)
                 kind = *self._kind(self._update), tuple(p.grad is not None for p in self._parameters)
@@ -87,7 +87,7 @@ class GraphedStep:
 
     def accumulate(self, *args: Any, **kwargs: Any) -> Tensor:
         """Add the gradients of a micro-batch to those of the next update, and return its loss []."""
-        with self._undone_if_it_fails():
+        with self._drops_gradients_on_error():
             return self._accumulate(args, kwargs)
 
     def _accumulate(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Tensor:
@@ -198,7 +198,7 @@ class GraphedStep:
             raise ValueError(f"{name} must not require a gradient: a step has no backward beyond its arguments")
         return leaf.shape, leaf.dtype
 
-    def _look(self) -> None:
+    def _inspect(self) -> None:
         """Find the parameters, and the number of the present setup of the model, the optimizer and autocast."""
         device_type = self.device.type
         parts: list[Any] = [torch.is_autocast_enabled(device_type), torch.get_autocast_dtype(device_type)]
@@ -241,9 +241,9 @@ class GraphedStep:
         return [p for p in self._parameters if p.grad is not None]
 
     @contextmanager
-    def _undone_if_it_fails(self) -> Iterator[None]:
+    def _drops_gradients_on_error(self) -> Iterator[None]:
         """Check the gradients before the block, and drop them if it raises."""
-        self._look()
+        self._inspect()
         if any(p.grad is not None and p.grad is not self._grads.get(p) for p in self._parameters):
             raise ValueError("model must have no gradients but those of accumulate(): call model.zero_grad() first")
         try:

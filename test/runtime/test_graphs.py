@@ -173,12 +173,12 @@ def test_arguments_make_a_kind():
         ((), {"x": t, "n": None}), ((), {"x": t, "n": "1"}),
     ]  # fmt: skip
     assert len({step._kind(step._step, *call) for call in calls}) == len(calls)
-    step._look()
+    step._inspect()
     kind = step._kind(step._step, (), {"x": t})
     assert step._kind(step._step, (), {"x": t + 1}) == kind
     assert step._kind(step._backward, (), {"x": t}) != kind
     with torch.autocast("cpu", torch.bfloat16):
-        step._look()
+        step._inspect()
         assert step._kind(step._step, (), {"x": t}) != kind
 
 
