@@ -17,6 +17,7 @@ from liger_like.runtime.support import as_in_graph
 LAUNCHES = 2  # calls of a kind before its capture: they compile kernels and load libraries
 MANY_KINDS = 50
 PLAIN = (bool, int, float, str, torch.dtype, torch.device, type(None))
+ADAPTERS = ("merged_adapters", "_disable_adapters", "_active_adapter")  # by which PEFT's layers choose their code
 WRAPPERS = {"DataParallel", "DistributedDataParallel", "FullyShardedDataParallel", "FSDPModule", "DeepSpeedEngine"}
 
 
@@ -38,10 +39,10 @@ class GraphedStep:
 
     The first calls of each kind are ordinary steps. Then a call captures the step, without running it, and replays the
     graph, as do all later calls of that kind. These make a kind: shapes and dtypes of the tensors, values of the other
-    arguments, autocast, classes and training mode of the modules, ``requires_grad``, the addresses of weights and
-    optimizer state, and the options of the optimizer except ``lr``. A scheduler may change ``lr`` at any time, and
-    dropout draws new numbers in each replay. The graphs share one memory pool. Without a GPU every call is an ordinary
-    step.
+    arguments, autocast, classes and training mode of the modules, active adapters, ``requires_grad``, the addresses of
+    weights and optimizer state, and the options of the optimizer except ``lr``. A scheduler may change ``lr`` at any
+    time, and dropout draws new numbers in each replay. The graphs share one memory pool. Without a GPU every call is an
+    ordinary step.
 
     Raises TypeError or ValueError for a model, optimizer or argument that no graph can hold, and RuntimeError if the
     capture fails, for example where the model waits for the GPU. The weights are then unchanged, the gradients None.
@@ -211,6 +212,8 @@ class GraphedStep:
                 continue
             seen.add(id(module))
             parts += (type(module), module.training)
+            if "merged_adapters" in module.__dict__:
+                parts += (repr(module.__dict__.get(name)) for name in ADAPTERS)
             for p in module._parameters.values():
                 if p is not None:
                     parameters[id(p)] = p

@@ -3,6 +3,7 @@
 import copy
 from contextlib import nullcontext
 
+import peft
 import pytest
 import torch
 from tiny_models import Mean, batch, tiny
@@ -162,6 +163,28 @@ def test_a_change_makes_a_new_kind(change):
     step(**inputs)
     kinds.add(step._kind(step._step, (), inputs))
     assert len(kinds) == 2
+
+
+def test_adapters_make_a_kind():
+    model = peft.get_peft_model(llama("cpu")[0], peft.LoraConfig(r=2, target_modules=["q_proj"]))
+    model.add_adapter("other", peft.LoraConfig(r=2, target_modules=["q_proj"]))
+    step = GraphedStep(model, torch.optim.SGD(model.parameters()))
+    setups = []
+
+    def look():
+        step._inspect()
+        setups.append(step._setup)
+
+    look()
+    model.merge_adapter()
+    look()
+    model.unmerge_adapter()
+    look()
+    with model.disable_adapter():
+        look()
+    model.set_adapter("other")
+    look()
+    assert setups == [0, 1, 0, 2, 3]
 
 
 def test_arguments_make_a_kind():
