@@ -211,7 +211,8 @@ class GraphedStep:
             if module is None or id(module) in seen:
                 continue
             seen.add(id(module))
-            parts += (type(module), module.training)
+            attention = getattr(module.__dict__.get("config"), "_attn_implementation", None)  # all that may be patched
+            parts += (type(module), module.training, attention)
             if "merged_adapters" in module.__dict__:
                 parts += (repr(module.__dict__.get(name)) for name in ADAPTERS)
             for p in module._parameters.values():

@@ -124,11 +124,17 @@ def unpatched(model, optimizer):
     unpatch(model)
 
 
+def other_attention(model, optimizer):
+    model.set_attn_implementation("eager")
+
+
 def leave_out(model, optimizer):
     optimizer.param_groups[0]["params"].pop()
 
 
-each_change = pytest.mark.parametrize("change", [eval_mode, freeze, decay, load, replace, unpatched, leave_out])
+each_change = pytest.mark.parametrize(
+    "change", [eval_mode, freeze, decay, load, replace, unpatched, other_attention, leave_out]
+)
 
 
 @each_change
