@@ -135,8 +135,6 @@ class GraphedStep:
             return work(*args, **kwargs)
         with torch.cuda.device(self.device), self._rates_on_device():
             if self._launched[kind] < LAUNCHES:
-                if not self._launched:
-                    _check_graphs(self.model)
                 self._launched[kind] += 1
                 if len(self._launched) == MANY_KINDS and self._launched[kind] == 1:
                     warnings.warn(
@@ -160,6 +158,7 @@ class GraphedStep:
 
     def _capture(self, work: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> _Captured:
         _check_state(self.optimizer)
+        _check_graphs(self.model)
         args, kwargs = tree_map_only(Tensor, torch.clone, (args, kwargs))
         graph = torch.cuda.CUDAGraph()
         try:
@@ -173,12 +172,10 @@ class GraphedStep:
         except torch.OutOfMemoryError:
             raise
         except Exception as error:
-            # the end of a broken capture raises again
-            first = error.__context__ if isinstance(error, torch.AcceleratorError) and error.__context__ else error
             raise RuntimeError(
                 f"a step of {type(self.model).__name__} cannot be captured as a CUDA graph; the traceback above shows"
-                f" where: {first}"
-            ) from first
+                f" where: {_first(error)}"
+            ) from _first(error)
         return _Captured(graph, _tensors(args, kwargs), results)
 
     def _kind(self, work: Callable[..., Any], *inputs: Any) -> tuple[Any, ...]:
@@ -276,6 +273,11 @@ def _tensors(*inputs: Any) -> list[Tensor]:
     return [leaf for _, leaf in tree_flatten_with_path(inputs)[0] if isinstance(leaf, Tensor)]
 
 
+def _first(error: BaseException) -> BaseException:
+    """Return the error that broke a capture: the end of a broken capture raises again."""
+    return error.__context__ if isinstance(error, torch.AcceleratorError) and error.__context__ else error
+
+
 def _loss(output: Any) -> Tensor:
     """Return the loss of a model's output. Raise unless it is a scalar."""
     loss = output if isinstance(output, Tensor) else getattr(output, "loss", None)
@@ -307,7 +309,7 @@ def _check_optimizer(optimizer: torch.optim.Optimizer, device: torch.device) -> 
 
 
 def _check_graphs(model: nn.Module) -> None:
-    """Raise if a backward graph is alive: its gradients are added on its own stream, which no capture may wait for."""
+    """Raise if a backward graph is alive: autograd adds gradients on its stream, which no capture may wait for."""
     for name, p in model.named_parameters():
         if p.requires_grad:
             for _ in range(2):
@@ -316,8 +318,8 @@ def _check_graphs(model: nn.Module) -> None:
                 metadata = function.next_functions[0][0].metadata  # of the accumulator, which its graph keeps alive
                 if __name__ in metadata:
                     raise ValueError(
-                        f"model must have no backward graph before the first step, got a graph with {name}: delete the"
-                        " losses and outputs of earlier forwards"
+                        f"model must have no backward graph when a step is captured, got a graph with {name}: delete"
+                        " losses and outputs of earlier forwards, and copies of weights that are not detached"
                     )
                 metadata[__name__] = True
                 del function, metadata
