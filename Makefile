@@ -21,7 +21,8 @@ NEWEST := $(addprefix test/,runtime/test_tiles.py ops/test_norms_and_rope.py ops
 	attention/test_attention_programs.py) $(addprefix test/ops/test_ops.py::test_,zero_stride_upstream bitwise_repeatable)
 
 .PHONY: demo test test-gpu test-oldest test-newest check compile-check mutants sanitize coverage tune
-.PHONY: bench bench-losses bench-ops bench-attention bench-attention-grid bench-training bench-sweeps bench-sharded bench-curves
+.PHONY: bench bench-losses bench-ops bench-attention bench-attention-grid
+.PHONY: bench-training bench-small bench-sweeps bench-sharded bench-curves
 
 demo: $(ready)
 	@$(py) examples/train.py
@@ -79,6 +80,9 @@ bench-attention-grid: $(ready)
 
 bench-training: $(ready)
 	$(py) -m benchmark training
+
+bench-small: $(ready)
+	$(py) -m benchmark small
 
 bench-sweeps: $(ready)
 	$(py) -m benchmark sweeps

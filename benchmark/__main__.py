@@ -15,7 +15,7 @@ ENTRIES = {
         "report",
         "tune",
     ),
-    "training": ("curves", "sharded", "sweeps", "training"),
+    "training": ("curves", "sharded", "small", "sweeps", "training"),
     "coverage": ("coverage",),
 }
 

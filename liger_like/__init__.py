@@ -4,6 +4,7 @@ from typing import TYPE_CHECKING, Any
 
 from liger_like import nn
 from liger_like._explain import Explanation, explain
+from liger_like.graphs import GraphedStep
 from liger_like.ops import (
     LossOutput,
     add_rms_norm,
@@ -27,6 +28,7 @@ __version__ = "0.1.0"
 __all__ = [
     "AutoModelForCausalLM",
     "Explanation",
+    "GraphedStep",
     "LossOutput",
     "PatchReport",
     "add_rms_norm",

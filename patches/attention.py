@@ -22,7 +22,7 @@ from liger_like.patches.attention_source import (
     looks_into_its_mask,
     options_of,
 )
-from liger_like.runtime.support import autocast_dtype
+from liger_like.runtime.support import autocast_dtype, in_graph
 
 NAME = "liger_like"
 # keywords that a family may pass: SCORES change the scores, the others repeat what the mask and the shapes say
@@ -130,7 +130,7 @@ def make_mask(
     if padding is None:
         return mask
     padding = padding[:, kv_offset : kv_offset + kv_length]
-    if is_tracing(padding):
+    if is_tracing(padding) or in_graph(padding):
         return mask._replace(padding=padding)
     return _without(mask, padding, q_length)
 

@@ -73,8 +73,14 @@ def environment(*peers: str) -> Row:
     }
 
 
+class ToldError(Exception):
+    """Failure in another process; its text is the reason that this process told."""
+
+
 def reason(error: Exception) -> str:
     """Return the text of a row without figures: why ``error`` prevented the measurement."""
+    if isinstance(error, ToldError):
+        return str(error)
     if "out of memory" in str(error):
         return "out of memory"
     return f"{type(error).__name__}: {str(error).partition(chr(10))[0][:80]}"

@@ -69,10 +69,12 @@ class Setting(NamedTuple):
     batch: int
     seq: int
     checkpointing: bool = False
+    lora: bool = False
 
     def text(self) -> str:
-        """Return the shape and the mask as the report names them."""
-        return f"{self.model}, B {self.batch} S {self.seq}" + ", checkpointed" * self.checkpointing
+        """Return model, shape and options as the report names them."""
+        options = ", checkpointed" * self.checkpointing + ", LoRA" * self.lora
+        return f"{self.model}, B {self.batch} S {self.seq}{options}"
 
 
 SETTINGS = (
@@ -89,8 +91,8 @@ SETTINGS_OF_FORMS = Setting("Llama-3.2-1B", 4, 1024), Setting("Qwen3-1.7B", 4, 2
 def nothing(_: object) -> None: ...
 
 
-def compile_it(model: PreTrainedModel) -> None:
-    model.compile(dynamic=False)
+def compile_it(model: PreTrainedModel, mode: str = "default") -> None:
+    model.compile(dynamic=False, mode=mode)
 
 
 def patch(model: PreTrainedModel) -> None:
@@ -108,9 +110,9 @@ def patch_and_keep_attention(model: PreTrainedModel) -> None:
     patch_and_select(model, "attention", "loss")
 
 
-def patch_and_compile(model: PreTrainedModel) -> None:
+def patch_and_compile(model: PreTrainedModel, mode: str = "default") -> None:
     patch(model)
-    compile_it(model)
+    compile_it(model, mode)
 
 
 def patch_with(*fused: Recogniser) -> Preparation:
@@ -166,9 +168,13 @@ def tokens_of(config: PreTrainedConfig, batch: int, seq: int) -> Tensor:
     return torch.randint(config.vocab_size, (batch, seq), device=DEVICE)
 
 
+def optimizer_of(model: PreTrainedModel) -> torch.optim.Optimizer:
+    return torch.optim.AdamW(model.parameters(), lr=1e-5, fused=True, capturable=DEVICE == "cuda")
+
+
 def trainer(model: PreTrainedModel) -> Callable[..., None]:
     """Return a training step on tokens [B, S], which tells the name of each phase as it ends, and can be captured."""
-    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-5, fused=True, capturable=DEVICE == "cuda")
+    optimizer = optimizer_of(model)
 
     def step(tokens: Tensor, ended: Callable[[str], None] = nothing) -> None:
         loss = model(input_ids=tokens, labels=tokens, use_cache=False).loss

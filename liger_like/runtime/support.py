@@ -11,6 +11,7 @@ from torch import Tensor
 INTERPRET: bool = triton.knobs.runtime.interpret  # read once: the decorators of the kernels read it once, too
 KERNEL_DTYPES = (torch.float32, torch.float16, torch.bfloat16)
 _reasons: list[str] | None = None  # while ``collected_reasons`` is entered
+_as_in_graph = False  # within ``as_in_graph``
 HOOKS = ("_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_pre_hooks")
 
 
@@ -53,6 +54,22 @@ def use_row_kernel(x: Tensor) -> bool:
     would stay apart, and call Python between two of Inductor's kernels.
     """
     return not torch.compiler.is_compiling() and use_kernel(x)
+
+
+@contextlib.contextmanager
+def as_in_graph() -> Iterator[None]:
+    """Let ops do within the context what they do in a graph under capture; not for several threads at once."""
+    global _as_in_graph
+    _as_in_graph = True
+    try:
+        yield
+    finally:
+        _as_in_graph = False
+
+
+def in_graph(t: Tensor) -> bool:
+    """Return True if the host must not read ``t``: in a graph under capture, or within ``as_in_graph``."""
+    return _as_in_graph or (t.is_cuda and torch.cuda.is_current_stream_capturing())
 
 
 @functools.cache

@@ -20,7 +20,7 @@ from benchmark.kernels import (
     memory_bound_report,
     slower_report,
 )
-from benchmark.training import curves, sharded_report, sweeps_report, training, training_report
+from benchmark.training import curves, sharded_report, small_report, sweeps_report, training, training_report
 from liger_like import testing
 from liger_like.ops.losses.linear_cross_entropy import fused_linear_cross_entropy_ref
 
@@ -30,6 +30,7 @@ REPORTS: dict[str, Any] = {
     "attention": attention_report,
     "grid": attention_grid_report,
     "training": training_report,
+    "small": small_report,
     "sweeps": sweeps_report,
     "sharded": sharded_report,
     "curves": curves,
@@ -117,7 +118,7 @@ def test_report_is_current(name: str) -> None:
     report, notes = REPORTS[name], markdown.NOTES.read_text()
     assert report.with_tables(notes, markdown.results(name)) == notes, f"run {report.__name__}'s --report"
     if overview := getattr(report, "with_overview", None):
-        page = (markdown.README if name == "training" else markdown.FIGURES).read_text()
+        page = (markdown.README if name in ("training", "small") else markdown.FIGURES).read_text()
         assert overview(page, markdown.results(name)) == page
     if picture := getattr(report, "PICTURE", None):
         assert picture.exists() == bool(markdown.results(name))

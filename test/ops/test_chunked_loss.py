@@ -184,6 +184,27 @@ def test_ignored_tokens_take_no_part(options, device, monkeypatch):
         torch.testing.assert_close((loss[index] if same.dim() else loss, *got), (same, *want))
 
 
+@each_recompute
+def test_ignored_tokens_take_part_as_in_a_graph(recompute, device, monkeypatch):
+    x = torch.randn(64, 24, device=device, requires_grad=True)
+    w = torch.randn(101, 24, device=device, requires_grad=True)
+    y = torch.randint(0, 101, (64,), device=device).masked_fill(torch.arange(64, device=device) > 4, -100)
+
+    def results():
+        loss = ops.fused_linear_cross_entropy(x, w, y, chunk_rows=16, recompute=recompute)
+        return loss, *torch.autograd.grad(loss, (x, w))
+
+    want = results()
+    tokens = products(monkeypatch, 24, 101)
+    with support.as_in_graph():
+        got = results()
+    assert sum(tokens) == 64 * (4 if recompute else 3)
+    torch.testing.assert_close(got, want)
+    tokens.clear()
+    results()
+    assert sum(tokens) == (16 + 3 * 5 if recompute else 3 * 16)
+
+
 def slices(monkeypatch, columns):
     """A list that gets, for every slice of the vocabulary, whether its logits lie behind the rows of dw."""
     behind = []

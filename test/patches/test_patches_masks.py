@@ -12,6 +12,7 @@ from transformers import masking_utils
 
 from liger_like.ops.attention.portable import forward as portable_forward
 from liger_like.patches import attention
+from liger_like.runtime import support
 
 pytestmark = pytest.mark.filterwarnings("error:liger_like")
 
@@ -114,6 +115,10 @@ def test_padding_at_an_end_comes_to_spans(padding, by, masked_by, device):
     for name, t in expected.items():
         torch.testing.assert_close(got[name], t)
     assert masked_by == [by] * 2
+    masked_by.clear()
+    with support.as_in_graph():  # where the host must not read which padding it is
+        torch.testing.assert_close(results(patched, inputs), got)
+    assert masked_by == [{"mask"}] * 2
 
 
 def test_documents_under_compile_that_transformers_does_not_look_for(masked_by, device):

@@ -11,9 +11,10 @@ import torch
 from tiny_models import rows, tiny
 from tokenizers import Tokenizer
 from tokenizers.models import WordLevel
-from transformers import PreTrainedTokenizerFast, Trainer, TrainingArguments
+from transformers import PreTrainedTokenizerFast, Trainer, TrainingArguments, default_data_collator
 from trl import SFTConfig, SFTTrainer
 
+from examples.graphed_trainer import GraphedTrainer
 from liger_like.patching import patch, unpatch
 from liger_like.trainer import PatchCallback
 
@@ -45,10 +46,12 @@ def collate(chosen):
 def trainer(device, tmp_path):
     """Makes a Trainer of two steps."""
 
-    def make(model, callbacks=(), compute_metrics=None, trained=None, evaluated=None, **arguments):
+    def make(
+        model, callbacks=(), compute_metrics=None, trained=None, evaluated=None, cls=Trainer, adamw=None, **arguments
+    ):
         settings = {"per_device_train_batch_size": 4, "max_steps": 2, "learning_rate": 1e-2, "logging_steps": 1}
         settings |= {"use_cpu": device == "cpu", "report_to": [], "save_strategy": "no", "disable_tqdm": True}
-        return Trainer(
+        return cls(
             model=model,
             args=TrainingArguments(str(tmp_path), **settings | arguments),
             data_collator=collate,
@@ -56,6 +59,7 @@ def trainer(device, tmp_path):
             eval_dataset=evaluated,
             callbacks=[*callbacks],
             compute_metrics=compute_metrics,
+            optimizer_cls_and_kwargs=adamw and (torch.optim.AdamW, adamw),
         )
 
     return make
@@ -198,6 +202,24 @@ def test_callback(trainer, device, capsys):
     assert {type(m) for m in this.model.modules()} == {type(m) for m in original.modules()}
     logs = [entry["loss"] for entry in this.state.log_history if "loss" in entry]
     assert_same(logs, [entry["loss"] for entry in trained(trainer, original, data)[0]])
+
+
+def test_graphed_trainer(trainer, device):
+    """The example's Trainer logs and learns as the Trainer does; on a GPU it replays most of the eight steps."""
+    model, _ = pair(device)
+    ids = torch.randint(3, 101, (64, 9))
+    data = [{"input_ids": row, "labels": row.where(torch.arange(9) > i % 7, -100)} for i, row in enumerate(ids)]
+    settings = {"max_steps": 8, "gradient_accumulation_steps": 2, "max_grad_norm": 0.1}
+    settings["adamw"] = {"lr": 1e-2, "fused": True, "capturable": device == "cuda"}
+    runs = []
+    for cls in (Trainer, GraphedTrainer):
+        this = trainer(copy.deepcopy(model), trained=data, cls=cls, **settings)
+        this.data_collator = default_data_collator  # without a mask, which only ordinary steps look at
+        this.train()
+        logs = [[entry[k] for k in ("loss", "grad_norm", "learning_rate")] for entry in this.state.log_history[:8]]
+        runs.append((torch.tensor(logs), dict(this.model.named_parameters())))
+    assert_same(*runs)
+    assert bool(this.graphed._captured) == (device == "cuda")
 
 
 def word_tokenizer():

@@ -90,6 +90,19 @@ def random(model, device="cpu", dtype=torch.float32):
     return model.to(device, dtype).train()
 
 
+class Mean(torch.nn.Module):
+    """A model that returns a loss [] by itself."""
+
+    def __init__(self, device="cpu", dropout=0.0):
+        super().__init__()
+        self.first, self.second = torch.nn.Linear(4, 4, device=device), torch.nn.Linear(4, 1, device=device)
+        self.dropout = torch.nn.Dropout(dropout)
+        self.unused = torch.nn.Parameter(torch.ones(3, device=device))
+
+    def forward(self, x, times=1):
+        return self.second(self.dropout(self.first(x)).relu()).square().mean() * times
+
+
 def batch(device="cpu", rows=2, length=12):
     """Token ids and labels, of which some are ignored."""
     ids = torch.randint(3, CONFIG["vocab_size"], (rows, length), device=device)

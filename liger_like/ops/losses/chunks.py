@@ -18,6 +18,7 @@ from liger_like.ops.losses.units import size_of_gradient, unit
 from liger_like.ops.losses.vocab_shards import SHARD_SCHEMA, Shard, launch_fwd_of_shard
 from liger_like.runtime.layout import packed
 from liger_like.runtime.registry import op
+from liger_like.runtime.support import in_graph
 
 CHUNK_ROWS = 2048  # tokens per chunk at which the products reach full speed; half as many without gradients
 CHUNK_BYTES = 64 * 2**20  # least bytes of logits per chunk: with a small vocabulary CHUNK_ROWS tokens are too few
@@ -408,7 +409,7 @@ def _kept_first(target: Tensor, ignore_index: int, order: Tensor, *, many: bool)
     busy. A graph under capture cannot wait: it computes all tokens.
     """
     T = target.shape[0]
-    if not many or (target.is_cuda and torch.cuda.is_current_stream_capturing()):
+    if not many or in_graph(target):
         torch.arange(T, out=order)
         return lambda: T
     ignored = target == ignore_index
