@@ -30,7 +30,8 @@ NUMBER = (int, float)
 class _Training(threading.local):
     """Thread-local state: the head whose calls return lazy logits. torch.compile cannot trace a ContextVar."""
 
-    head: Any = None
+    def __init__(self) -> None:
+        self.head: Any = None  # not of the class: a traced assignment would add a key, which a guard says is missing
 
 
 _training = _Training()

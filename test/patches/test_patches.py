@@ -3,6 +3,7 @@
 import copy
 import math
 import re
+from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 import torch
@@ -279,6 +280,27 @@ def test_compile_without_graph_breaks(family, device):
     torch.testing.assert_close(loss, expected.pop("loss"))
     for name, gradient in expected.items():
         torch.testing.assert_close(patched.get_parameter(name).grad, gradient)
+
+
+def test_steps_of_a_compiled_model(device):
+    """Later steps run the graph of the first, also in a thread whose state of the patches no earlier test has made."""
+    patched, original = pair("Llama", device)
+    inputs = {**batch(device), "use_cache": False}
+
+    def losses(model, call):
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+        for step in range(3):
+            with torch._dynamo.config.patch(error_on_recompile=step > 0):
+                loss = call(**inputs).loss
+            loss.backward()
+            optimizer.step()
+            optimizer.zero_grad()
+            yield loss.detach()
+
+    compiled = torch.compile(patched, fullgraph=True, backend="aot_eager")
+    with ThreadPoolExecutor(1) as pool:
+        got = pool.submit(list, losses(patched, compiled)).result()
+    torch.testing.assert_close(got, [*losses(original, original)])
 
 
 def on_gpu():
