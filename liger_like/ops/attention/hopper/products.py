@@ -105,7 +105,9 @@ def store_rows(ptr, x, length, HEADS: gl.constexpr, D: gl.constexpr, START: gl.c
     """Store the first ``length`` rows of ``x``: columns START to D of one of HEADS heads."""
     dtype: gl.constexpr = ptr.dtype.element_ty
     x = x.to(dtype)
-    if x.shape[1] <= 128:  # memory is written in pieces of 32 bytes; wider rows leave no shared memory to exchange them
+    # Memory takes 32 bytes at a time, of which a sum writes 16. So threads exchange rows in shared memory, which has no
+    # room for wider ones.
+    if x.shape[1] <= 128:
         x = gl.convert_layout(x, row_layout(x.shape[1], dtype))
     rows = gl.arange(0, x.shape[0], gl.SliceLayout(1, x.type.layout))[:, None]
     cols = START + gl.arange(0, x.shape[1], gl.SliceLayout(0, x.type.layout))[None, :]
