@@ -34,7 +34,7 @@ def graphs_of(call):
 @pytest.mark.parametrize("name", ["rms_norm", "add_rms_norm", "layer_norm", "swiglu", "geglu"])
 def test_norms_and_gated_units_are_plain_torch(name, device):
     spec = BY_NAME[name]
-    inputs = spec.inputs(torch.float32, device, **spec.test_shapes[-1])
+    inputs = spec.inputs(torch.float32, device, **spec.test_shapes[0])
     graphs = graphs_of(lambda backend: run(torch.compile(spec.fn, backend=backend, fullgraph=True), inputs, {}))
     assert len(graphs) == 2
     assert not [node for graph in graphs for node in graph.nodes if "liger_like" in str(node.target)]
@@ -87,7 +87,7 @@ def test_a_graph_for_a_gpu_holds_the_launch():
 def test_inductor_launches_the_kernels(name):
     """Inductor copies outputs if it does not see which tensors a kernel writes, so there must be no copy."""
     spec = BY_NAME[name]
-    inputs = spec.inputs(torch.bfloat16, "cuda", **spec.test_shapes[-1])
+    inputs = spec.inputs(torch.bfloat16, "cuda", **spec.test_shapes[0])
     torch._dynamo.reset()
     _, codes = run_and_get_code(lambda: run(torch.compile(spec.fn, fullgraph=True), inputs, {}))
     calls = [line for code in codes for line in code.splitlines() if ".run(" in line or "torch.ops." in line]
