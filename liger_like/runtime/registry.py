@@ -23,7 +23,7 @@ def op(
     fake: Callable[..., Any],
     *tags: torch.Tag,
     flops: Callable[..., int] | None = None,
-    inlined: bool = False,
+    inlined: bool | Callable[..., bool] = False,
 ) -> Callable[[Callable[..., Any]], Callable[..., Any]]:
     """Register the decorated launcher as ``torch.ops.liger_like.<name>``.
 
@@ -31,6 +31,9 @@ def op(
     FlopCounterMode. The launcher runs on the GPU of its first tensor, so that models spread over several GPUs launch on
     the right one. It runs again if a newer Triton cannot compile the Gluon kernel that it chose. The returned function
     calls the launcher directly, or through the dispatcher if a mode or a profiler is active.
+
+    ``inlined``: torch.compile's graphs hold the launches of Triton kernels in place of the op; for a function, if it
+    returns True for the op's arguments.
     """
 
     def register(launch: Callable[..., Any]) -> Callable[..., Any]:
@@ -53,7 +56,7 @@ def op(
         dispatched = packet.default
         if inlined and not INTERPRET:
             torch.library.register_torch_dispatch(
-                f"liger_like::{name}", FunctionalTensorMode, _inlining(launch), lib=LIBRARY
+                f"liger_like::{name}", FunctionalTensorMode, _inlining(launch, inlined), lib=LIBRARY
             )
         if flops is not None:
             register_flop_formula(packet, get_raw=True)(lambda *args, out_val: flops(*args))
@@ -67,8 +70,8 @@ def op(
     return register
 
 
-def _inlining(launch: Callable[..., Any]) -> Callable[..., Any]:
-    """Return a rule that replaces an op in a compiled graph by the launches of its kernels, as ``triton_op`` does."""
+def _inlining(launch: Callable[..., Any], inlined: bool | Callable[..., bool]) -> Callable[..., Any]:
+    """Return the rule by which an op becomes the launches of its kernels in a compiled graph, as a ``triton_op`` does."""
 
     def rule(mode: Any, op: Any, types: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         from torch.export._trace import custom_triton_ops_decomposition_disabled  # this import takes a second
@@ -77,6 +80,8 @@ def _inlining(launch: Callable[..., Any]) -> Callable[..., Any]:
             return mode.__torch_dispatch__(op, types, args, kwargs)
         if not {FunctionalTensor, FakeTensor, Tensor}.issuperset(types):
             return NotImplemented
+        if callable(inlined) and not inlined(*args, **kwargs):
+            return mode.__torch_dispatch__(op, types, args, kwargs)
         with mode:
             return launch(*args, **kwargs)
 

@@ -3,18 +3,24 @@
 import os
 import subprocess
 import sys
+from pathlib import Path
 
 import pytest
 import torch
 from functorch.compile import min_cut_rematerialization_partition
 from torch._dynamo.backends.common import aot_autograd
 from torch._inductor.utils import run_and_get_code
+from torch.fx.experimental.symbolic_shapes import ShapeEnv
 
+from liger_like.ops.attention.choice import is_small
+from liger_like.ops.attention.masking import Masking
 from liger_like.ops.glu_linear import glu_linear
 from liger_like.testing import SPECS, run
 
 BY_NAME = {spec.name: spec for spec in SPECS}
-LAUNCHED = ("rope", "qk_norm_rope")
+# op: one of its kernels
+LAUNCHED = {"rope": "_rope_kernel", "qk_norm_rope": "_qk_norm_rope_bwd_kernel", "flash_attention": "_attention_dq_kernel"}
+TOOL = Path(__file__).parents[1] / "tools" / "inlined_kernels.py"
 
 
 def graphs_of(call):
@@ -54,32 +60,24 @@ def test_the_input_of_the_layer_behind_a_gated_unit_is_not_saved(act, device):
     assert {node.op for node in saved if node.meta["val"].shape == gate.shape} == {"placeholder"}
 
 
-TRACE = """
-import torch
-from torch._dynamo.backends.common import aot_autograd
-from torch._subclasses.fake_tensor import FakeTensorMode
-import liger_like
-from liger_like.runtime import tiles
-
-tiles.architecture = lambda device: 0  # torch would ask the driver
-
-def show(graph, inputs):
-    print(*(node.target for node in graph.graph.nodes), sep="\\n")
-    raise SystemExit  # there is no memory behind the tensors
-
-with FakeTensorMode(), torch.no_grad():
-    q, k = (torch.empty(2, 5, heads, 16, device="cuda").transpose(1, 2) for heads in (4, 2))
-    angle = torch.empty(5, 16, device="cuda")
-    torch.compile(liger_like.rope, fullgraph=True, backend=aot_autograd(fw_compiler=show))(q, k, angle, angle)
-"""
-
-
-def test_a_graph_for_a_gpu_holds_the_launch():
-    """The interpreter's kernels cannot be traced, so this runs in a process of its own, without tensors' memory."""
+def test_kernels_of_a_compiled_graph():
+    """The interpreter's kernels cannot be traced, so this runs in a process of its own."""
     environment = {**os.environ, "TRITON_INTERPRET": "0"}
-    shown = subprocess.run([sys.executable, "-c", TRACE], env=environment, capture_output=True, text=True).stdout
-    assert "triton_kernel_wrapper_functional" in shown
-    assert "liger_like" not in shown
+    checked = subprocess.run([sys.executable, TOOL], env=environment, capture_output=True, text=True)
+    assert checked.returncode == 0, checked.stdout + checked.stderr
+    assert "variants of kernels compiled" in checked.stdout
+
+
+def test_attention_stays_an_op_unless_it_is_small_and_of_fixed_size():
+    def small(tokens, **masks):
+        q = torch.empty(1, tokens, 16, 64, device="meta")
+        nothing = dict.fromkeys(Masking._fields)
+        return is_small(q, q, q, *{**nothing, "max_seqlen_q": tokens, "max_seqlen_k": tokens, **masks}.values())
+
+    assert small(1024)
+    assert not small(4096)
+    assert not small(1024, cu_seqlens_q=torch.empty(3, device="meta"))
+    assert not small(1024, max_seqlen_k=ShapeEnv().create_unbacked_symint())
 
 
 @pytest.mark.gpu
@@ -91,5 +89,5 @@ def test_inductor_launches_the_kernels(name):
     torch._dynamo.reset()
     _, codes = run_and_get_code(lambda: run(torch.compile(spec.fn, fullgraph=True), inputs, {}))
     calls = [line for code in codes for line in code.splitlines() if ".run(" in line or "torch.ops." in line]
-    assert any("rope_kernel" in line for line in calls)
+    assert any(LAUNCHED[name] in line for line in calls)
     assert not [line for line in calls if "torch.ops.liger_like" in line or "copy_" in line]

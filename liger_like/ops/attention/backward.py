@@ -10,7 +10,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from liger_like.ops.attention.choice import BACKWARD, BACKWARD_256, hopper_kernels
+from liger_like.ops.attention.choice import BACKWARD, BACKWARD_256, hopper_kernels, is_small
 from liger_like.ops.attention.flops import backward_flops
 from liger_like.ops.attention.masking import MASKING_SCHEMA, Masking
 from liger_like.ops.attention.portable import backward as portable
@@ -57,6 +57,7 @@ def _grads(
     " bool deterministic, bool[4] needs) -> (Tensor dq, Tensor dk, Tensor dv, Tensor dbias)",
     _grads,
     flops=backward_flops,
+    inlined=lambda dout, q, k, v, stats, key_spans, *args: is_small(q, k, v, *args),
 )
 def _attention_bwd(
     dout: Tensor, q: Tensor, k: Tensor, v: Tensor, stats: Tensor, key_spans: Tensor | None, *args: Any

@@ -8,8 +8,10 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from liger_like.ops.attention.masking import Masking
+from liger_like.ops.attention.flops import forward_flops
+from liger_like.ops.attention.masking import FIELDS, Masking
 from liger_like.runtime.fallback import BROKEN, gluon_module
+from liger_like.runtime.launcher import is_inlined
 from liger_like.runtime.support import INTERPRET, architecture, refused
 
 DTYPES = torch.bfloat16, torch.float16
@@ -21,6 +23,7 @@ FORWARD, BACKWARD, BACKWARD_256 = (
 MODULES = {FORWARD: WIDTHS, BACKWARD: WIDTHS[:2], BACKWARD_256: WIDTHS[2:]}
 NO_WIDTHS = "the attention kernels for Hopper have no tile for heads of these widths:"
 NO_MASKS = "the attention kernels for Hopper know no bias, key_padding_mask or parts of a longer sequence"
+SMALL = 2**33  # FLOPs of two products that take less time on a GPU than the host needs to call an op
 NO_TMA = "a tensor is empty or expanded, or its rows do not start at multiples of 16 bytes, as TMA wants them to"
 
 
@@ -33,6 +36,18 @@ def widths_of(D: int, Dv: int) -> tuple[int, int]:
     return next(fit, (0, 0))
 
 
+def is_small(q: Tensor, k: Tensor, v: Tensor, *options: Any) -> bool:
+    """Return True if a compiled graph should hold the launches of the portable kernels, not an op that calls Python.
+
+    Sizes that torch.compile keeps as symbols do not qualify: the choice would fix them. Nor do packed sequences: torch
+    takes what a kernel sums up cumulatively, here their boundaries, for an output of the kernel.
+    """
+    masking = Masking(*options[:FIELDS])
+    sizes = *q.shape, *k.shape, *v.shape, masking.max_seqlen_q, masking.max_seqlen_k
+    fixed = masking.cu_seqlens_q is None and all(type(n) is int for n in sizes)
+    return fixed and forward_flops(q, k, v, None, *options) < SMALL
+
+
 def hopper_kernels(name: str, masking: Masking, q: Tensor, k: Tensor, v: Tensor, *others: Tensor) -> Any:
     """Return the module ``name`` of MODULES, or False if its kernels do not accept tensors [B, S, H, D] like these.
 
@@ -41,7 +56,8 @@ def hopper_kernels(name: str, masking: Masking, q: Tensor, k: Tensor, v: Tensor,
     without = masking.bias, masking.key_padding_mask, masking.offsets
     widths = widths_of(q.shape[-1], v.shape[-1])
     return (
-        (any(widths) or refused(f"{NO_WIDTHS} q {q.shape[-1]}, v {v.shape[-1]}"))
+        not is_inlined(q)
+        and (any(widths) or refused(f"{NO_WIDTHS} q {q.shape[-1]}, v {v.shape[-1]}"))
         and widths in MODULES[name]
         and (not INTERPRET or refused("the attention kernels for Hopper are not interpreted"))
         and (architecture(q.device) == 9 or refused("the fastest attention kernels are for Hopper GPUs"))

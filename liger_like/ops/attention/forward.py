@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from liger_like.ops.attention.choice import FORWARD, hopper_kernels
+from liger_like.ops.attention.choice import FORWARD, hopper_kernels, is_small
 from liger_like.ops.attention.flops import forward_flops
 from liger_like.ops.attention.masking import FIELDS, MASKING_SCHEMA, Masking
 from liger_like.ops.attention.portable import forward as portable
@@ -34,6 +34,7 @@ def _outputs(
     " bool deterministic=False) -> (Tensor, Tensor, Tensor)",
     _outputs,
     flops=forward_flops,
+    inlined=lambda q, k, v, sinks, *options: is_small(q, k, v, *options),
 )
 def attention_fwd(
     q: Tensor, k: Tensor, v: Tensor, sinks: Tensor | None, *options: Any

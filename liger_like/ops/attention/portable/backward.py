@@ -91,6 +91,7 @@ def _attention_dkv_kernel(
     SOFTCAP: tl.constexpr, HAS_LEFT: tl.constexpr, HAS_RIGHT: tl.constexpr,
     SEQUENCES: tl.constexpr, SPLIT_LSE: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
 ):  # fmt: skip
+    scale = tl.cast(scale, tl.float32)  # Inductor passes floats in fp64
     block, head = schedule(tl.program_id(0), blocks, B * HK, heads_together)
     b, hk = head // HK, (head % HK).to(tl.int64)
     if HAS_RIGHT or spans_ptr is not None:
@@ -181,6 +182,7 @@ def _attention_dq_kernel(
     SOFTCAP: tl.constexpr, HAS_LEFT: tl.constexpr, HAS_RIGHT: tl.constexpr,
     SEQUENCES: tl.constexpr, SPLIT_LSE: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
 ):  # fmt: skip
+    scale = tl.cast(scale, tl.float32)  # Inductor passes floats in fp64
     block, head = schedule(tl.program_id(0), blocks, B * H, heads_together)
     b, h = head // H, (head % H).to(tl.int64)
     index, row, start_q, length_q, start_k, length_k = find_rows(

@@ -24,6 +24,7 @@ def _attention_dbias_kernel(
     SPLIT_LSE: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
 ):  # fmt: skip
     """Sum ds for a block of the bias; EACH_* says along which axes the bias is not broadcast."""
+    scale = tl.cast(scale, tl.float32)  # Inductor passes floats in fp64
     blocks_m, blocks_n = tl.cdiv(S, BLOCK_M), tl.cdiv(SK, BLOCK_N)
     rest = tl.program_id(0)
     own_n, rest = (rest % blocks_n, rest // blocks_n) if EACH_K else (0, rest)

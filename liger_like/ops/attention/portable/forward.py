@@ -89,6 +89,7 @@ def _attention_fwd_kernel(
     SOFTCAP: tl.constexpr, HAS_LEFT: tl.constexpr, HAS_RIGHT: tl.constexpr,
     PACK: tl.constexpr, SEQUENCES: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
 ):  # fmt: skip
+    scale = tl.cast(scale, tl.float32)  # Inductor passes floats in fp64
     block, head = schedule(tl.program_id(0), blocks, B * H // PACK, heads_together)
     b, h = head // (H // PACK), head % (H // PACK) * PACK
     index, row, start_q, length_q, start_k, length_k = find_rows(

@@ -1,0 +1,117 @@
+"""Compiles the kernels that compiled graphs launch themselves as Inductor does, for a GPU that is not here.
+
+    TRITON_INTERPRET=0 python test/tools/inlined_kernels.py
+
+Exit code 1, with a line for each finding: a graph holds a library op, torch takes a tensor that a kernel reads for one
+that it writes (and would copy it), or a kernel calculates in fp64, as which Inductor passes floats.
+"""
+
+import itertools
+import re
+import sys
+from types import SimpleNamespace
+from typing import Any
+from unittest.mock import patch
+
+import torch
+import torch._functorch.config
+import triton
+from functorch.compile import min_cut_rematerialization_partition
+from torch import Tensor
+from torch._dynamo.backends.common import aot_autograd
+from torch._higher_order_ops.triton_kernel_wrap import kernel_side_table
+from torch.fx import Node
+from triton.backends.compiler import GPUTarget
+from triton.compiler import ASTSource
+from triton.runtime import Autotuner
+
+from liger_like import ops
+from liger_like.testing import SPECS
+
+TARGET = GPUTarget("cuda", 90, 32)
+POINTERS = {torch.bfloat16: "*bf16", torch.float32: "*fp32", torch.int32: "*i32", torch.bool: "*i1"}
+INLINED = (ops.rope, ops.qk_norm_rope, ops.flash_attention)
+WRITTEN = re.compile(r"(\w*out|lse|sums|stats|d(q|k|v|w|bias|sinks))_ptr")  # names of what kernels write
+
+
+def graph_nodes(fn: Any, inputs: dict[str, Any], options: dict[str, Any]) -> list[Node]:
+    """Return the nodes of the graphs of a call and of its backward, which are not run."""
+    found: list[Node] = []
+
+    def keep(graph: Any, _: Any) -> Any:
+        found.extend(graph.graph.nodes)
+        return lambda *args: sys.exit("a graph for a GPU cannot run here")
+
+    torch.compiler.reset()
+    backend = aot_autograd(fw_compiler=keep, bw_compiler=keep, partition_fn=min_cut_rematerialization_partition)
+    try:
+        torch.compile(fn, backend=backend, fullgraph=True)(**inputs, **options)
+    except SystemExit:
+        return found
+    raise AssertionError("the graph ran")
+
+
+def values(node: Node) -> tuple[Any, dict[str, Any]]:
+    """Return the kernel of a launch, and its arguments by name."""
+    kernel = kernel_side_table.get_kernel(node.kwargs["kernel_idx"])
+    given: Any = node.kwargs["kwargs"]
+    constants = kernel_side_table.get_constant_args(node.kwargs["constant_args_idx"])
+    known = {name: value.meta["val"] if isinstance(value, Node) else value for name, value in given.items()}
+    return kernel.fn if isinstance(kernel, Autotuner) else kernel, {**known, **constants}
+
+
+def source(kernel: Any, given: dict[str, Any]) -> ASTSource:
+    """Return the kernel with the types that Inductor gives its arguments."""
+    types: dict[str, str] = {}
+    constants: dict[str, Any] = {}
+    for param in kernel.params:
+        value = given[param.name]
+        if isinstance(value, Tensor):
+            types[param.name] = POINTERS[value.dtype]
+        elif isinstance(value, float) and not param.is_constexpr:
+            types[param.name] = "fp64"
+        elif param.is_constexpr or value is None or value == 1:
+            types[param.name], constants[param.name] = "constexpr", value
+        else:
+            types[param.name] = "i32"
+    return ASTSource(kernel, types, constants)
+
+
+def findings(node: Node, compiled: set[str]) -> list[str]:
+    """Return what is wrong with a launch; each kernel is compiled once for the same constants."""
+    kernel, given = values(node)
+    name = kernel.fn.__name__
+    mutated = {user.args[1] for user in node.users if "getitem" in str(user.target)}
+    wrong = [f"{name}: {arg} counts as written" for arg in sorted(mutated, key=str) if not WRITTEN.fullmatch(str(arg))]
+    kept = source(kernel, given)
+    key = f"{name} {kept.signature} {[v for v in kept.constants.values() if not isinstance(v, int)]}"
+    if key not in compiled:
+        compiled.add(key)
+        text = triton.compile(kept, target=TARGET, options={"num_warps": 4}).asm["ttir"]
+        lines = [line.strip() for line in text.splitlines() if "f64" in line]
+        wrong += [f"{name}: {line}" for line in lines if not re.search(r"arith.truncf|tt.func|loc\(", line)]
+    return wrong
+
+
+def main() -> None:
+    torch._functorch.config.force_non_lazy_backward_lowering = True  # both graphs before the first runs
+    triton.runtime.driver.set_active(
+        SimpleNamespace(get_current_target=lambda: TARGET, get_current_device=lambda: 0)  # type: ignore[arg-type]
+    )
+    wrong: set[str] = set()
+    compiled: set[str] = set()
+    for spec in (spec for spec in SPECS if spec.fn in INLINED):
+        with patch.object(sys.modules[spec.fn.__module__], "use_kernel", lambda x: True):
+            for shape, options in itertools.product(spec.test_shapes, spec.options):
+                inputs = spec.inputs(torch.bfloat16, "cpu", **shape)
+                for node in graph_nodes(spec.fn, inputs, options):
+                    if "liger_like" in str(node.target):
+                        wrong.add(f"{spec.name}: {node.target} is in the graph")
+                    if "triton_kernel_wrapper" in str(node.target):
+                        wrong.update(findings(node, compiled))
+    print(*sorted(wrong), f"{len(compiled)} variants of kernels compiled", sep="\n")
+    sys.exit(bool(wrong))
+
+
+if __name__ == "__main__":
+    main()
