@@ -71,7 +71,7 @@ def op(
 
 
 def _inlining(launch: Callable[..., Any], inlined: bool | Callable[..., bool]) -> Callable[..., Any]:
-    """Return the rule by which an op becomes the launches of its kernels in a compiled graph, as a ``triton_op`` does."""
+    """Return the rule by which an op becomes launches of its kernels in a compiled graph, as a ``triton_op`` does."""
 
     def rule(mode: Any, op: Any, types: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         from torch.export._trace import custom_triton_ops_decomposition_disabled  # this import takes a second

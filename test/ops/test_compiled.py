@@ -19,7 +19,7 @@ from liger_like.testing import SPECS, run
 
 BY_NAME = {spec.name: spec for spec in SPECS}
 # op: one of its kernels
-LAUNCHED = {"rope": "_rope_kernel", "qk_norm_rope": "_qk_norm_rope_bwd_kernel", "flash_attention": "_attention_dq_kernel"}
+LAUNCHED = {"rope": "_rope", "qk_norm_rope": "_qk_norm_rope_bwd", "flash_attention": "_attention_dq"}
 TOOL = Path(__file__).parents[1] / "tools" / "inlined_kernels.py"
 
 

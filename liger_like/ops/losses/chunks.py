@@ -194,13 +194,13 @@ def linear_cross_entropy_fwd(*args: Any) -> tuple[Tensor, ...]:
     (T, H), V = x.shape, weight.shape[0]
     outs = _outputs(call)
     rows, order, chunk_bounds = outs[:6], outs[6], outs[7]
-    dx, dw, exponents, last_logits, last_x, dbias, du, db = outs[8:]
+    argmax, (dx, dw, exponents, last_logits, last_x, dbias, du, db) = outs[4], outs[8:]
     needs_dx, needs_dw, needs_dbias, needs_du, needs_db = needs
     chunk_bounds.zero_()  # without tokens no chunk sets it
-    for t in rows:
-        t.fill_(-1 if t.dtype == torch.int64 else 0)
-    for t in (dw, exponents, dbias, db) if T == 0 or needs_dbias else ():
-        t.zero_()
+    zeros = [t for t in rows if t.dtype != torch.int64]
+    zeros += [t for t in (dw, exponents, dbias, db) if T == 0 or needs_dbias]
+    torch._foreach_zero_(zeros)  # one launch
+    argmax.fill_(-1)
     step, _ = _chunks(x, V, needs, call.chunk_rows, call.accum_dtype, call.dw_dtype)
     count = _kept_first(target, options.ignore_index, order, many=step < T)
     logits = last_logits if last_logits.numel() else x.new_empty((step, -(-V // 16) * 16))
@@ -241,7 +241,7 @@ def linear_cross_entropy_fwd(*args: Any) -> tuple[Tensor, ...]:
         start, end = end, max(end, min(end + step, n))
     for work in sums:
         work.wait()
-    for grad in (dx, du):
+    for grad in (dx, du) if end < T else ():
         grad[end:].zero_()
     return outs
 

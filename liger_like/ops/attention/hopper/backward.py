@@ -340,5 +340,5 @@ def add_gradients(
         STAGES=STAGES,
         num_warps=4,
     )  # fmt: skip
-    launch(_scale_kernel, (triton.cdiv(q.numel(), 2048),), (total, dq), (q.numel(),), (masking.scale,), BLOCK=2048)
+    launch(_scale_kernel, (-(-q.numel() // 2048),), (total, dq), (q.numel(),), (masking.scale,), BLOCK=2048)
     return dq

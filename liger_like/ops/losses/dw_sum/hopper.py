@@ -7,7 +7,6 @@ buffer use % STAGES, and the parity of use // STAGES is the phase of its barrier
 """
 
 import torch
-import triton
 from torch import Tensor
 
 from liger_like.runtime.gluon import (
@@ -158,7 +157,7 @@ def add_products(
 ) -> None:
     """Run ``dw_sum.add_products``, with an exponent for each row and block of ``BLOCK_N`` columns."""
     (K, M), N = a.shape, b.shape[1]
-    tiles = triton.cdiv(M, 2 * HALF_M) * triton.cdiv(N, BLOCK_N)
+    tiles = -(-M // (2 * HALF_M)) * -(-N // BLOCK_N)
     descriptors = (
         _descriptor(a, [BLOCK_K, HALF_M]),
         _descriptor(b, [BLOCK_K, BLOCK_N]),

@@ -50,7 +50,7 @@ def add_products(
     """Run ``dw_sum.add_products``, with an exponent for each row and block of ``TILE["BLOCK_N"]`` columns."""
     (K, M), N = a.shape, b.shape[1]
     block_m, block_n, block_k = TILE["BLOCK_M"], TILE["BLOCK_N"], TILE["BLOCK_K"]
-    programs = min(num_programs(a.device, 1), triton.cdiv(M, block_m) * triton.cdiv(N, block_n))
+    programs = min(num_programs(a.device, 1), -(-M // block_m) * -(-N // block_n))
     descriptors = (
         TensorDescriptor(a, [K, M], [a.stride(0), 1], [block_k, block_m]),
         TensorDescriptor(b, [K, N], [b.stride(0), 1], [block_k, block_n]),
