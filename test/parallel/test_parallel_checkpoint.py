@@ -54,7 +54,8 @@ class Block(torch.nn.Module):
         q, k = liger_like.rope(q, k, angle.cos(), angle.sin(), unsqueeze_dim=2)
         h = x + liger_like.flash_attention(q, k, v, causal=True).flatten(-2)
         h = h + liger_like.swiglu(self.up(h))
-        return liger_like.fused_linear_cross_entropy(h, self.head.weight, target)
+        # in a compiled graph few tokens would run plain torch
+        return liger_like.fused_linear_cross_entropy(h, self.head.weight, target, chunk_rows=1024)
 
 
 # op: its name in the policy; each runs once, and again in the backward unless it is saved

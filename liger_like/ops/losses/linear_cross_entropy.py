@@ -47,6 +47,7 @@ from liger_like.runtime.checks import require, require_choice, require_integer, 
 from liger_like.runtime.registry import refuses_dtensors
 from liger_like.runtime.support import autocast_dtype, use_kernel
 
+FEW_TOKENS = 1024  # so many logits take about the memory that a chunk of the op takes, too
 OUTPUTS = ("logprob", "lse", "entropy", "argmax", "correct")
 
 Lora = tuple[Tensor, Tensor, float] | tuple[Tensor, Tensor]
@@ -325,6 +326,18 @@ def _checked_outputs(outputs: Any) -> tuple[str, ...]:
 
 
 @refuses_dtensors("liger_like.parallel.vocab_parallel_cross_entropy")
+def _is_small(target: Tensor) -> bool:
+    """Return True in a compiled graph with so few tokens that Inductor's kernels need less host time and memory.
+
+    A number of tokens that torch.compile keeps as a symbol does not qualify: the choice would limit it.
+    """
+    if not torch.compiler.is_compiling():
+        return False
+    from torch.fx.experimental.symbolic_shapes import statically_known_true  # this import takes a third of a second
+
+    return statically_known_true(target.numel() <= FEW_TOKENS)  # type: ignore[no-any-return]
+
+
 def fused_linear_cross_entropy(
     x: Tensor,
     weight: Tensor,
@@ -367,7 +380,8 @@ def fused_linear_cross_entropy(
     ``liger_like.parallel.vocab_parallel_cross_entropy``.
 
     Under autocast the operands are cast to its dtype. The kernel takes bf16, fp16 and fp32; other dtypes and devices
-    run the plain-torch reference, which materialises all logits.
+    run the plain-torch reference, which materialises all logits. So does a graph of torch.compile with at most 1024
+    tokens, a number that is no symbol, and ``chunk_rows`` of None: Inductor's kernels then take less host time.
 
     Raises TypeError or ValueError for invalid arguments (all operands share a dtype), ValueError also for a label
     outside [0, V): at once on the CPU, in the next call on a GPU.
@@ -391,7 +405,7 @@ def fused_linear_cross_entropy(
     num_items = checked_num_items(num_items, reduction)
     check_target(target, x, x.shape[:-1])
     check_class_weight("class_weight", class_weight, x, shard.words or weight.shape[0])
-    if not use_kernel(x):
+    if not use_kernel(x) or (chunk_rows is None and _is_small(target)):
         others = {"reduction": reduction, "class_weight": class_weight, "num_items": num_items, "lora": lora}
         others |= {"outputs": outputs, "shard": shard, **options._asdict()}
         return fused_linear_cross_entropy_ref(x, weight.to(x.dtype), target, bias, **others)
