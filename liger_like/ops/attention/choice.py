@@ -23,7 +23,7 @@ FORWARD, BACKWARD, BACKWARD_256 = (
 MODULES = {FORWARD: WIDTHS, BACKWARD: WIDTHS[:2], BACKWARD_256: WIDTHS[2:]}
 NO_WIDTHS = "the attention kernels for Hopper have no tile for heads of these widths:"
 NO_MASKS = "the attention kernels for Hopper know no bias, key_padding_mask or parts of a longer sequence"
-SMALL = 2**35  # FLOPs of two products that take less time on a GPU than the host needs to call an op
+SMALL = 2**34  # FLOPs of two products that take less time on a GPU than the host needs to call an op
 NO_TMA = "a tensor is empty or expanded, or its rows do not start at multiples of 16 bytes, as TMA wants them to"
 
 
