@@ -16,6 +16,7 @@ from torch.fx.experimental.symbolic_shapes import ShapeEnv
 from liger_like.ops.attention.choice import is_small
 from liger_like.ops.attention.masking import Masking
 from liger_like.ops.glu_linear import glu_linear
+from liger_like.ops.losses.linear_cross_entropy import fused_linear_cross_entropy
 from liger_like.testing import SPECS, run
 
 BY_NAME = {spec.name: spec for spec in SPECS}
@@ -67,6 +68,22 @@ def test_kernels_of_a_compiled_graph():
     checked = subprocess.run([sys.executable, TOOL], env=environment, capture_output=True, text=True)
     assert checked.returncode == 0, checked.stdout + checked.stderr
     assert "variants of kernels compiled" in checked.stdout
+
+
+@pytest.mark.parametrize(
+    ("tokens", "options", "dynamic", "is_op"),
+    [(1024, {}, False, False), (1025, {}, False, True), (8, {"chunk_rows": 4}, False, True), (8, {}, True, True)],
+)
+def test_the_loss_of_few_tokens_is_plain_torch(tokens, options, dynamic, is_op, device):
+    """The choice must not compile the graph again for each number of tokens."""
+    inputs = BY_NAME["fused_linear_cross_entropy"].inputs(torch.float32, device, lead=(tokens,), H=4, V=5)
+
+    def step(backend):
+        loss = torch.compile(fused_linear_cross_entropy, backend=backend, fullgraph=True, dynamic=dynamic)
+        loss(inputs["x"], inputs["weight"], inputs["target"], **options).backward()
+
+    found = [node for graph in graphs_of(step) for node in graph.nodes if "liger_like" in str(node.target)]
+    assert bool(found) == is_op
 
 
 def test_attention_stays_an_op_unless_it_is_small_and_of_fixed_size():

@@ -17,6 +17,37 @@ EXACT = [
     ("runtime/launcher.py", ", *map(type, options.values())]", "]", "a kernel for the constant 1 is run for 1.0"),
     ("runtime/launcher.py", "[id(kernel), *options,", "[id(kernel),", "a kernel of two stages is run for two warps"),
     ("runtime/autograd.py", "arg.view_as(arg) if again else arg", "arg", "torch.compile sees a tensor in two places"),
+    (
+        "ops/rope.py",
+        "    eps, offset = tl.cast(eps, tl.float32), tl.cast(offset, tl.float32)  # Inductor passes floats in fp64\n",
+        "",
+        "a compiled graph turns and norms in fp64",
+    ),
+    ("ops/rope.py", "sin *= tl.cast(sign, tl.float32)", "sin *= sign", "a compiled graph turns in fp64"),
+    (
+        "ops/qk_norm_rope.py",
+        "    eps, offset = tl.cast(eps, tl.float32), tl.cast(offset, tl.float32)  # Inductor passes floats in fp64\n",
+        "",
+        "the backward of a compiled graph is in fp64",
+    ),
+    (
+        "ops/losses/linear_cross_entropy.py",
+        "numel() <= FEW_TOKENS",
+        "numel() < FEW_TOKENS",
+        "1024 tokens of a compiled graph are a library op",
+    ),
+    (
+        "ops/losses/linear_cross_entropy.py",
+        "statically_known_true(target.numel() <= FEW_TOKENS)",
+        "(target.numel() <= FEW_TOKENS)",
+        "a graph of any number of tokens is compiled twice",
+    ),
+    (
+        "ops/losses/linear_cross_entropy.py",
+        "chunk_rows is None and _is_small(target)",
+        "_is_small(target)",
+        "a compiled graph ignores chunk_rows",
+    ),
     ("ops/losses/cross_entropy.py", "(z - lse) - lse_rest", "z - lse", "the gradient takes lse as one rounded number"),
     (
         "ops/losses/cross_entropy.py",
