@@ -17,7 +17,8 @@ from liger_like.runtime.support import as_in_graph
 LAUNCHES = 2  # calls of a kind before its capture: they compile kernels and load libraries
 MANY_KINDS = 50
 PLAIN = (bool, int, float, str, torch.dtype, torch.device, type(None))
-ADAPTERS = ("merged_adapters", "_disable_adapters", "_active_adapter")  # by which PEFT's layers choose their code
+# by which PEFT's layers choose their code, and by which they scale
+ADAPTERS = ("merged_adapters", "_disable_adapters", "_active_adapter", "scaling")
 WRAPPERS = {"DataParallel", "DistributedDataParallel", "FullyShardedDataParallel", "FSDPModule", "DeepSpeedEngine"}
 
 
@@ -68,8 +69,8 @@ class GraphedStep:
         self._rates: dict[int, Tensor] = {}  # learning rates by group
         self._grads: dict[Tensor, Tensor] = {}  # accumulated gradients by parameter
         self._touched: dict[Any, dict[Tensor, None]] = {}  # by kind: parameters that get a gradient
-        self._setups: dict[Any, int] = {}
-        self._setup = 0
+        self._numbers: dict[Any, int] = {}  # by setup of the model, or of the optimizer
+        self._setup: tuple[int, int] = 0, 0  # of the model, of the optimizer
         self._parameters: list[Tensor] = []
         self._launched: Counter[Any] = Counter()
         self._captured: dict[Any, _Captured] = {}
@@ -104,7 +105,9 @@ class GraphedStep:
         loss: Tensor = self._run(self._backward, kind, args, kwargs)
         for p in self._with_gradient():
             if p not in before:
-                kept = self._grads.setdefault(p, p.grad)
+                kept = self._grads.get(p)
+                if kept is None or (kept.shape, kept.dtype) != (p.shape, p.dtype):
+                    kept = self._grads[p] = p.grad
                 p.grad = kept if kept is p.grad else kept.copy_(p.grad)
             if p.grad._version != before.get(p):  # a replay changes no version
                 touched[p] = None
@@ -148,9 +151,12 @@ class GraphedStep:
                     results = work(*args, **kwargs)
                 torch.cuda.current_stream().wait_stream(self._stream)
                 return results
-            if kind not in self._captured:
-                self._captured[kind] = self._capture(work, args, kwargs)
-            captured = self._captured[kind]
+            captured = self._captured.get(kind)
+            if captured is None:
+                setup, captured = self._setup, self._capture(work, args, kwargs)
+                self._inspect()
+                if self._setup == setup:  # else the graph makes the optimizer's state, and must not run again
+                    self._captured[kind] = captured
             for static, given in zip(captured.inputs, _tensors(args, kwargs), strict=True):
                 static.copy_(given, non_blocking=True)
             captured.graph.replay()
@@ -180,8 +186,9 @@ class GraphedStep:
 
     def _kind(self, work: Callable[..., Any], *inputs: Any) -> tuple[Any, ...]:
         """Return a key of all that a graph depends on. Raise unless a graph can hold the inputs."""
-        leaves = tuple((path, self._kind_of(path, leaf)) for path, leaf in tree_flatten_with_path(inputs)[0])
-        return work.__name__, self._setup, leaves
+        paths, tree = tree_flatten_with_path(inputs)
+        leaves = tuple((path, self._kind_of(path, leaf)) for path, leaf in paths)
+        return work.__name__, self._setup[0] if work == self._backward else self._setup, tree, leaves
 
     def _kind_of(self, path: tuple[Any, ...], leaf: Any) -> Any:
         name = f"args{path[1]}" if path[0].idx == 0 else path[1].key
@@ -197,9 +204,10 @@ class GraphedStep:
         return leaf.shape, leaf.dtype
 
     def _inspect(self) -> None:
-        """Find the parameters, and the number of the present setup of the model, the optimizer and autocast."""
+        """Find the parameters, and the numbers of the present setups of the model and of the optimizer."""
         device_type = self.device.type
-        parts: list[Any] = [torch.is_autocast_enabled(device_type), torch.get_autocast_dtype(device_type)]
+        model: list[Any] = [torch.is_autocast_enabled(device_type), torch.get_autocast_dtype(device_type)]
+        optimizer: list[Any] = [self.max_norm]
         parameters: dict[int, Tensor] = {}
         stack: list[nn.Module | None] = [self.model]
         seen: set[int] = set()
@@ -208,31 +216,35 @@ class GraphedStep:
             if module is None or id(module) in seen:
                 continue
             seen.add(id(module))
-            attention = getattr(module.__dict__.get("config"), "_attn_implementation", None)  # all that may be patched
-            parts += (type(module), module.training, attention)
+            # the only entry of a config that ``patch`` changes
+            attention = getattr(module.__dict__.get("config"), "_attn_implementation", None)
+            model += (type(module), module.training, attention)
             if "merged_adapters" in module.__dict__:
-                parts += (repr(module.__dict__.get(name)) for name in ADAPTERS)
+                model += (repr(module.__dict__.get(name)) for name in ADAPTERS)
             for p in module._parameters.values():
                 if p is not None:
                     parameters[id(p)] = p
-                    parts += (p.data_ptr(), p.requires_grad)
+                    model += (p.data_ptr(), p.requires_grad)
             for buffer in module._buffers.values():
                 if buffer is not None:
-                    parts.append(buffer.data_ptr())
+                    model.append(buffer.data_ptr())
             stack += reversed(module._modules.values())
         for group in self.optimizer.param_groups:
             for p in group["params"]:
                 parameters[id(p)] = p
-                parts.append(p.data_ptr())
+                optimizer.append(p.data_ptr())
             for name, value in group.items():
                 if name not in ("params", "lr"):
-                    parts += (name, value.data_ptr() if isinstance(value, Tensor) else repr(value))
+                    optimizer += (name, value.data_ptr() if isinstance(value, Tensor) else repr(value))
         for state in self.optimizer.state.values():
             for value in state.values():
                 if isinstance(value, Tensor):
-                    parts.append(value.data_ptr())
+                    optimizer.append(value.data_ptr())
         self._parameters = list(parameters.values())
-        self._setup = self._setups.setdefault(tuple(parts), len(self._setups))
+        self._setup = self._number(model), self._number(optimizer)
+
+    def _number(self, parts: list[Any]) -> int:
+        return self._numbers.setdefault(tuple(parts), len(self._numbers))
 
     def _drop_gradients(self) -> None:
         for p in self._parameters:

@@ -30,14 +30,15 @@ def swiglu_ref(gate: Tensor, up: Tensor | None = None) -> Tensor:
     """Compute ``swiglu`` in plain torch; this defines the op."""
     gate, up = gate.chunk(2, -1) if up is None else (gate, up)
     acc = torch.promote_types(gate.dtype, torch.float32)
-    return (torch.nn.functional.silu(gate.to(acc)) * up.to(acc)).to(gate.dtype)
+    return (torch.nn.functional.silu(gate.to(acc)) * up.to(acc)).to(gate.dtype).contiguous()
 
 
 def geglu_ref(gate: Tensor, up: Tensor | None = None, *, approximate: str = "tanh") -> Tensor:
     """Compute ``geglu`` in plain torch; this defines the op."""
     gate, up = gate.chunk(2, -1) if up is None else (gate, up)
     acc = torch.promote_types(gate.dtype, torch.float32)
-    return (torch.nn.functional.gelu(gate.to(acc), approximate=approximate) * up.to(acc)).to(gate.dtype)
+    h = torch.nn.functional.gelu(gate.to(acc), approximate=approximate) * up.to(acc)
+    return h.to(gate.dtype).contiguous()
 
 
 @triton.jit

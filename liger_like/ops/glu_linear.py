@@ -93,7 +93,7 @@ def glu_linear(act: str, linear: Callable[[Tensor], Tensor], gate: Tensor, up: T
     The backward recomputes that input in the kernel of the gradients of gate and up. This moves 6 tensors instead of 5
     and saves one tensor less. A linear layer that is not a plain trained ``nn.Linear`` is called as it is.
     """
-    if torch.compiler.is_compiling() and torch.is_grad_enabled():
+    if torch.compiler.is_compiling() and torch.is_grad_enabled() and not torch.compiler.is_exporting():
         # the partitioner saves the input of a product, unless a checkpoint says to recompute that input
         return linear(checkpoint(GLUS[act], gate, up, use_reentrant=False))
     if not (torch.is_grad_enabled() and use_kernel(gate) and _is_plain(linear, gate)):

@@ -30,6 +30,7 @@ def rms_norm_ref(
 ) -> Tensor:
     """Compute ``rms_norm`` in plain torch; this defines the op."""
     acc = torch.promote_types(x.dtype, torch.float32)
+    x = x.contiguous()  # as the kernel's result
     h = x if casting_mode == "none" else x.to(acc)
     # "none" rounds each step to x.dtype; within a step a GPU computes in fp32
     variance = h.square().mean(-1, keepdim=True, dtype=acc).to(h.dtype) + eps
@@ -44,7 +45,7 @@ def add_rms_norm_ref(
     x: Tensor, residual: Tensor, weight: Tensor | None = None, eps: float = 1e-6, **kwargs: Any
 ) -> tuple[Tensor, Tensor]:
     """Compute ``add_rms_norm`` in plain torch; this defines the op."""
-    s = x + residual
+    s = (x + residual).contiguous()
     return rms_norm_ref(s, weight, eps, **kwargs), s
 
 

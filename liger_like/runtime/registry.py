@@ -74,13 +74,16 @@ def _inlining(launch: Callable[..., Any], inlined: bool | Callable[..., bool]) -
     """Return the rule by which an op becomes launches of its kernels in a compiled graph, as a ``triton_op`` does."""
 
     def rule(mode: Any, op: Any, types: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        from torch.export._trace import custom_triton_ops_decomposition_disabled  # this import takes a second
+        # these imports take a second
+        from torch.export._trace import custom_triton_ops_decomposition_disabled
+        from torch.fx.experimental.symbolic_shapes import free_unbacked_symbols
 
-        if custom_triton_ops_decomposition_disabled():  # torch.export keeps the op
-            return mode.__torch_dispatch__(op, types, args, kwargs)
         if not {FunctionalTensor, FakeTensor, Tensor}.issuperset(types):
             return NotImplemented
-        if callable(inlined) and not inlined(*args, **kwargs):
+        tensors = [arg for arg in args if isinstance(arg, Tensor)]
+        # torch.export keeps the op; launchers compare sizes, which unbacked ones refuse
+        kept = custom_triton_ops_decomposition_disabled() or free_unbacked_symbols(tensors)
+        if kept or (callable(inlined) and not inlined(*args, **kwargs)):
             return mode.__torch_dispatch__(op, types, args, kwargs)
         with mode:
             return launch(*args, **kwargs)

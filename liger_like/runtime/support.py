@@ -60,11 +60,11 @@ def use_row_kernel(x: Tensor) -> bool:
 def as_in_graph() -> Iterator[None]:
     """Let ops do within the context what they do in a graph under capture; not for several threads at once."""
     global _as_in_graph
-    _as_in_graph = True
+    before, _as_in_graph = _as_in_graph, True
     try:
         yield
     finally:
-        _as_in_graph = False
+        _as_in_graph = before
 
 
 def in_graph(t: Tensor) -> bool:

@@ -269,7 +269,7 @@ def test_accumulate_grad(recompute, device):
     options = {"recompute": recompute, "chunk_rows": 16}
     x, w = inputs["x"], inputs["weight"]
     expected = torch.autograd.grad(ops.fused_linear_cross_entropy(**inputs, **options), (x, w))
-    seen = []
+    seen, versions = [], []
     w.register_hook(lambda grad: seen.append(grad))
     for rounds in (1, 2, 3):
         before = w.grad
@@ -277,6 +277,8 @@ def test_accumulate_grad(recompute, device):
         assert w.grad is before or before is None
         torch.testing.assert_close(w.grad, rounds * expected[1])
         torch.testing.assert_close(x.grad, rounds * expected[0])
+        versions.append(w.grad._version)
+    assert versions == sorted(set(versions))  # by which GraphedStep sees what has changed
     assert len([grad for grad in seen if grad is not None]) == 1  # only the first gradient goes through autograd
 
     x.grad = w.grad = None

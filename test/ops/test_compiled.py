@@ -48,6 +48,21 @@ def test_norms_and_gated_units_are_plain_torch(name, device):
     assert not [node for graph in graphs for node in graph.nodes if "liger_like" in str(node.target)]
 
 
+def test_strict_export_of_glu_linear(device):
+    class Unit(torch.nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.linear = torch.nn.Linear(6, 4, bias=False)
+
+        def forward(self, gate, up):
+            return glu_linear("silu", self.linear, gate, up)
+
+    unit = Unit().to(device)
+    gate, up = (torch.randn(3, 6, device=device) for _ in range(2))
+    exported = torch.export.export(unit, (gate, up), strict=True).module()
+    torch.testing.assert_close(exported(gate, up), unit(gate, up))
+
+
 @pytest.mark.parametrize("act", ["silu", "gelu_tanh"])
 def test_the_input_of_the_layer_behind_a_gated_unit_is_not_saved(act, device):
     linear = torch.nn.Linear(6, 4, bias=False, device=device)
@@ -72,11 +87,20 @@ def test_kernels_of_a_compiled_graph():
 
 @pytest.mark.parametrize(
     ("tokens", "options", "dynamic", "is_op"),
-    [(1024, {}, False, False), (1025, {}, False, True), (8, {"chunk_rows": 4}, False, True), (8, {}, True, True)],
+    [
+        (1024, {}, False, False),
+        (1025, {}, False, True),
+        (8, {"chunk_rows": 4}, False, True),
+        (8, {}, True, True),
+        (8, {}, None, True),
+    ],
 )
 def test_the_loss_of_few_tokens_is_plain_torch(tokens, options, dynamic, is_op, device):
     """The choice must not compile the graph again for each number of tokens."""
     inputs = BY_NAME["fused_linear_cross_entropy"].inputs(torch.float32, device, lead=(tokens,), H=4, V=5)
+    if dynamic is None:
+        for name in ("x", "target"):
+            torch._dynamo.mark_dynamic(inputs[name], 0, min=2, max=1000)
 
     def step(backend):
         loss = torch.compile(fused_linear_cross_entropy, backend=backend, fullgraph=True, dynamic=dynamic)

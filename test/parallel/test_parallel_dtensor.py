@@ -87,9 +87,10 @@ def refusals(mesh):
         return distribute_tensor(torch.randn(shape), mesh, [Shard(dim)])
 
     partial = DTensor.from_local(torch.randn(4, 6), mesh, [Partial()])
-    labels = distribute_tensor(torch.zeros(4, dtype=torch.int64), mesh, [Replicate()])
+    labels = torch.zeros(4, dtype=torch.int64)
     x, weight, local, heads = sharded(1, 4, 6), whole(6), torch.randn(6), sharded(2, 1, 4, 2, 8)
     norm, loss = liger_like.rms_norm, "liger_like.parallel.vocab_parallel_cross_entropy"
+    fused = liger_like.fused_linear_cross_entropy
     return [
         (norm, (x, weight), ValueError, r"rms_norm takes x as Replicate\(\) or Shard\(0\), got S.*redistribute"),
         (norm, (partial, weight), ValueError, r"rms_norm takes x as .* got P.*to_local"),
@@ -98,8 +99,13 @@ def refusals(mesh):
         (liger_like.swiglu, (x,), ValueError, r"swiglu takes gate as Replicate\(\) or Shard\(0\)"),
         (norm, (x, local), TypeError, "weight as a plain tensor: distribute it"),
         (norm, (local.expand(4, 6), weight), TypeError, "x as a plain tensor"),
-        (liger_like.cross_entropy, (x, labels), TypeError, loss),
-        (liger_like.fused_linear_cross_entropy, (local.expand(4, 6), x, labels), TypeError, loss),
+        (liger_like.cross_entropy, (x, labels), TypeError, f"^cross_entropy takes no DTensors: use {loss}"),
+        (
+            fused,
+            (local.expand(4, 6), x, labels),
+            TypeError,
+            f"^fused_linear_cross_entropy takes no DTensors: use {loss}",
+        ),
         (liger_like.flash_attention, (heads, heads, heads), TypeError, "liger_like.parallel.context_parallel"),
     ]
 

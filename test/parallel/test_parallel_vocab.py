@@ -138,6 +138,25 @@ def test_collectives():
     run(collectives, 2)
 
 
+def compiled(rank):
+    """In a compiled graph no process has the logits of all words, however few the tokens."""
+    x, target = torch.randn(B, S, H), torch.randint(16, (B, S))
+    weight = torch.randn(16, H).chunk(2)[rank].contiguous()
+    results = []
+    for call in (vocab_parallel_cross_entropy, torch.compile(vocab_parallel_cross_entropy, backend="aot_eager")):
+        leaves = x.clone().requires_grad_(), weight.clone().requires_grad_()
+        loss = call(*leaves, target, dist.group.WORLD)
+        loss.backward()
+        results.append([loss.detach(), *(leaf.grad for leaf in leaves)])
+    torch.testing.assert_close(*results)
+    explained = torch._dynamo.explain(vocab_parallel_cross_entropy)(*leaves, target, dist.group.WORLD)
+    assert explained.graph_break_count == 0, explained.break_reasons
+
+
+def test_compiled():
+    run(compiled, 2)
+
+
 def errors(rank):
     x, weight, target = torch.randn(3, H), torch.randn(4, H), torch.zeros(3, dtype=torch.int64)
     wrong = [

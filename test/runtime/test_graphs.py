@@ -193,7 +193,9 @@ def test_adapters_make_a_kind():
         look()
     model.set_adapter("other")
     look()
-    assert setups == [0, 1, 0, 2, 3]
+    model.base_model.model.model.layers[0].self_attn.q_proj.scale_layer(2.0)
+    look()
+    assert [setups.index(setup) for setup in setups] == [0, 1, 0, 3, 4, 5]
 
 
 def test_arguments_make_a_kind():
@@ -202,7 +204,7 @@ def test_arguments_make_a_kind():
     calls = [
         ((), {"x": t}), ((t,), {}), ((), {"y": t}), ((), {"x": t[:1]}), ((), {"x": t.long()}), ((), {"x": [t]}),
         ((), {"x": {"a": t}}), ((), {"x": t, "n": 1}), ((), {"x": t, "n": 1.0}), ((), {"x": t, "n": True}),
-        ((), {"x": t, "n": None}), ((), {"x": t, "n": "1"}),
+        ((), {"x": t, "n": None}), ((), {"x": t, "n": "1"}), ((), {"x": (t,)}), ((), {"x": t, "n": []}),
     ]  # fmt: skip
     assert len({step._kind(step._step, *call) for call in calls}) == len(calls)
     step._inspect()
@@ -212,6 +214,15 @@ def test_arguments_make_a_kind():
     with torch.autocast("cpu", torch.bfloat16):
         step._inspect()
         assert step._kind(step._step, (), {"x": t}) != kind
+    backward = step._kind(step._backward, (), {"x": t})
+    step.max_norm = 1.0
+    step._inspect()
+    assert step._kind(step._step, (), {"x": t}) != kind
+    assert step._kind(step._backward, (), {"x": t}) != backward  # autocast is off again
+    backward = step._kind(step._backward, (), {"x": t})
+    step.max_norm = 2.0
+    step._inspect()
+    assert step._kind(step._backward, (), {"x": t}) == backward
 
 
 def test_a_parameter_without_a_gradient_keeps_its_value(device):
@@ -295,6 +306,20 @@ def test_a_learning_rate_may_change(kind):
     step(torch.randn(3, 4, device="cuda"))
     assert not torch.equal(model.first.weight, before.first.weight)
     assert len(step._captured) == 1
+
+
+@pytest.mark.gpu
+def test_a_graph_that_makes_the_state_of_the_optimizer_does_not_run_again():
+    model, twin = llama("cuda", attn_implementation="sdpa")
+    steps = GraphedStep(model, adamw(model, "cuda", fused=True)), Loop(twin, adamw(twin, "cuda", fused=True))
+    for i in range(10):
+        inputs = batch("cuda")
+        for step in steps:
+            if i % 2 == 0:
+                step.optimizer.state.clear()
+            with sdpa_kernel(SDPBackend.MATH):
+                step(**inputs)
+    assert_same(model, twin)
 
 
 @pytest.mark.gpu

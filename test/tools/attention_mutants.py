@@ -4,7 +4,6 @@ only a GPU shows it.
 
 PUBLIC = "ops/attention/__init__.py"
 CHECKS = "ops/attention/checks.py"
-CHOICE = "ops/attention/choice.py"
 HOPPER_BUFFERS = "ops/attention/hopper/buffers.py"
 HOPPER_PRODUCTS = "ops/attention/hopper/products.py"
 MASKING = "ops/attention/masking.py"
@@ -426,36 +425,5 @@ ATTENTION = [
         "registers + sum(widths[:count]) // 4",
         "registers + widths[count - 1] // 4",
         "parts that do not fit into registers",
-    ),
-    (
-        CHOICE,
-        "masking.cu_seqlens_q is None and all",
-        "all",
-        "a compiled graph takes the boundaries of packed sequences for outputs",
-    ),
-    (
-        CHOICE,
-        "all(type(n) is int for n in sizes)",
-        "True",
-        "symbolic sizes are fixed by the choice of a kernel",
-    ),
-    (CHOICE, "*options) < SMALL", "*options) < 64 * SMALL", "long attention in a compiled graph is not Hopper's"),
-    *(
-        (
-            file,
-            f"    scale = tl.cast(scale, tl.float32)  # Inductor passes floats in fp64\n    {after}",
-            f"    {after}",
-            why,
-        )
-        for file, after, why in (
-            (FORWARD, "block, head", "a compiled graph attends in fp64"),
-            (
-                BACKWARD,
-                "block, head = schedule(tl.program_id(0), blocks, B * HK,",
-                "dk and dv of a compiled graph in fp64",
-            ),
-            (BACKWARD, "block, head = schedule(tl.program_id(0), blocks, B * H,", "dq of a compiled graph in fp64"),
-            (BIAS, "blocks_m, blocks_n", "a bias's gradient in a compiled graph in fp64"),
-        )
     ),
 ]

@@ -3,6 +3,10 @@
 Each is (file, old, new, why), and -k for the GPU tests that it must fail if only a GPU shows it.
 """
 
+CAST = "    scale = tl.cast(scale, tl.float32)  # Inductor passes floats in fp64\n"
+CHOICE = "ops/attention/choice.py"
+PORTABLE = "ops/attention/portable"
+
 EXACT = [
     ("runtime/launcher.py", "16 | size & 15", "16", "a kernel for strides divisible by 16 is run with others"),
     (
@@ -32,21 +36,46 @@ EXACT = [
     ),
     (
         "ops/losses/linear_cross_entropy.py",
-        "numel() <= FEW_TOKENS",
-        "numel() < FEW_TOKENS",
+        " <= FEW_TOKENS",
+        " < FEW_TOKENS",
         "1024 tokens of a compiled graph are a library op",
     ),
     (
         "ops/losses/linear_cross_entropy.py",
-        "statically_known_true(target.numel() <= FEW_TOKENS)",
-        "(target.numel() <= FEW_TOKENS)",
+        "has_static_value(target.numel()) and ",
+        "",
         "a graph of any number of tokens is compiled twice",
     ),
     (
         "ops/losses/linear_cross_entropy.py",
-        "chunk_rows is None and _is_small(target)",
-        "_is_small(target)",
+        "chunk_rows is None and not shard",
+        "not shard",
         "a compiled graph ignores chunk_rows",
+    ),
+    (
+        "ops/losses/linear_cross_entropy.py",
+        "    torch.autograd.graph.increment_version(grad)  # kernels change no version\n",
+        "",
+        "nothing tells that kernels have changed a gradient",
+    ),
+    ("ops/glu_linear.py", " and not torch.compiler.is_exporting()", "", "a gated unit cannot be exported"),
+    ("runtime/registry.py", " or free_unbacked_symbols(tensors)", "", "a compiled graph needs sizes of the GPU"),
+    (
+        CHOICE,
+        "masking.cu_seqlens_q is None and all",
+        "all",
+        "a compiled graph takes the boundaries of packed sequences for outputs",
+    ),
+    (CHOICE, "all(type(n) is int for n in sizes)", "True", "symbolic sizes are fixed by the choice of a kernel"),
+    (CHOICE, "*options) < SMALL", "*options) < 64 * SMALL", "long attention in a compiled graph is not Hopper's"),
+    (f"{PORTABLE}/forward.py", CAST, "", "a compiled graph attends in fp64"),
+    (f"{PORTABLE}/bias.py", CAST, "", "a bias's gradient in a compiled graph in fp64"),
+    *(
+        (f"{PORTABLE}/backward.py", f"{CAST}    block, head = schedule({of}", f"    block, head = schedule({of}", why)
+        for of, why in (
+            ("tl.program_id(0), blocks, B * HK,", "dk and dv of a compiled graph in fp64"),
+            ("tl.program_id(0), blocks, B * H,", "dq of a compiled graph in fp64"),
+        )
     ),
     ("ops/losses/cross_entropy.py", "(z - lse) - lse_rest", "z - lse", "the gradient takes lse as one rounded number"),
     (

@@ -70,7 +70,7 @@ class Mutant(NamedTuple):
 RUNTIME = ("autograd", "blocks", "checks", "launcher", "layout", "registry", "support")
 # file -> the -k of pytest that selects the tests which must catch the bugs in the file
 TESTS = {
-    **{f"runtime/{file}.py": "test_ops or test_tiles" for file in RUNTIME},
+    **{f"runtime/{file}.py": "test_ops or test_tiles or compiled_graph" for file in RUNTIME},
     "runtime/tiles.py": "test_ops or test_tiles",
     "ops/rms_norm.py": "rms_norm or norms",
     "ops/layer_norm.py": "layer_norm or norms",
@@ -86,7 +86,8 @@ TESTS = {
     "ops/losses/dw_sum/__init__.py": "test_chunked_loss",
     "ops/losses/dw_sum/portable.py": "test_chunked_loss",
     **{file: "attention or compiled_graph" for file, *_ in ATTENTION},
-    "ops/attention/portable/bias.py": "attention and (bias or parts or position)",
+    "ops/attention/choice.py": "attention",
+    "ops/attention/portable/bias.py": "attention and (bias or parts or position) or compiled_graph",
     "ops/attention/tiles.py": "attention_programs",
     "ops/attention/hopper/buffers.py": "descriptors or products_take",
     "ops/attention/hopper/products.py": "parts_in_registers",

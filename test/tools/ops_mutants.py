@@ -65,7 +65,7 @@ OPS = [
     ("ops/layer_norm.py", "db += dy\n", "db += dy * xhat\n", "db is dw"),
     ("ops/layer_norm.py", "(2 if HAS_DB else 1)", "1", "programs overwrite each other's db"),
     ("ops/rope.py", "x1 * cos - x2 * sin", "x1 * cos + x2 * sin", "rotates the other way"),
-    ("ops/rope.py", "sin *= sign", "pass", "the backward rotates forward"),
+    ("ops/rope.py", "sin *= tl.cast(sign, tl.float32)", "pass", "the backward rotates forward"),
     ("ops/rope.py", '"COS_STEP": 2 if', '"COS_STEP": 1 if', "repeated cosines read as halves"),
     (
         "ops/rope.py",

@@ -219,7 +219,10 @@ def _grad_to_add_to(ctx: Any, weight: Tensor) -> Tensor | None:
     if not ctx.accumulate_grad or not ctx.needs_input_grad[1] or torch.compiler.is_compiling() or not weight.is_leaf:
         return None
     grad = weight.grad
-    return grad if grad is not None and grad.is_contiguous() else None
+    if grad is None or not grad.is_contiguous():
+        return None
+    torch.autograd.graph.increment_version(grad)  # kernels change no version
+    return grad
 
 
 def _scaled(ctx: Any, dloss: Tensor) -> tuple[Tensor | None, ...]:
@@ -325,7 +328,6 @@ def _checked_outputs(outputs: Any) -> tuple[str, ...]:
     return tuple(outputs)
 
 
-@refuses_dtensors("liger_like.parallel.vocab_parallel_cross_entropy")
 def _is_small(target: Tensor) -> bool:
     """Return True in a compiled graph with so few tokens that Inductor's kernels need less host time and memory.
 
@@ -333,11 +335,12 @@ def _is_small(target: Tensor) -> bool:
     """
     if not torch.compiler.is_compiling():
         return False
-    from torch.fx.experimental.symbolic_shapes import statically_known_true  # this import takes a third of a second
+    from torch.fx.experimental.symbolic_shapes import has_static_value  # this import takes a third of a second
 
-    return statically_known_true(target.numel() <= FEW_TOKENS)  # type: ignore[no-any-return]
+    return has_static_value(target.numel()) and target.numel() <= FEW_TOKENS
 
 
+@refuses_dtensors("liger_like.parallel.vocab_parallel_cross_entropy")
 def fused_linear_cross_entropy(
     x: Tensor,
     weight: Tensor,
@@ -380,8 +383,8 @@ def fused_linear_cross_entropy(
     ``liger_like.parallel.vocab_parallel_cross_entropy``.
 
     Under autocast the operands are cast to its dtype. The kernel takes bf16, fp16 and fp32; other dtypes and devices
-    run the plain-torch reference, which materialises all logits. So does a graph of torch.compile with at most 1024
-    tokens, a number that is no symbol, and ``chunk_rows`` of None: Inductor's kernels then take less host time.
+    run the plain-torch reference, which materialises all logits. So does a compiled graph of at most 1024 tokens, no
+    symbol, without ``chunk_rows``: NaN in an ignored row and labels outside [0, V) act there as in torch's loss.
 
     Raises TypeError or ValueError for invalid arguments (all operands share a dtype), ValueError also for a label
     outside [0, V): at once on the CPU, in the next call on a GPU.
@@ -405,7 +408,7 @@ def fused_linear_cross_entropy(
     num_items = checked_num_items(num_items, reduction)
     check_target(target, x, x.shape[:-1])
     check_class_weight("class_weight", class_weight, x, shard.words or weight.shape[0])
-    if not use_kernel(x) or (chunk_rows is None and _is_small(target)):
+    if not use_kernel(x) or (chunk_rows is None and not shard and _is_small(target)):
         others = {"reduction": reduction, "class_weight": class_weight, "num_items": num_items, "lora": lora}
         others |= {"outputs": outputs, "shard": shard, **options._asdict()}
         return fused_linear_cross_entropy_ref(x, weight.to(x.dtype), target, bias, **others)
