@@ -23,6 +23,7 @@ BY_NAME = {spec.name: spec for spec in SPECS}
 # op: one of its kernels
 LAUNCHED = {"rope": "_rope", "qk_norm_rope": "_qk_norm_rope_bwd", "flash_attention": "_attention_dq"}
 TOOL = Path(__file__).parents[1] / "tools" / "inlined_kernels.py"
+on_rows = pytest.mark.parametrize("name", ["rms_norm", "add_rms_norm", "layer_norm", "swiglu", "geglu"])
 
 
 def graphs_of(call):
@@ -39,13 +40,24 @@ def graphs_of(call):
     return graphs
 
 
-@pytest.mark.parametrize("name", ["rms_norm", "add_rms_norm", "layer_norm", "swiglu", "geglu"])
+@on_rows
 def test_norms_and_gated_units_are_plain_torch(name, device):
     spec = BY_NAME[name]
-    inputs = spec.inputs(torch.float32, device, **spec.test_shapes[0])
+    inputs = spec.inputs(torch.float32, device, **{**spec.test_shapes[0], "lead": (4, 3)})
     graphs = graphs_of(lambda backend: run(torch.compile(spec.fn, backend=backend, fullgraph=True), inputs, {}))
     assert len(graphs) == 2
     assert not [node for graph in graphs for node in graph.nodes if "liger_like" in str(node.target)]
+
+
+@on_rows
+def test_results_are_contiguous_in_a_graph_too(name, device):
+    spec = BY_NAME[name]
+    inputs = spec.inputs(torch.float32, device, **{**spec.test_shapes[0], "lead": (4, 3)})
+    turned = {name: t.transpose(0, 1) if t.dim() == 3 else t for name, t in inputs.items()}
+    for call in (spec.fn, torch.compile(spec.fn, backend="aot_eager", fullgraph=True)):
+        outputs = call(**turned)
+        for output in outputs if isinstance(outputs, tuple) else (outputs,):
+            assert output.is_contiguous()
 
 
 def test_strict_export_of_glu_linear(device):

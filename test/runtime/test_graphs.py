@@ -236,6 +236,17 @@ def test_a_parameter_without_a_gradient_keeps_its_value(device):
     assert model.unused not in step.optimizer.state
 
 
+def test_micro_batches_in_another_dtype(device):
+    model = Mean(device)
+    step = GraphedStep(model, torch.optim.SGD(model.parameters(), lr=0.1))
+    for dtype in (torch.float32, torch.float64):
+        model.to(dtype)
+        x = torch.randn(3, 4, device=device, dtype=dtype)
+        step.accumulate(x)
+        assert step._grads[model.first.weight].dtype == dtype
+        step(x)
+
+
 def test_autocast_ends_before_the_backward(device):
     model, seen = Mean(device), []
     model.first.weight.register_hook(lambda grad: seen.append(torch.is_autocast_enabled(device)))
