@@ -30,7 +30,7 @@ def rms_norm_ref(
 ) -> Tensor:
     """Compute ``rms_norm`` in plain torch; this defines the op."""
     acc = torch.promote_types(x.dtype, torch.float32)
-    x = x.contiguous()  # as the kernel's result
+    x = x.contiguous()  # so that the result is contiguous, as the kernel's is
     h = x if casting_mode == "none" else x.to(acc)
     # "none" rounds each step to x.dtype; within a step a GPU computes in fp32
     variance = h.square().mean(-1, keepdim=True, dtype=acc).to(h.dtype) + eps

@@ -383,8 +383,8 @@ def fused_linear_cross_entropy(
     ``liger_like.parallel.vocab_parallel_cross_entropy``.
 
     Under autocast the operands are cast to its dtype. The kernel takes bf16, fp16 and fp32; other dtypes and devices
-    run the plain-torch reference, which materialises all logits. So does a compiled graph of at most 1024 tokens, no
-    symbol, without ``chunk_rows``: NaN in an ignored row and labels outside [0, V) act there as in torch's loss.
+    run the plain-torch reference, which materialises all logits. So does a graph of torch.compile for a fixed number of
+    tokens, at most 1024, without ``chunk_rows``.
 
     Raises TypeError or ValueError for invalid arguments (all operands share a dtype), ValueError also for a label
     outside [0, V): at once on the CPU, in the next call on a GPU.
