@@ -65,7 +65,6 @@ class GraphedStep:
         _check_optimizer(optimizer, self.device)
         if self.device.type == "cuda":
             self._stream: Any = torch.cuda.Stream(self.device)  # type: ignore[no-untyped-call]
-            self._pool = torch.cuda.graph_pool_handle()
         self._rates: dict[int, Tensor] = {}  # learning rates by group
         self._grads: dict[Tensor, Tensor] = {}  # accumulated gradients by parameter
         self._touched: dict[Any, dict[Tensor, None]] = {}  # by kind: parameters that get a gradient
@@ -167,11 +166,13 @@ class GraphedStep:
         _check_graphs(self.model)
         args, kwargs = tree_map_only(Tensor, torch.clone, (args, kwargs))
         graph = torch.cuda.CUDAGraph()
+        # a pool without a graph, since a capture failed or was not kept, cannot be used again
+        pool = next((captured.graph.pool() for captured in self._captured.values()), None)
         try:
             with (
                 torch.cuda.stream(torch.cuda.current_stream()),  # torch.cuda.graph restores it only after a success
                 # "thread_local": a thread that pins batches may call CUDA meanwhile
-                torch.cuda.graph(graph, self._pool, self._stream, capture_error_mode="thread_local"),
+                torch.cuda.graph(graph, pool, self._stream, capture_error_mode="thread_local"),
                 _waiting_raises(),
             ):
                 results = work(*args, **kwargs)
