@@ -282,6 +282,26 @@ ATTENTION = [
     (BACKWARD, "p = tl.where(mask[None, :], p, 0.0)", "pass", "hidden keys are 0 times infinity in dq"),
     (
         BACKWARD,
+        "HAS_LEFT or HAS_END or mask_ptr is not None or cu_k_ptr is not None",
+        "HAS_LEFT or HAS_END or cu_k_ptr is not None",
+        "dk and dv do not hide keys if nothing else is masked",
+    ),
+    (
+        BACKWARD,
+        "HAS_LEFT or HAS_END or mask_ptr is not None or cu_k_ptr is not None",
+        "HAS_LEFT or HAS_END or mask_ptr is not None",
+        "queries of the next packed sequence are not masked",
+    ),
+    (BACKWARD, "end // BLOCK_N * BLOCK_N", "tl.cdiv(end, BLOCK_N) * BLOCK_N", "keys past the end count for dq"),
+    (BACKWARD, "edge = not MASKED or (", "edge = MASKED and (", "keys past the end count for dq, in the last block"),
+    (
+        PARTS,
+        "(scale * LOG2E) - row_max * LOG2E)",
+        "(scale * LOG2E) - row_max)",
+        "p of the backward is not in base 2",
+    ),
+    (
+        BACKWARD,
         "tl.load(mask_ptr + b * SK + keys",
         "tl.load(mask_ptr + keys",
         "dk and dv of every batch hide the keys of the first",

@@ -48,7 +48,7 @@ def _add_queries(
     state, k, v, m, edge, q_ptr, dout_ptr, stats_ptr, count, bias_ptr, STRIDE_Q, STRIDE_D, stride_bs, stride_bk,
     keys, seen_keys, spans, shift, length_q, length_k, left, right, scale, SOFTCAP: tl.constexpr,
     HAS_LEFT: tl.constexpr, HAS_RIGHT: tl.constexpr, D: tl.constexpr, DV: tl.constexpr, SPLIT_LSE: tl.constexpr,
-    PACKED: tl.constexpr, BLOCK_M: tl.constexpr,
+    PACKED: tl.constexpr, START: tl.constexpr, BLOCK_M: tl.constexpr,
 ):  # fmt: skip
     """Add what the block of queries at ``m`` gives to dk and dv."""
     dk, dv = state
@@ -63,7 +63,7 @@ def _add_queries(
     if bias_ptr is not None:
         bias = load_bias(bias_ptr, queries[None, :], keys[:, None], stride_bs, stride_bk, length_q, length_k)
     log_sum = log_sum if log_sum is None else log_sum[None, :]
-    p, slopes = probabilities(k, q, bias, row_max[None, :], log_sum, scale, SOFTCAP)
+    p, slopes = probabilities(k, q, bias, row_max[None, :], log_sum, scale, SOFTCAP, START)
     if edge:
         seen = visible(queries[None, :], keys[:, None], shift, length_k, left, right, HAS_LEFT, HAS_RIGHT)
         seen = within(seen, spans, queries[None, :])
@@ -94,7 +94,10 @@ def _attention_dkv_kernel(
     scale = tl.cast(scale, tl.float32)  # Inductor passes floats in fp64
     block, head = schedule(tl.program_id(0), blocks, B * HK, heads_together)
     b, hk = head // HK, (head % HK).to(tl.int64)
-    if HAS_RIGHT or spans_ptr is not None:
+    HAS_END: tl.constexpr = HAS_RIGHT or spans_ptr is not None
+    # without masks, p of queries past the last one is 0, since their lse is infinite
+    MASKED: tl.constexpr = HAS_LEFT or HAS_END or mask_ptr is not None or cu_k_ptr is not None
+    if HAS_END:
         block = blocks - 1 - block  # under a causal mask, which spans may be, the first keys are seen most
     index, row, start_k, length_k, start_q, length_q = find_rows(
         b, block, cu_k_ptr, cu_q_ptr, count, SK, S, BLOCK_N, 1, SEQUENCES
@@ -130,11 +133,11 @@ def _attention_dkv_kernel(
         stats_head = stats_ptr + (b * H + h) * PADDED + start_q
         bias_head = bias_ptr if bias_ptr is None else bias_ptr + b * stride_bb + h * stride_bh
         for m in tl.range(start, end, BLOCK_M):
-            edge = unseen | (m < inner_start) | (m + BLOCK_M > inner_end)
+            edge = MASKED and (unseen | (m < inner_start) | (m + BLOCK_M > inner_end))
             state = _add_queries(
                 state, k, v, m, edge, q_head, dout_head, stats_head, count_stats, bias_head, STRIDE_Q, STRIDE_D,
                 stride_bs, stride_bk, keys, seen_keys, spans, shift, length_q, length_k, left, right, scale, SOFTCAP,
-                HAS_LEFT, HAS_RIGHT, D, DV, SPLIT_LSE, cu_k_ptr is not None, BLOCK_M,
+                HAS_LEFT, HAS_RIGHT, D, DV, SPLIT_LSE, cu_k_ptr is not None, MASKED and D > 96, BLOCK_M,
             )  # fmt: skip
     dk, dv = state
     b += tl.program_id(1).to(tl.int64) * B  # the parts of a split group stand one behind the other
@@ -161,7 +164,7 @@ def _add_keys(
     if bias_ptr is not None:
         bias = load_bias(bias_ptr, queries[:, None], keys[None, :], stride_bs, stride_bk, length_q, length_k)
     log_sum = log_sum if log_sum is None else log_sum[:, None]
-    p, slopes = probabilities(q, k, bias, row_max[:, None], log_sum, scale, SOFTCAP)
+    p, slopes = probabilities(q, k, bias, row_max[:, None], log_sum, scale, SOFTCAP, D > 128)
     if mask_ptr is not None:
         p = tl.where(mask[None, :], p, 0.0)
     if edge:
@@ -212,8 +215,18 @@ def _attention_dq_kernel(
         row + shift, last + shift, left, right, bounds, length_k, 0, 1, HAS_LEFT, HAS_RIGHT, BLOCK_N
     )
     dq = zero_parts(BLOCK_M, D)
-    for n in tl.range(start, end, BLOCK_N):
-        edge = (n < inner_start) | (n + BLOCK_N > inner_end)
+    MASKED: tl.constexpr = HAS_LEFT or HAS_RIGHT or spans_ptr is not None or mask_ptr is not None
+    if not MASKED:  # only a block at the end of the keys is cut
+        whole = end // BLOCK_N * BLOCK_N
+        for n in tl.range(start, whole, BLOCK_N):
+            dq = _add_keys(
+                dq, q, dout, n, False, k_ptr, v_ptr, bias_ptr, mask_ptr, STRIDE_K, STRIDE_V, stride_bs, stride_bk,
+                queries, row_max, log_sum, delta, spans, shift, length_q, length_k, left, right, scale, SOFTCAP,
+                HAS_LEFT, HAS_RIGHT, D, DV, BLOCK_N,
+            )  # fmt: skip
+        start = whole
+    for n in tl.range(start, end, BLOCK_N, num_stages=None if MASKED else 1):
+        edge = not MASKED or ((n < inner_start) | (n + BLOCK_N > inner_end))
         dq = _add_keys(
             dq, q, dout, n, edge, k_ptr, v_ptr, bias_ptr, mask_ptr, STRIDE_K, STRIDE_V, stride_bs, stride_bk, queries,
             row_max, log_sum, delta, spans, shift, length_q, length_k, left, right, scale, SOFTCAP, HAS_LEFT, HAS_RIGHT,

@@ -61,7 +61,7 @@ def _attention_dbias_kernel(
         row_max, delta = tl.load(row_ptrs), tl.load(row_ptrs + count)
         log_sum = load_log_sum(row_ptrs, count, SPLIT_LSE)
         log_sum = log_sum if log_sum is None else log_sum[:, None]
-        p, _ = probabilities(q, k, bias, row_max[:, None], log_sum, scale, SOFTCAP)
+        p, _ = probabilities(q, k, bias, row_max[:, None], log_sum, scale, SOFTCAP, False)
         total += tl.where(seen, p, 0.0) * less_delta(dout, v, delta[:, None])
     rows, cols = own_m * BLOCK_M + tl.arange(0, BLOCK_M), own_n * BLOCK_N + tl.arange(0, BLOCK_N)
     rows_b, cols_b = S if EACH_S else 1, SK if EACH_K else 1

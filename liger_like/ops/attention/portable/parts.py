@@ -126,20 +126,21 @@ def load_log_sum(ptrs, count, SPLIT_LSE: tl.constexpr):
 
 
 @triton.jit
-def probabilities(a, b, bias, row_max, log_sum, scale, SOFTCAP: tl.constexpr):
+def probabilities(a, b, bias, row_max, log_sum, scale, SOFTCAP: tl.constexpr, START: tl.constexpr):
     """Compute p from the products of ``a`` and ``b``, and the slopes of the scores.
 
     ``row_max`` broadcasts: the lse of each query, or with ``log_sum`` its greatest score. ``log_sum``: the log2 of its
-    sum.
+    sum. START: the products start at -``row_max`` where they can, which saves registers, but waits for its load.
     """
     ROWS: tl.constexpr = a[0].shape[0]
     COLS: tl.constexpr = b[0].shape[0]
     EXACT: tl.constexpr = a[0].dtype == tl.float32
-    if SOFTCAP is None and bias is None and not EXACT:
-        # the products start at what is to be subtracted: no register keeps that for later. In fp32 each of them would
-        # be rounded to what that is
+    PLAIN: tl.constexpr = SOFTCAP is None and bias is None and not EXACT  # in fp32 each product would be rounded
+    if START and PLAIN:
         start = tl.broadcast_to(row_max * (-1.0 / scale), (ROWS, COLS))
         return tl.exp2(contract(a, b, start) * (scale * LOG2E)), 1.0
+    elif PLAIN:
+        return tl.exp2(contract(a, b) * (scale * LOG2E) - row_max * LOG2E), 1.0
     else:
         s, slopes = scores(contract(a, b), bias, scale, SOFTCAP, EXACT)
         exponents = (s - row_max) * LOG2E
