@@ -81,7 +81,6 @@ ONLY = {
     dw_sum_hopper._add_products_hopper_kernel: ("sm_90",),
     hopper_forward._attention_fwd_hopper_kernel: ("sm_90",),
     hopper_backward._attention_bwd_hopper_kernel: ("sm_90",),
-    hopper_backward._scale_kernel: ("sm_90",),
     hopper_backward_256._attention_dkv_hopper_kernel: ("sm_90",),
     hopper_backward_256._attention_dq_hopper_kernel: ("sm_90",),
 }
