@@ -62,14 +62,20 @@ class Norm(Recogniser):
     def methods(self, cls: type[Any], variant: str) -> dict[str, Any]:
         """Return the forward, which calls the kernel of the pattern."""
         pattern, part = match(cls.forward, cls, self.patterns)
-        weight, bias, eps = (part.get(role, "_") for role in (*VECTORS, "eps"))
+        weight, bias, eps = (part.get(role) for role in (*VECTORS, "eps"))
         kernel, names = self.kernels[pattern], [*inspect.signature(cls.forward).parameters][1:]
         more = [part[role] for role in ("size",) if role in part]
 
         def forward(self: nn.Module, *args: Tensor, **kwargs: Tensor) -> Tensor:
-            inputs = *args, *(kwargs.get(name) for name in names[len(args) :])
-            own = getattr(self, weight, None), getattr(self, bias, None), getattr(self, eps, 0.0)
-            return kernel(*inputs, *own, *(getattr(self, name) for name in more))
+            if len(args) < len(names):
+                args = *args, *(kwargs.get(name) for name in names[len(args) :])
+            # a module takes microseconds to say that it lacks an attribute
+            own = (
+                None if weight is None else getattr(self, weight, None),
+                None if bias is None else getattr(self, bias, None),
+                0.0 if eps is None else getattr(self, eps, 0.0),
+            )
+            return kernel(*args, *own, *(getattr(self, name) for name in more))
 
         return {"forward": forward}
 

@@ -122,6 +122,7 @@ def results(monkeypatch, tmp_path):
 @pytest.fixture
 def launched(monkeypatch):
     """Names of the kernels that are launched, and their grids."""
+    from liger_like.ops.attention import sums
     from liger_like.ops.attention.hopper import backward as hopper_backward
     from liger_like.ops.attention.hopper import backward_256 as hopper_backward_256
     from liger_like.ops.attention.hopper import forward as hopper_forward
@@ -139,6 +140,7 @@ def launched(monkeypatch):
         hopper_backward_256,
         portable_bias,
         portable_delta,
+        sums,
     ):
 
         def launch(kernel, grid, *args, true=module.launch, **options):

@@ -47,16 +47,20 @@ def _glu_linear_fwd(gate: Tensor, up: Tensor | None, weight: Tensor, bias: Tenso
 
 
 class _GLULinear(torch.autograd.Function):
-    """Autograd node that saves the operands of linear(act(gate) * up) and returns an empty tensor of its shape.
+    """Autograd node that saves the operands of linear(act(gate) * up) and returns it, or an empty tensor of its shape.
 
-    ``_GLULinearValues`` runs afterwards and computes the values. A checkpoint's recomputation stops once all saved
-    tensors are restored, so it skips the product and act(gate) * up.
+    The latter is for a checkpoint: ``_GLULinearValues`` runs afterwards and computes the values. A recomputation stops
+    once all saved tensors are restored, so it skips the product and act(gate) * up.
     """
 
     @staticmethod
-    def forward(ctx: Any, gate: Tensor, up: Tensor | None, weight: Tensor, bias: Tensor | None, act: str) -> Tensor:
+    def forward(
+        ctx: Any, gate: Tensor, up: Tensor | None, weight: Tensor, bias: Tensor | None, act: str, values: bool
+    ) -> Tensor:
         ctx.save_for_backward(gate, up, weight)
         ctx.act = act
+        if values:
+            return _glu_linear_fwd(gate, up, weight, bias, act)
         return gate.new_empty(()).expand(*gate.shape[:-1], weight.shape[0])
 
     @staticmethod
@@ -69,7 +73,7 @@ class _GLULinear(torch.autograd.Function):
         rows = dout.reshape(-1, weight.shape[0])
         dweight = torch.mm(rows.t(), y.view(-1, weight.shape[1]))
         dbias = rows.sum(0) if needs[3] else None
-        return dgate if needs[0] else None, dup if needs[1] else None, dweight, dbias, None
+        return dgate if needs[0] else None, dup if needs[1] else None, dweight, dbias, None, None
 
 
 class _GLULinearValues(torch.autograd.Function):
@@ -100,7 +104,9 @@ def glu_linear(act: str, linear: Callable[[Tensor], Tensor], gate: Tensor, up: T
         return linear(GLUS[act](gate, up))
     check_halves(gate, up)
     operands = gate, up, linear.weight, linear.bias
-    kept = apply(_GLULinear, *operands, act)
+    if torch._C._autograd._top_saved_tensors_default_hooks(True) is None:  # no checkpoint records or recomputes
+        return apply(_GLULinear, *operands, act, True)
+    kept = apply(_GLULinear, *operands, act, False)
     return apply(_GLULinearValues, kept, *(None if t is None else t.detach() for t in operands), act)
 
 

@@ -152,7 +152,7 @@ def _layer_norm_bwd_kernel(
 
 
 def _fwd_outputs(x: Tensor, weight: Tensor | None, bias: Tensor | None, eps: float) -> tuple[Tensor, Tensor, Tensor]:
-    mean = x.new_empty(x.shape[:-1], dtype=torch.float32)
+    mean = torch.empty(x.shape[:-1], dtype=torch.float32, device=x.device)
     return torch.empty_like(x, memory_format=torch.contiguous_format), mean, torch.empty_like(mean)
 
 
@@ -189,7 +189,7 @@ def _bwd_outputs(
     if not parameters:
         return dx, x.new_empty(0)
     dtype = torch.promote_types(parameters[0].dtype, parameters[-1].dtype)
-    return dx, x.new_empty((1 if bias is None else 2, x.shape[-1]), dtype=dtype)
+    return dx, torch.empty((1 if bias is None else 2, x.shape[-1]), dtype=dtype, device=x.device)
 
 
 @op(

@@ -180,7 +180,7 @@ def _norm_grads(
 ) -> tuple[Tensor, Tensor, Tensor]:
     dq, dk = (empty_dense_like(t) if args[-1][0] else t.new_empty(0) for t in (q, k))
     dtype = torch.promote_types(q_weight.dtype, k_weight.dtype)
-    return dq, dk, q_weight.new_empty((2, q.shape[-1]), dtype=dtype)
+    return dq, dk, torch.empty((2, q.shape[-1]), dtype=dtype, device=q_weight.device)
 
 
 @op(

@@ -209,7 +209,7 @@ def _launch_fwd(
 def _fwd_outputs(
     x: Tensor, weight: Tensor | None, eps: float, offset: float, casting_mode: str
 ) -> tuple[Tensor, Tensor]:
-    return _like(x, weight, casting_mode), x.new_empty(x.shape[:-1], dtype=torch.float32)
+    return _like(x, weight, casting_mode), torch.empty(x.shape[:-1], dtype=torch.float32, device=x.device)
 
 
 @op(
@@ -228,7 +228,7 @@ def _add_fwd_outputs(
     x: Tensor, residual: Tensor, weight: Tensor | None, eps: float, offset: float, casting_mode: str
 ) -> tuple[Tensor, Tensor, Tensor]:
     s = _like(x, residual, casting_mode="none")
-    return _like(s, weight, casting_mode), s, x.new_empty(x.shape[:-1], dtype=torch.float32)
+    return _like(s, weight, casting_mode), s, torch.empty(x.shape[:-1], dtype=torch.float32, device=x.device)
 
 
 @op(

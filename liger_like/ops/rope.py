@@ -320,25 +320,23 @@ def check(
     require_choice("unsqueeze_dim", require_integer("unsqueeze_dim", unsqueeze_dim), (1, 2))
     for name, tensor in (("q", q), ("k", k), ("cos", cos), ("sin", sin)):
         require(name, tensor, like=q)
-    if q.dim() != 4:
-        raise ValueError(f"q must have 4 dimensions, got shape {list(q.shape)}")
+    q_shape, k_shape, cos_shape = q.shape, k.shape, cos.shape
+    if len(q_shape) != 4:
+        raise ValueError(f"q must have 4 dimensions, got shape {list(q_shape)}")
     heads, tokens = (1, 2) if unsqueeze_dim == 1 else (2, 1)
-    expected = list(q.shape)
-    if k.dim() == 4:
-        expected[heads] = k.shape[heads]
-    if list(k.shape) != expected:
-        raise ValueError(f"k must have the shape of q but for the heads, {expected}, got {list(k.shape)}")
-    if cos.shape != sin.shape:
-        raise ValueError(f"sin must have the shape of cos, {list(cos.shape)}, got {list(sin.shape)}")
-    batch, width = q.shape[0], cos.shape[-1]
-    if (
-        cos.dim() not in (2, 3)
-        or cos.shape[-2] != q.shape[tokens]
-        or (cos.dim() == 3 and cos.shape[0] not in (1, batch))
-    ):
-        rows, batches = q.shape[tokens], "1" if batch == 1 else f"1 or {batch}"
-        raise ValueError(f"cos must be [{rows}, C] or [{batches}, {rows}, C], got {list(cos.shape)}")
-    rotary, D = 2 * width if cos_layout == "half" else width, q.shape[-1]
+    expected = list(q_shape)
+    if len(k_shape) == 4:
+        expected[heads] = k_shape[heads]
+    if list(k_shape) != expected:
+        raise ValueError(f"k must have the shape of q but for the heads, {expected}, got {list(k_shape)}")
+    if cos_shape != sin.shape:
+        raise ValueError(f"sin must have the shape of cos, {list(cos_shape)}, got {list(sin.shape)}")
+    batch, rows, width = q_shape[0], q_shape[tokens], cos_shape[-1]
+    batched = len(cos_shape) == 3
+    if not (batched or len(cos_shape) == 2) or cos_shape[-2] != rows or (batched and cos_shape[0] not in (1, batch)):
+        batches = "1" if batch == 1 else f"1 or {batch}"
+        raise ValueError(f"cos must be [{rows}, C] or [{batches}, {rows}, C], got {list(cos_shape)}")
+    rotary, D = 2 * width if cos_layout == "half" else width, q_shape[-1]
     if rotary % 2 or rotary > D:
         raise ValueError(f"cos gives a rotary width of {rotary}; it must be even and at most D = {D}")
     if rotary_dim is not None and require_integer("rotary_dim", rotary_dim) != rotary:

@@ -1,7 +1,13 @@
 """Triton functions that several kernels share: blocks of rows, sums and roundings."""
 
+import functools
+
 import triton
 import triton.language as tl
+
+
+# Triton's own function takes microseconds at each call
+block_of = functools.cache(triton.next_power_of_2)
 
 
 @triton.jit

@@ -16,12 +16,13 @@ def require(name: str, value: Tensor, *, like: Tensor | None = None, shape: tupl
         raise TypeError(f"{name} must be a tensor, got {type(value).__name__}")
     if not value.is_floating_point():
         raise TypeError(f"{name} must be floating point, got {value.dtype}")
-    if value.dim() == 0 or value.shape[-1] == 0:
-        raise ValueError(f"{name} must have a last dimension of at least 1, got shape {list(value.shape)}")
-    if like is not None and value.device != like.device:
+    sizes = value.shape
+    if not sizes or sizes[-1] == 0:
+        raise ValueError(f"{name} must have a last dimension of at least 1, got shape {list(sizes)}")
+    if like is not None and like is not value and value.device != like.device:
         raise ValueError(f"{name} must be on {like.device}, got {value.device}")
-    if shape is not None and value.shape != shape:
-        raise ValueError(f"{name} must have shape {list(shape)}, got {list(value.shape)}")
+    if shape is not None and sizes != shape:
+        raise ValueError(f"{name} must have shape {list(shape)}, got {list(sizes)}")
 
 
 def require_type(name: str, value: object, kind: type) -> None:
@@ -32,6 +33,8 @@ def require_type(name: str, value: object, kind: type) -> None:
 
 def require_choice(name: str, value: object, choices: tuple[object, ...]) -> None:
     """Raise unless ``value`` is one of ``choices``, and of its type: True is not 1."""
+    if type(value) is str and value in choices:
+        return
     alike = (c for c in choices if isinstance(value, type(c)) and isinstance(value, bool) == isinstance(c, bool))
     if not any(value == choice for choice in alike):
         raise ValueError(f"{name} must be one of {', '.join(map(repr, choices))}, got {value!r}")

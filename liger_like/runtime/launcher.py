@@ -62,37 +62,39 @@ def launch(
     if is_inlined(tensors[0]):
         wrap_triton(kernel)[grid](*descriptors, *tensors, *sizes, *floats, **options)
         return
-    options = OPTIONS | options
     sizes, floats = (*map(int, sizes),), (*map(float, floats),)
+    values = options.values()
+    device = tensors[0].get_device()  # type: ignore[union-attr]
     # with types: 1, 1.0 and True are equal, but not to a kernel
-    key, pointers, bits = [id(kernel), *options, *options.values(), *map(type, options.values())], [], 0
+    key = [device, id(kernel), *OPTIONS.values(), *options, *values, *map(type, values)]
+    pointers, bits = [], 0
     for tensor in tensors:
-        pointer = dtype = None
-        if tensor is not None:
-            pointer, dtype = tensor.data_ptr(), tensor.dtype
+        if tensor is None:
+            pointers.append(None)
+            key.append(None)
+        else:
+            pointer = tensor.data_ptr()
             bits |= pointer
-        pointers.append(pointer)
-        key.append(dtype)
+            pointers.append(pointer)
+            key.append(tensor.dtype)
     for descriptor in descriptors:
         key += descriptor.base.dtype, *descriptor.block_shape
-    for size in sizes:
-        key.append(size if size < 2 else 16 | size & 15 | size >> 31 << 5)
-    given = *descriptors, *tensors, *sizes, *floats
-    hooked = _recorded is not None or _RUNTIME.launch_enter_hook.calls or _RUNTIME.launch_exit_hook.calls
-    if support.INTERPRET or not DIRECT or bits & 15 or hooked or kernel.pre_run_hooks:
-        start(kernel, grid, given, options)
-        if _recorded is not None:
-            _recorded.append((kernel, grid, options))
-        return
-    device = tensors[0].get_device()  # type: ignore[union-attr]
-    known = device, *key
-    found = _COMPILED.get(known)
+    key += [size if size < 2 else 16 | size & 15 | size >> 31 << 5 for size in sizes]
+    known = tuple(key)
+    hooked = _RUNTIME.launch_enter_hook.calls or _RUNTIME.launch_exit_hook.calls or kernel.pre_run_hooks
+    by_triton = bits & 15 or hooked or _recorded is not None or support.INTERPRET or not DIRECT
+    found = None if by_triton else _COMPILED.get(known)
     if found:
         run, function, metadata, constants = found
         stream = torch._C._cuda_getCurrentRawStream(device)
         grid += (1,) * (3 - len(grid))
         run(*grid, stream, function, metadata, None, None, None, *descriptors, *pointers, *sizes, *floats, *constants)
-    else:
-        compiled = start(kernel, grid, given, options)
+        return
+    options = OPTIONS | options
+    given = *descriptors, *tensors, *sizes, *floats
+    compiled = start(kernel, grid, given, options)
+    if _recorded is not None:
+        _recorded.append((kernel, grid, options))
+    if not by_triton:
         constants = [options[param.name] for param in kernel.params[len(given) :]]
         _COMPILED[known] = compiled.run, compiled.function, compiled.packed_metadata, constants

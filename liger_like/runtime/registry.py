@@ -14,7 +14,7 @@ from liger_like.runtime.fallback import NotCompiledError
 from liger_like.runtime.support import INTERPRET
 
 LIBRARY = torch.library.Library("liger_like", "DEF")
-_PLAIN = {Tensor, torch.nn.Parameter, int, float, str, bool, list, type(None)}
+_PLAIN = {Tensor, torch.nn.Parameter, int, float, str, bool, list, tuple, torch.dtype, type(None)}
 F = TypeVar("F", bound=Callable[..., Any])
 
 
@@ -63,7 +63,16 @@ def op(
 
         @functools.wraps(launch)
         def run(*args: Any) -> Any:
-            return dispatched(*args) if torch.compiler.is_compiling() or _heard(args) else on_device(*args)
+            if torch.compiler.is_compiling() or _heard(args):
+                return dispatched(*args)
+            x = args[0]
+            if x.is_cuda and x.get_device() != torch._C._cuda_getDevice():
+                return on_device(*args)
+            try:
+                return launch(*args)
+            except NotCompiledError as error:
+                error.fall_back()
+                return on_device(*args)
 
         return run
 
@@ -125,6 +134,8 @@ def _for_dtensors(handle: Callable[..., Any]) -> Callable[[F], F]:
     def decorate(function: F) -> F:
         @functools.wraps(function)
         def run(*args: Any, **kwargs: Any) -> Any:
+            if not torch.compiler.is_compiling() and _PLAIN.issuperset(map(type, (*args, *kwargs.values()))):
+                return function(*args, **kwargs)
             kinds = {*map(type, args), *map(type, kwargs.values())}
             if any(kind.__name__ == "DTensor" for kind in kinds - _PLAIN):  # by name: torch 2.11 can compile that
                 return handle(function, args, kwargs)

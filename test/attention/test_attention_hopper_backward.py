@@ -16,7 +16,7 @@ from liger_like.runtime.support import architecture
 from liger_like.testing import assert_accurate, run
 from liger_like.testing.inputs import attention_inputs, attention_varlen_inputs
 
-AT_ONCE = {"_attention_bwd_hopper_kernel", "_scale_kernel"}
+AT_ONCE = {"_attention_bwd_hopper_kernel"}
 IN_TWO = {"_attention_dkv_hopper_kernel", "_attention_dq_hopper_kernel"}
 HOPPER = {(64, 64): AT_ONCE, (128, 128): AT_ONCE, (192, 128): IN_TWO, (256, 256): IN_TWO}
 PORTABLE = {"_attention_dkv_kernel", "_attention_dq_kernel"}

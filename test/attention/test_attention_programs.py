@@ -10,7 +10,7 @@ from test_attention import DTYPES, EVERYTHING, both_ways, check
 
 from liger_like import ops
 from liger_like.ops import attention
-from liger_like.ops.attention import attention_delta, tiles
+from liger_like.ops.attention import attention_delta, sums, tiles
 from liger_like.ops.attention import backward as attention_backward
 from liger_like.ops.attention import masking as masks
 from liger_like.ops.attention.hopper import buffers, products
@@ -39,13 +39,30 @@ def test_backward_of_a_frozen_part_launches_only_what_it_needs(launched, device)
     inputs = attention_inputs(torch.float32, device, **EVERYTHING)
     for trained, expected in (
         ({"q"}, {"_delta_kernel", "_attention_dq_kernel"}),
-        ({"k"}, {"_delta_kernel", "_attention_dkv_kernel"}),
+        ({"k"}, {"_delta_kernel", "_attention_dkv_kernel", "_round_sums_kernel"}),
         ({"bias"}, {"_delta_kernel", "_attention_dbias_kernel"}),
-        ({"q", "v"}, {"_delta_kernel", "_attention_dkv_kernel", "_attention_dq_kernel"}),
+        ({"q", "v"}, {"_delta_kernel", "_attention_dkv_kernel", "_round_sums_kernel", "_attention_dq_kernel"}),
     ):
         run(ops.flash_attention, {n: t.detach().requires_grad_(n in trained) for n, t in inputs.items()}, {})
         assert {name for name, _ in launched[1:]} == expected
         launched.clear()
+
+
+@pytest.mark.parametrize("missing", [(), ("dq",), ("dk",), ("dv",), ("dq", "dk")], ids=str)
+def test_sums_are_rounded_in_one_launch(missing, device, poisoned):
+    """dq is scaled, and the parts of dk and dv are summed; sizes are no multiples of a block, and nobody else's."""
+    sizes = {"dq": 2 * sums.BLOCK + 5, "dk": sums.BLOCK + 3, "dv": 3}
+    given = {"dq": (), "dk": (3,), "dv": (3,)}
+    parts = {name: torch.randn(*lead, sizes[name], device=device) for name, lead in given.items()}
+    outs = {n: None if n in missing else torch.full((size + 9,), 7.0, device=device) for n, size in sizes.items()}
+    views = {n: None if out is None else out[: sizes[n]] for n, out in outs.items()}
+    dq_sum = None if "dq" in missing else parts["dq"]
+    sums.round_sums(dq_sum, views["dq"], parts["dk"], parts["dv"], views["dk"], views["dv"], 3, 0.25)
+    expected = {"dq": parts["dq"] * 0.25, "dk": parts["dk"].sum(0), "dv": parts["dv"].sum(0)}
+    for name, out in outs.items():
+        if out is not None:
+            torch.testing.assert_close(out[: sizes[name]], expected[name])
+            assert (out[sizes[name] :] == 7.0).all()
 
 
 DECODES = {

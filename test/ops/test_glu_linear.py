@@ -116,6 +116,21 @@ def test_twice_and_in_a_checkpoint(device):
     torch.testing.assert_close(torch.autograd.grad(out.sum(), tensors), first)
 
 
+@pytest.mark.parametrize("checkpointed", [False, True])
+def test_a_checkpoint_does_not_compute_the_values_again(checkpointed, device, monkeypatch):
+    """Without one, a single node of autograd is enough."""
+    values, forward = [], glu_linear_module._glu_linear_fwd
+    monkeypatch.setattr(glu_linear_module, "_glu_linear_fwd", lambda *args: values.append(1) or forward(*args))
+    linear, tensors = layer(device), gates(device)
+    if checkpointed:
+        out = checkpoint(glu_linear, "silu", linear, *tensors, use_reentrant=False)
+    else:
+        out = glu_linear("silu", linear, *tensors)
+        assert out.grad_fn.name() == "_GLULinearBackward"
+    out.sum().backward()
+    assert values == [1]
+
+
 class Doubled(nn.Linear):
     def forward(self, x):
         return 2 * super().forward(x)

@@ -15,6 +15,7 @@ BIAS = "ops/attention/portable/bias.py"
 FORWARD = "ops/attention/portable/forward.py"
 PARTS = "ops/attention/portable/parts.py"
 SOFTMAX = "ops/attention/softmax.py"
+SUMS = "ops/attention/sums.py"
 TILES = "ops/attention/tiles.py"
 VISIBILITY = "ops/attention/visibility.py"
 
@@ -182,7 +183,10 @@ ATTENTION = [
     (OP_BACKWARD, "return -(-group // -(-group // splits))", "return splits", "an empty part of a group"),
     (OP_BACKWARD, "max(1, min(group, (2", "max(1, min(group, 1 + (2", "a part of a group more than fill the GPU"),
     (OP_BACKWARD, "(2 if uneven else 1) * num", "num", "uneven blocks have no further parts of a group"),
-    (OP_BACKWARD, "else x.sum(0).to(q.dtype)", "else x[0].to(q.dtype)", "dk and dv of the group's first heads only"),
+    (SUMS, "for i in range(0, splits):", "for i in range(0, 1):", "dk and dv of the group's first heads only"),
+    (SUMS, "NQ, 1, scale, BLOCK)", "NQ, 1, 1.0, BLOCK)", "the sum of dq is not scaled"),
+    (SUMS, "block - blocks_q, NK", "block, NK", "dk of other rows behind dq"),
+    (SUMS, "block - blocks_q - blocks_k, NV", "block - blocks_q, NV", "dv of other rows behind dk"),
     (BIAS, "tl.sum(total, 0)[None, :], 0.0)", "total, 0.0)", "a bias for all queries has the gradient of one"),
     (
         BIAS,

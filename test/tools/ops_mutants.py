@@ -99,6 +99,7 @@ OPS = [
     ("ops/glu.py", "2 * N if up is None else N", "N", "packed gradient written with the wrong stride"),
     ("ops/glu.py", "N, act * up, EVEN)\n\n\ndef", "N, act, EVEN)\n\n\ndef", "a linear layer's input lacks a factor"),
     ("ops/glu.py", "if up is None and needs[0]:", "if up is None:", "a packed gradient that nobody wants is written"),
+    ("ops/glu_linear.py", "_default_hooks(True) is None", "_default_hooks(True) != 0", "a checkpoint multiplies again"),
     ("ops/glu_linear.py", "nn.Linear or not unhooked(linear)", "nn.Linear", "hooks of a linear layer are passed by"),
     ("ops/glu_linear.py", "weight.dtype == x.dtype and not", "weight.dtype == x.dtype or not", "autocast is passed by"),
     (

@@ -15,6 +15,7 @@ from liger_like.ops.attention.flops import backward_flops
 from liger_like.ops.attention.masking import MASKING_SCHEMA, Masking
 from liger_like.ops.attention.portable import backward as portable
 from liger_like.ops.attention.portable.bias import attention_dbias
+from liger_like.ops.attention.sums import round_sums
 from liger_like.ops.attention.tiles import tile_for
 from liger_like.runtime.layout import dense
 from liger_like.runtime.registry import op
@@ -52,6 +53,13 @@ def _grads(
     return dq, dk, dv, q.new_empty(0) if bias is None or not needs_bias else bias.new_empty(bias.shape)
 
 
+def _empty(x: Tensor, parts: int = 1) -> Tensor:
+    """Return contiguous memory for the gradient of ``x``, or for its parts in fp32 if there are several."""
+    if parts == 1:
+        return torch.empty(x.shape, dtype=x.dtype, device=x.device)
+    return torch.empty((parts, *x.shape), dtype=torch.float32, device=x.device)
+
+
 @op(
     f"attention_bwd(Tensor dout, Tensor q, Tensor k, Tensor v, Tensor stats, Tensor? key_spans, {MASKING_SCHEMA},"
     " bool deterministic, bool[4] needs) -> (Tensor dq, Tensor dk, Tensor dv, Tensor dbias)",
@@ -66,32 +74,36 @@ def _attention_bwd(
     if not (q.numel() and k.numel()):
         empty = _grads(dout, q, k, v, stats, key_spans, options[0], needs)
         return tuple(t.zero_() for t in empty)  # type: ignore[return-value]
-    dq, dk, dv, dbias = (q.new_empty(0) for _ in needs)
     masking = Masking(*options)
     dout, q, k, v = map(dense, (dout, q, k, v))
     tensors = dout, q, k, v, stats
-    B, (SK, HK), group = q.shape[0], k.shape[1:3], q.shape[2] // k.shape[2]
+    dq = dk = dv = dbias = dq_sum = None
     wants_all = needs[0] and (needs[1] or needs[2]) and not deterministic
     at_once = wants_all and hopper_kernels(BACKWARD, masking, q, k, v, dout)
-    wide = hopper_kernels(BACKWARD_256, masking, q, k, v, dout)
+    hopper = at_once or hopper_kernels(BACKWARD_256, masking, q, k, v, dout)
+    apart = hopper or portable
     if needs[1] or needs[2]:
-        of_keys = masking._replace(spans=key_spans)
-        hopper = at_once or wide
+        of_keys = masking if key_spans is None else masking._replace(spans=key_spans)
         block_n = hopper.BLOCK_N if hopper else tile_for("dkv", q, v, masking).block_n
+        B, (SK, HK), group = q.shape[0], k.shape[1:3], q.shape[2] // k.shape[2]
         splits = _group_splits(masking.num_blocks(SK, block_n) * B * HK, group, masking.uneven, q.device)
-        dtype = q.dtype if splits == 1 else torch.float32
-        sums = [torch.empty((splits, *x.shape), dtype=dtype, device=x.device) for x in (k, v)]
+        parts = [_empty(x, splits) for x in (k, v)]
         if at_once:
-            dq = at_once.add_gradients(*tensors, of_keys, splits, *sums)
+            dq_sum, dq = at_once.add_gradients(*tensors, of_keys, splits, *parts), _empty(q)
         else:
-            (wide or portable).fill_dkv(*tensors, of_keys, splits, *sums)
-        whole = (x[0] if splits == 1 else x.sum(0).to(q.dtype) for x in sums)
-        dk, dv = (x if need else x.new_empty(0) for x, need in zip(whole, needs[1:3], strict=True))
+            apart.fill_dkv(*tensors, of_keys, splits, *parts)
+        if splits > 1:
+            dk, dv = (_empty(x) if need else None for x, need in ((k, needs[1]), (v, needs[2])))
+        if at_once or splits > 1:
+            round_sums(dq_sum, dq, *parts, dk, dv, splits, masking.scale)
+        if splits == 1:
+            dk, dv = parts
     if needs[0] and not at_once:
-        dq = (wide or portable).make_dq(*tensors, masking)
+        dq = apart.make_dq(*tensors, masking)
     if needs[3] and masking.bias is not None:
         dbias = attention_dbias(dout, q, k, v, stats, masking)
-    return dq, dk, dv, dbias
+    grads = zip((dq, dk, dv, dbias), needs, strict=True)
+    return tuple(grad if need and grad is not None else q.new_empty(0) for grad, need in grads)  # type: ignore[return-value]
 
 
 def attention_bwd(

@@ -3,6 +3,7 @@
 A module is imported at the first call that it accepts, since a Triton newer than the tested ones may fail to import it.
 """
 
+import functools
 from typing import Any
 
 import torch
@@ -27,6 +28,7 @@ SMALL = 2**34  # FLOPs of two products that take less time on a GPU than the hos
 NO_TMA = "a tensor is empty or expanded, or its rows do not start at multiples of 16 bytes, as TMA wants them to"
 
 
+@functools.cache
 def widths_of(D: int, Dv: int) -> tuple[int, int]:
     """Return the widths of the buffers for heads of D features with values of Dv; zeros if there are none.
 
@@ -53,16 +55,17 @@ def hopper_kernels(name: str, masking: Masking, q: Tensor, k: Tensor, v: Tensor,
 
     k has the width of q, the others that of v; all have the dtype and the device of q.
     """
-    without = masking.bias, masking.key_padding_mask, masking.offsets
+    if is_inlined(q):
+        return False
     widths = widths_of(q.shape[-1], v.shape[-1])
+    masked = masking.bias is not None or masking.key_padding_mask is not None or masking.offsets is not None
     return (
-        not is_inlined(q)
-        and (any(widths) or refused(f"{NO_WIDTHS} q {q.shape[-1]}, v {v.shape[-1]}"))
+        (any(widths) or refused(f"{NO_WIDTHS} q {q.shape[-1]}, v {v.shape[-1]}"))
         and widths in MODULES[name]
         and (not INTERPRET or refused("the attention kernels for Hopper are not interpreted"))
         and (architecture(q.device) == 9 or refused("the fastest attention kernels are for Hopper GPUs"))
         and (q.dtype in DTYPES or refused("the attention kernels for Hopper take bfloat16 and float16"))
-        and (all(t is None for t in without) or refused(NO_MASKS))
+        and (not masked or refused(NO_MASKS))
         and (all(map(_moved_by_tma, (q, k, v, *others))) or refused(NO_TMA))
         and (name not in BROKEN or refused(f"{name} {BROKEN[name]}"))
         and gluon_module(name)
@@ -74,7 +77,7 @@ def _moved_by_tma(x: Tensor) -> bool:
 
     The features must be dense, all other strides multiples of 16 bytes, and no dimension expanded.
     """
-    *strides, dense = x.stride()
-    each = 16 // x.element_size()
-    whole = x.numel() > 0 and dense == 1 and x.data_ptr() % 16 == 0
-    return whole and all(n > 0 and n % each == 0 for n in (*strides, x.shape[-1]))
+    stride_b, stride_s, stride_h, dense = x.stride()
+    steps = stride_b | stride_s | stride_h | x.shape[3]
+    whole = stride_b > 0 and stride_s > 0 and stride_h > 0 and dense == 1 and x.numel() > 0
+    return whole and not (steps * x.element_size() | x.data_ptr()) & 15

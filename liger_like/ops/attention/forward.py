@@ -24,7 +24,7 @@ def _outputs(
     q: Tensor, k: Tensor, v: Tensor, sinks: Tensor | None, bias: Tensor | None, *options: Any
 ) -> tuple[Tensor, Tensor, Tensor]:
     B, S, H, _ = q.shape
-    lse = q.new_empty((B, H, S), dtype=torch.float32)
+    lse = torch.empty((B, H, S), dtype=torch.float32, device=q.device)
     apart = q.dtype == torch.float32 or bias is not None
     return q.new_empty(B, S, H, v.shape[-1]), lse, lse.new_empty((2, B, H, S) if apart else 0)
 

@@ -82,8 +82,9 @@ FIELDS = len(Masking._fields)
 
 def heads_in_l2(k: Tensor, v: Tensor, keys: int, group: int) -> int:
     """Return the number of query heads whose keys and values fit into 16 MiB of L2 together."""
-    each = keys * (k.shape[-1] + v.shape[-1]) * k.element_size()
-    return min(max(1, (16 << 20) // max(1, each)), k.shape[0] * k.shape[2]) * group
+    B, _, HK, D = k.shape
+    each = keys * (D + v.shape[-1]) * k.element_size()
+    return min(max(1, (16 << 20) // max(1, each)), B * HK) * group
 
 
 def key_heads_together(masking: Masking, q: Tensor, k: Tensor, v: Tensor, block: int) -> int:
@@ -96,7 +97,8 @@ def key_heads_together(masking: Masking, q: Tensor, k: Tensor, v: Tensor, block:
     together = max(1, num_programs(k.device, 1) // max(1, -(-k.shape[1] // count // block)))
     if not masking.uneven:
         return together
-    each = q.shape[1] * (q.shape[-1] + v.shape[-1]) * 4  # about 8 bytes for a feature: q, dout and the fp32 sum of dq
+    S, D = q.shape[1], q.shape[-1]
+    each = S * (D + v.shape[-1]) * 4  # about 8 bytes for a feature: q, dout and the fp32 sum of dq
     heads = k.shape[0] * k.shape[2]
     return _even_section(min(max(together, l2_bytes(k.device) // 2 // max(1, each)), heads), heads)
 

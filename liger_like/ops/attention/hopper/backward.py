@@ -303,25 +303,18 @@ def _attention_bwd_hopper_kernel(
     )  # fmt: skip
 
 
-@triton.jit
-def _scale_kernel(sum_ptr, out_ptr, N, scale, BLOCK: tl.constexpr):
-    offs = tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
-    mask = offs < N
-    tl.store(out_ptr + offs, tl.load(sum_ptr + offs, mask=mask) * scale, mask=mask)
-
-
 def add_gradients(
     dout: Tensor, q: Tensor, k: Tensor, v: Tensor, stats: Tensor, masking: Masking, splits: int, dk: Tensor, dv: Tensor
 ) -> Tensor:
-    """Return dq, and fill dk and dv [splits, B, Sk, Hk, D] with the sums over each split of the query heads of a key
-    head.
+    """Return dq / scale in fp32, and fill dk and dv [splits, B, Sk, Hk, D] with the sums over each split of the query
+    heads of a key head.
     """
     (B, S, H, D), (SK, HK, DV) = q.shape, v.shape[1:]
     widths = width, _ = widths_of(D, DV)
     block_m = BLOCK_M[widths][masking.softcap is not None]
     blocks = masking.num_blocks(SK, BLOCK_N)
     share = width if block_m == BLOCK_N else width // 2
-    dq, total = q.new_empty(q.shape), stats.new_zeros(q.shape)
+    total = stats.new_zeros(q.shape)
     launch(
         _attention_bwd_hopper_kernel, (blocks * B * HK, splits), (stats, dk, dv, masking.cu_seqlens_q,
         masking.cu_seqlens_k, masking.spans), (B, S, SK, stats.shape[3], masking.sequences, blocks,
@@ -340,5 +333,4 @@ def add_gradients(
         STAGES=STAGES,
         num_warps=4,
     )  # fmt: skip
-    launch(_scale_kernel, (-(-q.numel() // 2048),), (total, dq), (q.numel(),), (masking.scale,), BLOCK=2048)
-    return dq
+    return total

@@ -42,14 +42,14 @@ def descriptor(x: Tensor, rows: int, width: int, masking: Masking) -> TensorDesc
     if masking.cu_seqlens_q is not None:
         far = FAR.value
         shape, strides = [far + 1, far + 1, H, far, D], [2**34 - stride_s, stride_s, *strides[1:]]
-    part = width & -width
-    block = [1] * (len(shape) - 2) + [rows, part]
-    return _Descriptor(x, shape, strides, block, _layout(part, x.element_size(), len(shape)))
+    return _Descriptor(x, shape, strides, *_block(rows, width & -width, x.element_size(), len(shape)))
 
 
 @functools.cache
-def _layout(width: int, itemsize: int, rank: int) -> gl.NVMMASharedLayout:
-    return gl.NVMMASharedLayout(min(128, width * itemsize), element_bitwidth=8 * itemsize, rank=rank)
+def _block(rows: int, part: int, itemsize: int, rank: int) -> tuple[list[int], gl.NVMMASharedLayout]:
+    """Return the shape of a block and its layout in shared memory."""
+    layout = gl.NVMMASharedLayout(min(128, part * itemsize), element_bitwidth=8 * itemsize, rank=rank)
+    return [1] * (rank - 2) + [rows, part], layout
 
 
 class Sequence(NamedTuple):

@@ -360,10 +360,12 @@ def attention_fwd_hopper(
     width, width_v = widths_of(D, DV)
     tile = hopper_forward(D, DV, masking, S, SK)
     blocks = masking.num_blocks(S, 64 * tile.groups)
-    tiles, taken = blocks * B * H, torch.zeros(1, dtype=torch.int32, device=q.device)
+    tiles = blocks * B * H
+    programs = min(tiles, num_programs(q.device, 1))
+    taken = torch.zeros(1, dtype=torch.int32, device=q.device) if tiles > programs else None
     launch(
         _attention_fwd_hopper_kernel,
-        (min(tiles, num_programs(q.device, 1)),),
+        (programs,),
         (lse, sinks, masking.cu_seqlens_q, masking.cu_seqlens_k, masking.spans, taken),
         (B, S, SK, masking.sequences, blocks, heads_in_l2(k, v, masking.max_seqlen_k, H // HK), tiles, masking.left,
          masking.right),

@@ -180,10 +180,15 @@ def tile_queue(READERS: gl.constexpr):
 
 @gluon.jit
 def draw_tile(taken_ptr, queue, count):
-    """Take the next tile that no program has, and put it into the queue, for the count-th time."""
+    """Take the next tile that no program has, and put it into the queue, for the count-th time.
+
+    Without a counter there are as many programs as tiles: none is left.
+    """
     s = count % 2
     mbarrier.wait(queue.empty.index(s), count // 2 & 1 ^ 1)
-    tile = gl.num_programs(0) + gl.atomic_add(taken_ptr, 1, sem="relaxed")
+    tile = gl.num_programs(0)
+    if taken_ptr is not None:
+        tile += gl.atomic_add(taken_ptr, 1, sem="relaxed")
     queue.tiles.index(s).store(gl.full([1], tile, gl.int32, gl.BlockedLayout([1], [32], [gl.num_warps()], [0])))
     mbarrier.arrive(queue.full.index(s), count=1)
     return tile

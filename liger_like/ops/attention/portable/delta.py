@@ -4,9 +4,9 @@ import torch
 import triton
 import triton.language as tl
 from torch import Tensor
-from triton import next_power_of_2
 
 from liger_like.ops.attention.softmax import LOG2E
+from liger_like.runtime.blocks import block_of
 from liger_like.runtime.launcher import launch
 from liger_like.runtime.layout import dense, packed
 from liger_like.runtime.registry import op
@@ -53,7 +53,8 @@ def _delta_outputs(
 ) -> tuple[Tensor, Tensor]:
     B, H, S = lse.shape
     count = 2 if sums is None or not sums.numel() else 3
-    stats = lse.new_empty(count, B, H, -(-S // MAX_BLOCK) * MAX_BLOCK + MAX_BLOCK)
+    padded = -(-S // MAX_BLOCK) * MAX_BLOCK + MAX_BLOCK
+    stats = torch.empty((count, B, H, padded), dtype=lse.dtype, device=lse.device)
     return stats, lse.new_empty(0) if sinks is None else torch.empty_like(sinks)
 
 
@@ -77,7 +78,7 @@ def attention_delta(
     if not out.numel():
         return stats, dsinks.zero_()
     apart = stats.shape[0] == 3
-    dout, block_d = dense(dout), next_power_of_2(DV)
+    dout, block_d = dense(dout), block_of(int(DV))
     block_m = max(1, 4096 // block_d)
     blocks = -(-stats.shape[3] // block_m)
     partial = None if sinks is None else lse.new_empty(B, H, blocks)
