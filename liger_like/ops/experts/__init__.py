@@ -1,0 +1,87 @@
+"""Experts of a mixture: out_t = sum_k w_tk (h_tk W2_e + b2_e), with h = act(gate) * up, [gate | up] = x_t W1_e + b1_e
+and e = index[t, k]   (Shazeer et al., arXiv:1701.06538; SonicMoE, arXiv:2512.14080)
+
+x and out [..., H], index and weights [..., K], gate_up [E, 2I, H], down [E, H, I]. Products take the dtype of the
+experts, all other maths are in fp32; z = [gate | up], h, h W2 and the gradients are rounded to that dtype.
+"""
+
+import torch
+from torch import Tensor, nn
+
+from liger_like.ops.experts.checks import Gate, check_experts, check_routing, checked_gate
+from liger_like.runtime.registry import on_shards
+from liger_like.runtime.support import autocast_dtype
+
+APPROXIMATE = {"gelu": "none", "gelu_tanh": "tanh"}
+
+
+def _gated(z: Tensor, gate: Gate) -> Tensor:
+    """Return act(gate) * up [M, I] of z [M, 2I]."""
+    z = z.to(torch.promote_types(z.dtype, torch.float32))
+    g, u = (z[:, ::2], z[:, 1::2]) if gate.interleaved else z.chunk(2, -1)
+    if gate.limit is not None:
+        g, u = g.clamp(max=gate.limit), u.clamp(-gate.limit, gate.limit)
+    if gate.alpha is not None:
+        return (u + 1) * g * torch.sigmoid(gate.alpha * g)
+    if gate.act == "silu":
+        return nn.functional.silu(g) * u
+    return nn.functional.gelu(g, approximate=APPROXIMATE[gate.act]) * u
+
+
+def moe_experts_ref(
+    x: Tensor, gate_up: Tensor, down: Tensor, index: Tensor, weights: Tensor, *, gate_up_bias: Tensor | None = None,
+    down_bias: Tensor | None = None, act: str = "silu", limit: float | None = None, alpha: float | None = None,
+    transposed: bool = False, interleaved: bool = False,
+) -> Tensor:  # fmt: skip
+    """Compute ``moe_experts`` in plain torch, for operands of one dtype; this defines the op."""
+    gate, acc = Gate(act, limit, alpha, transposed, interleaved), torch.promote_types(x.dtype, torch.float32)
+    T, K, E = x.shape[:-1].numel(), index.shape[-1], len(gate_up)
+    rows, index, weights = x.reshape(T, x.shape[-1]), index.reshape(T, K), weights.reshape(T, K)
+    out = torch.zeros_like(rows, dtype=acc)
+    matrices = ((w.mT if transposed else w).unbind() for w in (gate_up, down))
+    biases = ([None] * E if b is None else b.unbind() for b in (gate_up_bias, down_bias))
+    for e, (w1, w2, b1, b2) in enumerate(zip(*matrices, *biases, strict=True)):
+        token, k = (index == e).nonzero(as_tuple=True)
+        h = _gated(nn.functional.linear(rows[token], w1, b1), gate).to(x.dtype)
+        y = nn.functional.linear(h, w2, b2).to(acc)
+        out = out.index_add(0, token, y * weights[token, k, None].to(acc))
+    return out.to(x.dtype).view(x.shape)
+
+
+def _tokens(x: Tensor, *args: Tensor, **kwargs: Tensor) -> dict[str, dict[int, int]]:
+    """Return the dimensions that may be sharded: those of the tokens. Each rank needs all experts."""
+    dims = {dim: dim for dim in range(x.dim() - 1)}
+    return {"x": dims, "index": dims, "weights": dims}
+
+
+@on_shards(_tokens)
+def moe_experts(
+    x: Tensor, gate_up: Tensor, down: Tensor, index: Tensor, weights: Tensor, *, gate_up_bias: Tensor | None = None,
+    down_bias: Tensor | None = None, act: str = "silu", limit: float | None = None, alpha: float | None = None,
+    transposed: bool = False, interleaved: bool = False,
+) -> Tensor:  # fmt: skip
+    """Return for each row of ``x`` [..., H] the weighted sum of its experts' gated MLPs, [..., H] in x.dtype.
+
+    ``gate_up`` [E, 2I, H] holds the rows of gate, then those of up; ``down`` is [E, H, I]. ``transposed``: they are
+    [E, H, 2I] and [E, I, H]. ``interleaved``: gate and up take turns along 2I. ``gate_up_bias`` [E, 2I], ``down_bias``
+    [E, H]. Row t goes to the experts ``index[t]`` [..., K], int32 or int64 and distinct, with the ``weights`` [..., K]
+    of any floating dtype. An id outside [0, E) stands for no expert: it adds nothing, and its weight's gradient is 0.
+
+    An expert computes down(act(gate) * up) with ``act`` "silu", "gelu" or "gelu_tanh". ``limit`` clamps gate from above
+    and up on both sides before. With ``alpha`` the unit is (up + 1) * gate * sigmoid(alpha * gate), as in GPT-OSS.
+
+    All tensors but index are differentiable. The backward keeps x and z = x W1, and repeats bit for bit; nothing waits
+    for the GPU. x is cast to the dtype of the experts; under autocast all operands are cast. Kernels take bf16, fp16
+    and fp32; other dtypes and devices run the plain-torch reference, a loop over the experts.
+
+    Raises TypeError if a tensor is not floating point, or index not an integer, or if the experts' dtypes differ,
+    ValueError for shapes, devices and options that do not fit. See SonicMoE, arXiv:2512.14080.
+    """
+    gate = checked_gate(act, limit, alpha, transposed, interleaved)
+    check_experts(x, gate_up, down, gate_up_bias, down_bias, transposed)
+    check_routing(x, index, weights)
+    dtype = autocast_dtype(x.device) or gate_up.dtype
+    operands = (None if t is None else t.to(dtype) for t in (x, gate_up, down, gate_up_bias, down_bias))
+    rows, gate_up, down, gate_up_bias, down_bias = operands
+    biases = {"gate_up_bias": gate_up_bias, "down_bias": down_bias}
+    return moe_experts_ref(rows, gate_up, down, index, weights, **biases, **gate._asdict()).to(x.dtype)
