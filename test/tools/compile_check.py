@@ -191,10 +191,8 @@ def spills(sass: str, one_in: int) -> bool:
 def calls() -> Iterator[tuple[testing.OpSpec, torch.dtype, dict[str, Any], dict[str, Any]]]:
     """Every op, dtype, shape and options; few rows but real widths, since a tile depends on the width, not the rows."""
     for spec in testing.SPECS:
-        if "attention" in spec.name:
+        if "attention" in spec.name or "experts" in spec.name:
             continue
-        # the other tiles of the experts differ among the classes of GPUs
-        dtypes = DTYPES[:1] if spec.name == "moe_experts" else DTYPES
         shapes = []
         for shape in (*spec.test_shapes, *spec.bench_shapes):
             few = shape | ({"lead": (2,)} if "lead" in shape else {"B": 1, "S": 2})
@@ -211,16 +209,18 @@ def calls() -> Iterator[tuple[testing.OpSpec, torch.dtype, dict[str, Any], dict[
                     wide["R"] *= 2 if 2 * wide["R"] == width else 1  # rotating half of the features needs an option
                 if wide not in shapes:
                     shapes.append(wide)
-        for dtype, shape, options in itertools.product(dtypes, shapes, spec.options):
+        for dtype, shape, options in itertools.product(DTYPES, shapes, spec.options):
             yield spec, dtype, shape, options
 
 
-def experts_calls() -> Iterator[tuple[testing.OpSpec, torch.dtype, dict[str, Any], dict[str, Any]]]:
+def experts_calls(
+    dtypes: Iterable[torch.dtype],
+) -> Iterator[tuple[testing.OpSpec, torch.dtype, dict[str, Any], dict[str, Any]]]:
     """Experts with and without biases, of widths that fill their tiles, that do not, and that are not aligned."""
     spec = next(spec for spec in testing.SPECS if spec.name == "moe_experts")
     widths, biases = ((2048, 768), (2880, 2880), (100, 75)), ({}, {"bias": True})
-    for (H, I), bias, dtype, options in itertools.product(widths, biases, choice.DTYPES, spec.options):  # noqa: E741
-        yield spec, dtype, {"lead": (2,), "H": H, "I": I, "E": 32, "K": 4} | bias, options
+    for (H, I), bias, dtype, options in itertools.product(widths, biases, dtypes, spec.options):
+        yield spec, dtype, {"lead": (2,), "H": H, "I": I, "E": 8, "K": 4} | bias, options
 
 
 def attention_calls(
@@ -283,7 +283,7 @@ def record() -> list[Launch]:
         patch.object(support, "INTERPRET", True),
         patch.object(random_inputs, "_randn", unfilled),
     ):
-        for spec, dtype, shape, options in calls():
+        for spec, dtype, shape, options in (*calls(), *experts_calls(DTYPES[:1])):
             made.clear()
             differentiate(spec, dtype, shape, options)
             if not made:
@@ -301,7 +301,7 @@ def record() -> list[Launch]:
                 for spec, dtype, shape, options in attention_calls():
                     differentiate(spec, dtype, shape, options)
             with patch.object(experts_tiles, "gpu_class", lambda device, name=name: name):
-                for spec, dtype, shape, options in experts_calls():
+                for spec, dtype, shape, options in experts_calls(choice.DTYPES):
                     differentiate(spec, dtype, shape, options)
         gpus = ("sm_90",)
         with (
