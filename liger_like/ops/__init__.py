@@ -1,6 +1,7 @@
 """Kernels as plain functions on one device, differentiable, in the shapes and dtypes that their docstrings state."""
 
 from liger_like.ops.attention import flash_attention, flash_attention_varlen
+from liger_like.ops.experts import moe_experts
 from liger_like.ops.glu import geglu, swiglu
 from liger_like.ops.layer_norm import layer_norm
 from liger_like.ops.losses.cross_entropy import cross_entropy
@@ -18,6 +19,7 @@ __all__ = [
     "fused_linear_cross_entropy",
     "geglu",
     "layer_norm",
+    "moe_experts",
     "qk_norm_rope",
     "rms_norm",
     "rope",
