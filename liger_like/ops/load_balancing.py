@@ -24,9 +24,7 @@ from liger_like.runtime.support import num_programs, refused, use_kernel
 from liger_like.runtime.tiles import Tile, tiled
 
 
-def load_balancing_loss_ref(
-    logits: Tensor | Sequence[Tensor], top_k: int, *, mask: Tensor | None = None
-) -> Tensor:
+def load_balancing_loss_ref(logits: Tensor | Sequence[Tensor], top_k: int, *, mask: Tensor | None = None) -> Tensor:
     """Compute ``load_balancing_loss`` in plain torch; this defines the op."""
     layers = [logits] if isinstance(logits, Tensor) else logits
     z = torch.stack([layer.reshape(-1, layer.shape[-1]) for layer in layers])
@@ -84,7 +82,8 @@ def _load_balancing_loss_kernel(
     rows = tl.cast(rows, tl.float32)  # Inductor passes floats in fp64
     if MASKED:
         rows = tl.sum(count, axis=0) / K
-    slope = tl.where(rows == 0.0, 0.0, count / rows * (E / rows))
+        rows = tl.where(rows == 0.0, 1.0, rows)
+    slope = count / rows * (E / rows)
     tl.store(slope_ptr + offs_n, slope, mask=offs_n < E)
     tl.store(loss_ptr, tl.sum(slope * tl.sum(probabilities, axis=0), axis=0))
 
@@ -100,7 +99,9 @@ def _load_balancing_bwd_kernel(
     p = softmax_of_rows(z)
     slope = tl.load(slope_ptr + offs_n, mask=offs_n < E, other=0.0)[None, :]
     dz = p * (slope - tl.sum(p * slope, axis=1)[:, None]) * (weight * tl.load(dloss_ptr).to(tl.float32))
-    tl.store(dlogits_ptr + offs_m[:, None] * E + offs_n[None, :], dz, mask=(offs_m < M)[:, None] & (offs_n < E)[None, :])
+    tl.store(
+        dlogits_ptr + offs_m[:, None] * E + offs_n[None, :], dz, mask=(offs_m < M)[:, None] & (offs_n < E)[None, :]
+    )
 
 
 def _fwd_outputs(logits: Tensor, *args: Any) -> tuple[Tensor, Tensor]:
@@ -112,9 +113,7 @@ def _fwd_outputs(logits: Tensor, *args: Any) -> tuple[Tensor, Tensor]:
     _fwd_outputs,
     inlined=True,
 )
-def _load_balancing_fwd(
-    logits: Tensor, others: list[Tensor], mask: Tensor | None, top_k: int
-) -> tuple[Tensor, Tensor]:
+def _load_balancing_fwd(logits: Tensor, others: list[Tensor], mask: Tensor | None, top_k: int) -> tuple[Tensor, Tensor]:
     """Return the loss over the layers ``logits`` and ``others``, and its derivative by the experts' probabilities."""
     loss, slope = _fwd_outputs(logits)
     M, E = logits.shape[:-1].numel(), int(logits.shape[-1])

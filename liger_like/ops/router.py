@@ -1,11 +1,11 @@
 """Routing of a mixture of experts: the top K of E scores per token   (Shazeer et al., arXiv:1701.06538)
 
-logits [..., E] are read as M rows. A score is the softmax or the sigmoid of the logits, or the logit itself; ``bias`` is
-added for the choice only. With groups the experts of the best groups take part alone. The weights are the scores of the
-chosen experts, or the softmax over their logits, normalised and scaled. The maths and the weights are in fp32.
+logits [..., E] are read as M rows. A score is the softmax or the sigmoid of the logits, or the logit itself; ``bias``
+is added for the choice only. With groups only the experts of the best groups take part. The weights are the scores of
+the chosen experts, or the softmax over their logits, normalised and scaled. The maths and the weights are in fp32.
 
-The kernels keep a row in registers. Each expert has a key of 64 bits, its score and its number, so that K maxima are
-the choice, and equal scores have an order. The backward reads logits and index, and computes the scores again.
+The kernels keep a row in registers. Each expert has a key of 64 bits, made of its score and its number: K maxima of the
+keys are the choice, and equal scores have an order. The backward reads logits and index and computes the scores again.
 """
 
 from typing import Any, NamedTuple
@@ -16,7 +16,6 @@ import triton.language as tl
 from torch import Tensor
 
 from liger_like.runtime.autograd import apply, once_differentiable
-from liger_like.runtime.blocks import load_vector
 from liger_like.runtime.checks import require, require_choice, require_eps, require_integer, require_number
 from liger_like.runtime.launcher import launch
 from liger_like.runtime.layout import packed, with_stride
@@ -368,9 +367,7 @@ def _checked_groups(groups: Any, E: int) -> tuple[int, int, str]:
     return (n, chosen, groups[2]) if n > 1 else (1, 1, "max")
 
 
-def checked_settings(
-    E: int, top_k: Any, score: Any, normalize: Any, eps: Any, scale: Any, groups: Any
-) -> Settings:
+def checked_settings(E: int, top_k: Any, score: Any, normalize: Any, eps: Any, scale: Any, groups: Any) -> Settings:
     """Return the options of ``moe_route`` as Python values. Raise unless they fit ``E`` experts."""
     top_k = int(require_integer("top_k", top_k, 1))
     require_choice("score", score, SCORES)
@@ -379,9 +376,7 @@ def checked_settings(
     if top_k > E // n * chosen:
         which = f"the {E} experts" if n == chosen else f"the {E // n * chosen} experts of the chosen groups"
         raise ValueError(f"top_k must be at most {which}, got {top_k}")
-    return Settings(
-        top_k, score, normalize, require_eps(eps), require_number("scale", scale), n, chosen, group_score
-    )
+    return Settings(top_k, score, normalize, require_eps(eps), require_number("scale", scale), n, chosen, group_score)
 
 
 def _tokens(logits: Tensor, **_: Any) -> dict[str, dict[int, int]]:

@@ -19,8 +19,9 @@ Dims = dict[str, dict[int, int]]
 def run_on_shards(op: Callable[..., Any], rule: Callable[..., Dims], args: tuple[Any, ...], kwargs: Any) -> Any:
     """Return ``op(*args, **kwargs)`` for DTensors, each result sharded as the first tensor of ``rule``.
 
-    Result i has the sizes of tensor i of the rule along sharded dimensions, or of its first tensor if it has fewer. Raises TypeError if some tensors are not
-    DTensors or if their meshes differ, ValueError for placements that the rule does not allow.
+    Result i has the sizes of tensor i of the rule along sharded dimensions, or of the first tensor if the rule has
+    fewer. Raises TypeError if some tensors are not DTensors or if their meshes differ, ValueError for placements that
+    the rule does not allow.
     """
     code = op.__code__
     arguments = dict(zip(code.co_varnames[: code.co_argcount], args, strict=False)) | kwargs
