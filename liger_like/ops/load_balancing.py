@@ -13,9 +13,9 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from liger_like.ops.router import MAX_EXPERTS, highest, keys_of, nth_key, softmax_of_rows
+from liger_like.ops.router import MAX_EXPERTS, highest, keys_of, load_logits, nth_key, softmax_of_rows
 from liger_like.runtime.autograd import apply, once_differentiable
-from liger_like.runtime.blocks import accumulate, load_tile
+from liger_like.runtime.blocks import accumulate, load_tile, store_tile
 from liger_like.runtime.checks import require, require_integer
 from liger_like.runtime.launcher import launch
 from liger_like.runtime.layout import packed, with_stride
@@ -37,14 +37,12 @@ def load_balancing_loss_ref(logits: Tensor | Sequence[Tensor], top_k: int, *, ma
 
 
 @triton.jit
-def _load_rows(logits_ptr, mask_ptr, stride_m, offs_m, offs_n, M, E):
-    """Load a block of rows in fp32, -inf outside, and their weights: those of the mask or 1, 0 outside."""
-    within = (offs_m < M)[:, None] & (offs_n < E)[None, :]
-    z = tl.load(logits_ptr + offs_m[:, None] * stride_m + offs_n[None, :], mask=within, other=-float("inf"))
+def _row_weights(mask_ptr, offs_m, M):
+    """Return the rows' weights [M, 1]: those of the mask, or 1; 0 past the last row."""
     weight = (offs_m < M).to(tl.float32)
     if mask_ptr is not None:
         weight = tl.load(mask_ptr + offs_m, mask=offs_m < M, other=0).to(tl.float32)
-    return z.to(tl.float32), weight[:, None]
+    return weight[:, None]
 
 
 @triton.jit(do_not_specialize=["M", "layer"])
@@ -57,10 +55,11 @@ def _load_balancing_fwd_kernel(
     counts, probabilities = tl.zeros((BLOCK_M, BLOCK_N), tl.float32), tl.zeros((BLOCK_M, BLOCK_N), tl.float32)
     for block in tl.range(tl.program_id(0), tl.cdiv(M, BLOCK_M), tl.num_programs(0), num_stages=STAGES):
         offs_m = block * BLOCK_M + tl.arange(0, BLOCK_M).to(tl.int64)
-        z, weight = _load_rows(logits_ptr, mask_ptr, stride_m, offs_m, offs_n, M, E)
+        z = load_logits(logits_ptr, stride_m, offs_m, offs_n[None, :], offs_n < E, M)
+        weight = _row_weights(mask_ptr, offs_m, M)
         keys = keys_of(z, offs_n < E, BLOCK_N)
         counts += tl.where(keys >= nth_key(keys, K)[:, None], weight, 0.0)
-        probabilities += tl.where((offs_m < M)[:, None], softmax_of_rows(z) * weight, 0.0)
+        probabilities += softmax_of_rows(z) * weight
     sums_ptr += tl.program_id(0).to(tl.int64) * 2 * E
     accumulate(sums_ptr, offs_n, offs_n < E, layer > 0, tl.sum(counts, axis=0))
     accumulate(sums_ptr + E, offs_n, offs_n < E, layer > 0, tl.sum(probabilities, axis=0))
@@ -95,13 +94,11 @@ def _load_balancing_bwd_kernel(
 ):  # fmt: skip
     offs_m = tl.program_id(0).to(tl.int64) * BLOCK_M + tl.arange(0, BLOCK_M)
     offs_n = tl.arange(0, BLOCK_N)
-    z, weight = _load_rows(logits_ptr, mask_ptr, stride_m, offs_m, offs_n, M, E)
-    p = softmax_of_rows(z)
+    p = softmax_of_rows(load_logits(logits_ptr, stride_m, offs_m, offs_n[None, :], offs_n < E, M))
     slope = tl.load(slope_ptr + offs_n, mask=offs_n < E, other=0.0)[None, :]
-    dz = p * (slope - tl.sum(p * slope, axis=1)[:, None]) * (weight * tl.load(dloss_ptr).to(tl.float32))
-    tl.store(
-        dlogits_ptr + offs_m[:, None] * E + offs_n[None, :], dz, mask=(offs_m < M)[:, None] & (offs_n < E)[None, :]
-    )
+    weight = _row_weights(mask_ptr, offs_m, M) * tl.load(dloss_ptr)
+    dz = p * (slope - tl.sum(p * slope, axis=1)[:, None]) * weight
+    store_tile(dlogits_ptr, E, offs_m, offs_n, M, E, dz)
 
 
 def _fwd_outputs(logits: Tensor, *args: Any) -> tuple[Tensor, Tensor]:
@@ -205,6 +202,7 @@ def _check_layers(layers: Sequence[Tensor]) -> None:
     """Raise unless all layers have as many rows of as many experts, on one device."""
     for i, layer in enumerate(layers):
         name = f"logits[{i}]" if len(layers) > 1 else "logits"
+        require(name, layer)
         require(name, layer, like=layers[0], shape=layers[0].shape)
         if layer.dtype != layers[0].dtype:
             raise TypeError(f"{name} must have the dtype of logits[0], {layers[0].dtype}, got {layer.dtype}")

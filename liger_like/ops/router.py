@@ -16,6 +16,7 @@ import triton.language as tl
 from torch import Tensor
 
 from liger_like.runtime.autograd import apply, once_differentiable
+from liger_like.runtime.blocks import load_tile, store_tile
 from liger_like.runtime.checks import require, require_choice, require_eps, require_integer, require_number
 from liger_like.runtime.launcher import launch
 from liger_like.runtime.layout import packed, with_stride
@@ -135,10 +136,11 @@ def softmax_of_rows(z):
 
 
 @triton.jit
-def _load_chosen(ptr, stride_m, offs_m, columns, offs_k, M, K, other):
-    """Load the given columns [M, K] of rows in fp32."""
-    mask = (offs_m < M)[:, None] & (offs_k < K)[None, :]
-    return tl.load(ptr + offs_m[:, None] * stride_m + columns, mask=mask, other=other).to(tl.float32)
+def load_logits(ptr, stride_m, offs_m, columns, exists, M):
+    """Load ``columns`` [1 or M, N] of rows in fp32: -inf where a column does not exist, 0 past the last row."""
+    mask = (offs_m < M)[:, None] & exists[None, :]
+    z = tl.load(ptr + offs_m[:, None] * stride_m + columns, mask=mask, other=0.0).to(tl.float32)
+    return tl.where(exists[None, :], z, -float("inf"))
 
 
 @triton.jit(do_not_specialize=["M"])
@@ -155,9 +157,7 @@ def _moe_route_fwd_kernel(
     # a group of SIZE experts fills its own BLOCK_S columns
     group, member = tl.arange(0, BLOCK_E) // BLOCK_S, tl.arange(0, BLOCK_E) % BLOCK_S
     exists, expert = (group < GROUPS) & (member < SIZE), group * SIZE + member
-    mask = (offs_m < M)[:, None] & exists[None, :]
-    z = tl.load(logits_ptr + offs_m[:, None] * stride_m + expert[None, :], mask=mask, other=-float("inf"))
-    z = z.to(tl.float32)
+    z = load_logits(logits_ptr, stride_m, offs_m, expert[None, :], exists, M)
     rank = z
     if RANK == "softmax":
         rank = softmax_of_rows(z)
@@ -174,7 +174,7 @@ def _moe_route_fwd_kernel(
         keys = tl.where(keys == best[:, None], LEAST, keys)
         column = BLOCK_E - 1 - (best & 0x7FFFFFFF).to(tl.int32)
         index = tl.where((offs_k == k)[None, :], (column // BLOCK_S * SIZE + column % BLOCK_S)[:, None], index)
-    weights = _load_chosen(logits_ptr, stride_m, offs_m, index, offs_k, M, K, -float("inf"))
+    weights = load_logits(logits_ptr, stride_m, offs_m, index, offs_k < K, M)
     if SCORE == "softmax":
         top = tl.max(z, axis=1)[:, None]
         weights = tl.exp(weights - top) / tl.sum(tl.exp(z - top), axis=1)[:, None]
@@ -199,16 +199,14 @@ def _moe_route_bwd_kernel(
     eps, scale = tl.cast(eps, tl.float32), tl.cast(scale, tl.float32)  # Inductor passes floats in fp64
     offs_m = tl.program_id(0).to(tl.int64) * BLOCK_M + tl.arange(0, BLOCK_M)
     offs_n, offs_k = tl.arange(0, BLOCK_N), tl.arange(0, BLOCK_K)
-    within = (offs_m < M)[:, None] & (offs_n < E)[None, :]
     chosen = (offs_m < M)[:, None] & (offs_k < K)[None, :]
     index = tl.load(index_ptr + offs_m[:, None] * K + offs_k[None, :], mask=chosen, other=0).to(tl.int32)
-    dp = scale * _load_chosen(dweights_ptr, stride_dm, offs_m, offs_k[None, :], offs_k, M, K, 0.0)
-    z = _load_chosen(logits_ptr, stride_m, offs_m, index, offs_k, M, K, -float("inf"))
+    dp = scale * load_tile(dweights_ptr, stride_dm, offs_m, offs_k, M, K)
+    z = load_logits(logits_ptr, stride_m, offs_m, index, offs_k < K, M)
     # p: the scores of the chosen experts; dz: their gradients over p, without the experts' common term
     dz = tl.zeros((BLOCK_M, BLOCK_N), tl.float32)
     if SCORE == "softmax":
-        row = tl.load(logits_ptr + offs_m[:, None] * stride_m + offs_n[None, :], mask=within, other=-float("inf"))
-        row = row.to(tl.float32)
+        row = load_logits(logits_ptr, stride_m, offs_m, offs_n[None, :], offs_n < E, M)
         top = tl.max(row, axis=1)[:, None]
         dz = tl.exp(row - top)
         total = tl.sum(dz, axis=1)[:, None]
@@ -233,7 +231,7 @@ def _moe_route_bwd_kernel(
         own = (offs_k == k)[None, :]
         at, value = tl.sum(tl.where(own, index, 0), axis=1), tl.sum(tl.where(own, dp, 0.0), axis=1)
         dz += tl.where(offs_n[None, :] == at[:, None], value[:, None], 0.0)
-    tl.store(dlogits_ptr + offs_m[:, None] * E + offs_n[None, :], dz, mask=within)
+    store_tile(dlogits_ptr, E, offs_m, offs_n, M, E, dz)
 
 
 def _blocks(E: int, groups: int) -> tuple[int, int]:
