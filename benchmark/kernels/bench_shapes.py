@@ -32,6 +32,10 @@ def shapes(hidden: int, intermediate: int, heads: int, kv_heads: int, head: int,
     }
 
 
+def routed(experts: int) -> Shape:
+    return {"lead": (TOKENS,), "E": experts}
+
+
 def only(of: Mapping[str, Shape], *names: str) -> dict[str, list[Shape]]:
     return {name: [of[name]] for name in names}
 
@@ -56,7 +60,9 @@ SHAPES: dict[str, dict[str, list[Shape]]] = {
     "Llama-3-8B": only(EIGHT_B, *ALL, PACKED, "swiglu", "rope"),
     "Qwen3-8B": only(shapes(4096, 12288, 32, 8, 128, 151936), *ALL, "swiglu", "qk_norm_rope"),
     "Gemma-2-9B": only(shapes(3584, 14336, 16, 8, 256, 256000), *ALL, "geglu", "rope"),
-    "DeepSeek-V3": only(DEEPSEEK, *ALL, "swiglu", "rope"),
+    "DeepSeek-V3": only({**DEEPSEEK, "moe_route_groups": routed(256)}, *ALL, "swiglu", "rope", "moe_route_groups"),
+    "OLMoE": {"moe_route": [routed(64)], "load_balancing_loss": [routed(64)]},
+    "Qwen3-30B-A3B": {"moe_route": [routed(128)], "load_balancing_loss": [routed(128)]},
     "rows": sweep(("rms_norm", "swiglu", "geglu_exact"), [{"lead": (m,)} for m in (1024, 4096, 16384, 65536)]),
     "hidden": sweep(
         ("rms_norm", "add_rms_norm", "layer_norm"),

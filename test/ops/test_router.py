@@ -12,6 +12,7 @@ from transformers.models.granitemoe.modeling_granitemoe import GraniteMoeTopKRou
 from transformers.models.lfm2_moe.modeling_lfm2_moe import Lfm2MoeTopKRouter
 from transformers.models.minimax.modeling_minimax import MiniMaxTopKRouter
 from transformers.models.minimax_m2.modeling_minimax_m2 import MiniMaxM2TopKRouter
+from transformers.models.mistral4.modeling_mistral4 import Mistral4TopkRouter
 from transformers.models.mixtral.modeling_mixtral import MixtralTopKRouter, load_balancing_loss_func
 from transformers.models.qwen3_moe.modeling_qwen3_moe import Qwen3MoeTopKRouter
 
@@ -45,6 +46,11 @@ ROUTERS = {
         DeepseekV2TopkRouter,
         LIMITED | {"topk_method": "greedy"},
         {"normalize": False, "scale": 2.5, "fp32": True},
+    ),
+    "Mistral 4": (
+        Mistral4TopkRouter,
+        LIMITED | {"norm_topk_prob": True},
+        {"eps": 1e-20, "scale": 2.5, "groups": (4, 2, "top2")},
     ),
     "DeepSeek-V3": (
         DeepseekV3TopkRouter,
