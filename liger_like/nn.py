@@ -11,10 +11,19 @@ import torch
 from torch import Tensor, nn
 
 from liger_like import ops
+from liger_like.ops.experts.checks import checked_gate
 from liger_like.ops.glu import gelu_of
 from liger_like.ops.glu_linear import glu_linear
 from liger_like.ops.rms_norm import CASTING_MODES
-from liger_like.runtime.checks import require, require_choice, require_eps, require_integer, require_number
+from liger_like.ops.router import checked_settings
+from liger_like.runtime.checks import (
+    require,
+    require_choice,
+    require_eps,
+    require_integer,
+    require_number,
+    require_type,
+)
 from liger_like.runtime.support import KERNEL_DTYPES
 
 
@@ -26,6 +35,11 @@ def _check_sizes(**sizes: Any) -> None:
 def _check_weights(name: str, weight: Tensor | None) -> None:
     if weight is not None:
         require(name, weight)
+
+
+def _parameter(*shape: int, fan_in: int) -> nn.Parameter:
+    """Return a parameter with the initial values that ``nn.Linear`` gives a layer of ``fan_in`` inputs."""
+    return nn.Parameter(torch.empty(shape).uniform_(-(fan_in**-0.5), fan_in**-0.5))
 
 
 def check_options(function: Callable[..., Any], options: dict[str, Any], *given: str) -> None:
@@ -119,6 +133,152 @@ class GeGLUMLP(SwiGLUMLP):
     def __init__(self, hidden_size: int, intermediate_size: int, bias: bool = False, approximate: str = "tanh") -> None:
         super().__init__(hidden_size, intermediate_size, bias)
         self.act = gelu_of(approximate)
+
+
+class Router(nn.Module):
+    """Router over ``liger_like.moe_route`` with a ``weight`` [num_experts, hidden_size].
+
+    Maps x [..., hidden_size] to the logits [..., num_experts] and the weights and index [..., top_k] of ``moe_route``,
+    whose options ``score``, ``normalize``, ``eps``, ``scale`` and ``groups`` are. ``bias=True`` adds a ``bias``
+    [num_experts] to the logits. ``correction=True``: a buffer ``e_score_correction_bias`` [num_experts], which starts
+    at 0, is added to the scores for the choice only. The logits have the dtype of the weight, to which x is cast, or
+    with ``fp32=True`` are computed in fp32, as DeepSeek-V3 does.
+    """
+
+    e_score_correction_bias: Tensor | None
+
+    def __init__(
+        self,
+        hidden_size: int,
+        num_experts: int,
+        top_k: int,
+        *,
+        score: str = "softmax",
+        normalize: bool = True,
+        eps: float = 0.0,
+        scale: float = 1.0,
+        groups: tuple[int, int, str] | None = None,
+        bias: bool = False,
+        correction: bool = False,
+        fp32: bool = False,
+    ) -> None:
+        super().__init__()
+        _check_sizes(hidden_size=hidden_size, num_experts=num_experts)
+        for name, flag in (("bias", bias), ("correction", correction), ("fp32", fp32)):
+            require_choice(name, flag, (False, True))
+        settings = checked_settings(num_experts, top_k, score, normalize, eps, scale, groups)
+        self.top_k, self.fp32 = settings.top_k, fp32
+        self.options: dict[str, Any] = {
+            "score": score, "normalize": normalize, "eps": settings.eps, "scale": settings.scale, "groups": groups
+        }  # fmt: skip
+        self.weight = _parameter(num_experts, hidden_size, fan_in=hidden_size)
+        self.bias = _parameter(num_experts, fan_in=hidden_size) if bias else None
+        self.register_buffer("e_score_correction_bias", torch.zeros(num_experts) if correction else None)
+
+    def forward(self, x: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+        """Return logits, weights and index of ``x`` [..., hidden_size], in the order of transformers' routers."""
+        dtype = torch.float32 if self.fp32 else self.weight.dtype
+        bias = None if self.bias is None else self.bias.to(dtype)
+        logits = nn.functional.linear(x.to(dtype), self.weight.to(dtype), bias)
+        weights, index = ops.moe_route(logits, self.top_k, bias=self.e_score_correction_bias, **self.options)
+        return logits, weights, index
+
+    def extra_repr(self) -> str:
+        """Return the arguments, for ``repr``."""
+        options = ", ".join(f"{name}={value!r}" for name, value in self.options.items())
+        return f"{tuple(self.weight.shape)}, top_k={self.top_k}, {options}"
+
+
+class Experts(nn.Module):
+    """Experts over ``liger_like.moe_experts``: ``gate_up_proj`` [E, 2I, H] and ``down_proj`` [E, H, I].
+
+    E is ``num_experts``, H ``hidden_size`` and I ``intermediate_size``. ``bias=True`` adds ``gate_up_proj_bias``
+    [E, 2I] and ``down_proj_bias`` [E, H]. The options are those of the op; ``transposed=True`` stores [E, H, 2I] and
+    [E, I, H]. The experts of GPT-OSS are ``bias=True, limit=7.0, alpha=1.702, transposed=True, interleaved=True``.
+    """
+
+    def __init__(
+        self,
+        num_experts: int,
+        hidden_size: int,
+        intermediate_size: int,
+        *,
+        act: str = "silu",
+        limit: float | None = None,
+        alpha: float | None = None,
+        transposed: bool = False,
+        interleaved: bool = False,
+        bias: bool = False,
+    ) -> None:
+        super().__init__()
+        _check_sizes(num_experts=num_experts, hidden_size=hidden_size, intermediate_size=intermediate_size)
+        require_choice("bias", bias, (False, True))
+        self.options: dict[str, Any] = checked_gate(act, limit, alpha, transposed, interleaved)._asdict()
+        E, H, I = num_experts, hidden_size, intermediate_size
+        self.gate_up_proj = _parameter(*(E, H, 2 * I) if transposed else (E, 2 * I, H), fan_in=H)
+        self.down_proj = _parameter(*(E, I, H) if transposed else (E, H, I), fan_in=I)
+        self.gate_up_proj_bias = _parameter(E, 2 * I, fan_in=H) if bias else None
+        self.down_proj_bias = _parameter(E, H, fan_in=I) if bias else None
+
+    def forward(self, x: Tensor, index: Tensor, weights: Tensor) -> Tensor:
+        """Return the weighted sums [..., H] of the experts ``index`` [..., K] of ``x`` [..., H]."""
+        return ops.moe_experts(
+            x, self.gate_up_proj, self.down_proj, index, weights,
+            gate_up_bias=self.gate_up_proj_bias, down_bias=self.down_proj_bias, **self.options,
+        )  # fmt: skip
+
+    def extra_repr(self) -> str:
+        """Return the arguments, for ``repr``."""
+        options = ", ".join(f"{name}={value!r}" for name, value in self.options.items())
+        return f"{tuple(self.gate_up_proj.shape)}, bias={self.down_proj_bias is not None}, {options}"
+
+
+class MoE(nn.Module):
+    """Mixture of experts: the ``experts`` that the router ``gate`` chooses, plus an optional shared expert.
+
+    Maps x [..., hidden_size] to the same shape. The modules keep the names that they have as arguments:
+    ``shared_experts`` is added as it is (DeepSeek), ``shared_expert`` times sigmoid(``shared_expert_gate``(x)) (Qwen).
+    The shared expert runs first, so that a checkpoint that recomputes this module skips the experts' second product.
+    The logits, for ``load_balancing_loss``, are the first output of ``gate``: take them by a forward hook.
+    """
+
+    def __init__(
+        self,
+        gate: Router,
+        experts: Experts,
+        *,
+        shared_experts: nn.Module | None = None,
+        shared_expert: nn.Module | None = None,
+        shared_expert_gate: nn.Module | None = None,
+    ) -> None:
+        super().__init__()
+        require_type("gate", gate, Router)
+        require_type("experts", experts, Experts)
+        shared = {
+            "shared_experts": shared_experts,
+            "shared_expert": shared_expert,
+            "shared_expert_gate": shared_expert_gate,
+        }
+        for name, module in shared.items():
+            if module is not None:
+                require_type(name, module, nn.Module)
+        if (shared_expert is None) != (shared_expert_gate is None):
+            raise ValueError("shared_expert and shared_expert_gate come together; shared_experts needs no gate")
+        if len(gate.weight) != len(experts.gate_up_proj):
+            counts = f"{len(gate.weight)} and {len(experts.gate_up_proj)}"
+            raise ValueError(f"gate and experts must have the same number of experts, got {counts}")
+        self.gate, self.experts = gate, experts
+        self.shared_experts, self.shared_expert = shared_experts, shared_expert
+        self.shared_expert_gate = shared_expert_gate
+
+    def forward(self, x: Tensor) -> Tensor:
+        """Return the sum [..., hidden_size] of the experts of ``x`` [..., hidden_size]."""
+        shared = [] if self.shared_experts is None else [self.shared_experts(x)]
+        if self.shared_expert is not None and self.shared_expert_gate is not None:
+            shared.append(torch.sigmoid(self.shared_expert_gate(x)) * self.shared_expert(x))
+        _, weights, index = self.gate(x)
+        out: Tensor = self.experts(x, index, weights)
+        return sum(shared, out)
 
 
 class CrossEntropyLoss(nn.Module):

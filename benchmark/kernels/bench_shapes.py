@@ -32,6 +32,10 @@ def shapes(hidden: int, intermediate: int, heads: int, kv_heads: int, head: int,
     }
 
 
+def routed(experts: int) -> Shape:
+    return {"lead": (TOKENS,), "E": experts}
+
+
 def only(of: Mapping[str, Shape], *names: str) -> dict[str, list[Shape]]:
     return {name: [of[name]] for name in names}
 
@@ -65,8 +69,15 @@ SHAPES: dict[str, dict[str, list[Shape]]] = {
     "Llama-3-8B": only(EIGHT_B, *ALL, PACKED, "swiglu", "rope"),
     "Qwen3-8B": only(shapes(4096, 12288, 32, 8, 128, 151936), *ALL, "swiglu", "qk_norm_rope"),
     "Gemma-2-9B": only(shapes(3584, 14336, 16, 8, 256, 256000), *ALL, "geglu", "rope"),
-    "DeepSeek-V3": only(DEEPSEEK, *ALL, "swiglu", "rope", "moe_experts"),
-    **{name: {"moe_experts": [shape]} for name, shape in MIXTURES.items()},
+    "DeepSeek-V3": only(
+        {**DEEPSEEK, "moe_route_groups": routed(256)}, *ALL, "swiglu", "rope", "moe_experts", "moe_route_groups"
+    ),
+    **{name: {"moe_experts": [shape]} for name, shape in MIXTURES.items() if shape["E"] < 64},
+    **{
+        name: {"moe_experts": [shape], **dict.fromkeys(("moe_route", "load_balancing_loss"), [routed(shape["E"])])}
+        for name, shape in MIXTURES.items()
+        if shape["E"] >= 64
+    },
     "rows": sweep(("rms_norm", "swiglu", "geglu_exact"), [{"lead": (m,)} for m in (1024, 4096, 16384, 65536)]),
     "hidden": sweep(
         ("rms_norm", "add_rms_norm", "layer_norm"),

@@ -4,7 +4,7 @@ They build a forward without arguments of the inputs that ``testing.SPECS`` make
 """
 
 from collections.abc import Callable, Iterable, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import partial
 from pkgutil import resolve_name
 from typing import Any
@@ -103,6 +103,38 @@ def torch_experts_loop(x: Tensor, gate_up: Tensor, down: Tensor, index: Tensor, 
         y = F.linear(torch_swiglu(F.linear(x[token], w1)), w2) * weights[token, k, None]
         out = out.index_add(0, token, y.to(x.dtype))
     return out
+def torch_moe_route(logits: Tensor, top_k: int) -> Tensor:
+    """Return the weights of Qwen3-MoE's router in transformers, in fp32."""
+    weights = F.softmax(logits, -1, dtype=torch.float32).topk(top_k, -1).values
+    return weights / weights.sum(-1, keepdim=True)
+
+
+def torch_moe_route_groups(
+    logits: Tensor, top_k: int, score: str, groups: tuple[int, int, str], scale: float, eps: float
+) -> Tensor:
+    """Return the weights of DeepSeek-V3's router in transformers."""
+    scores = logits.float().sigmoid()
+    by_group = scores.unflatten(-1, (groups[0], -1))
+    chosen = by_group.topk(2, -1).values.sum(-1).topk(groups[1], -1, sorted=False).indices
+    mask = torch.zeros_like(by_group[..., 0]).scatter_(-1, chosen, 1).unsqueeze(-1).bool()
+    index = by_group.masked_fill(~mask, -torch.inf).flatten(-2).topk(top_k, -1, sorted=False).indices
+    weights = scores.gather(-1, index)
+    return weights / (weights.sum(-1, keepdim=True) + eps) * scale
+
+
+def torch_load_balancing_loss(logits: Tensor, top_k: int) -> Tensor:
+    """Compute the loss as transformers does, with the probabilities in fp32."""
+    rows, experts = logits.shape
+    probabilities = F.softmax(logits, -1, dtype=torch.float32)
+    index = probabilities.topk(top_k, -1).indices.flatten()
+    counts = probabilities.new_zeros(experts).scatter_add_(0, index, probabilities.new_ones(rows * top_k))
+    return (counts / rows * (probabilities.sum(0) / rows)).sum() * experts
+
+
+def weights_alone(op: testing.OpSpec) -> testing.OpSpec:
+    """Return ``moe_route`` without its index, which has no gradient; another index makes other gradients."""
+    fn, ref = ((lambda *args, it=it, **kwargs: it(*args, **kwargs)[0]) for it in (op.fn, op.ref))
+    return replace(op, fn=fn, ref=ref)
 
 
 def named(function: Callable[..., Any] | str, **more: Any) -> Build:
@@ -342,6 +374,14 @@ OPS: dict[str, Plain | Attention] = {
         },
     ),
     "moe_experts": Experts(SPECS["moe_experts"], torch_experts, {}),
+    "moe_route": Plain(weights_alone(SPECS["moe_route"]), torch_moe_route, {}, {"top_k": 8}),
+    "moe_route_groups": Plain(
+        weights_alone(SPECS["moe_route"]),
+        torch_moe_route_groups,
+        {},
+        {"top_k": 8, "score": "sigmoid", "groups": (8, 4, "top2"), "scale": 2.5, "eps": 1e-20},
+    ),
+    "load_balancing_loss": Plain(SPECS["load_balancing_loss"], torch_load_balancing_loss, {}, {"top_k": 8}),
     "flash_attention": Attention(SPECS["flash_attention"]),
     "flash_attention_varlen": Attention(SPECS["flash_attention_varlen"]),
 }

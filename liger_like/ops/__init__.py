@@ -4,11 +4,13 @@ from liger_like.ops.attention import flash_attention, flash_attention_varlen
 from liger_like.ops.experts import moe_experts
 from liger_like.ops.glu import geglu, swiglu
 from liger_like.ops.layer_norm import layer_norm
+from liger_like.ops.load_balancing import load_balancing_loss
 from liger_like.ops.losses.cross_entropy import cross_entropy
 from liger_like.ops.losses.linear_cross_entropy import LossOutput, fused_linear_cross_entropy
 from liger_like.ops.qk_norm_rope import qk_norm_rope
 from liger_like.ops.rms_norm import add_rms_norm, rms_norm
 from liger_like.ops.rope import rope
+from liger_like.ops.router import moe_route
 
 __all__ = [
     "LossOutput",
@@ -19,7 +21,9 @@ __all__ = [
     "fused_linear_cross_entropy",
     "geglu",
     "layer_norm",
+    "load_balancing_loss",
     "moe_experts",
+    "moe_route",
     "qk_norm_rope",
     "rms_norm",
     "rope",

@@ -6,6 +6,7 @@ must be replicated; its gradient is Partial, a sum over the ranks.
 """
 
 from collections.abc import Callable
+from itertools import chain, repeat
 from typing import Any
 
 import torch
@@ -18,8 +19,9 @@ Dims = dict[str, dict[int, int]]
 def run_on_shards(op: Callable[..., Any], rule: Callable[..., Dims], args: tuple[Any, ...], kwargs: Any) -> Any:
     """Return ``op(*args, **kwargs)`` for DTensors, each result sharded as the first tensor of ``rule``.
 
-    Result i has the sizes of tensor i of the rule along sharded dimensions. Raises TypeError if some tensors are not
-    DTensors or if their meshes differ, ValueError for placements that the rule does not allow.
+    Result i has the sizes of tensor i of the rule along sharded dimensions, or of the first tensor if the rule has
+    fewer. Raises TypeError if some tensors are not DTensors or if their meshes differ, ValueError for placements that
+    the rule does not allow.
     """
     code = op.__code__
     arguments = dict(zip(code.co_varnames[: code.co_argcount], args, strict=False)) | kwargs
@@ -40,7 +42,8 @@ def run_on_shards(op: Callable[..., Any], rule: Callable[..., Dims], args: tuple
     results = op(**arguments)
     if isinstance(results, Tensor):
         return _distributed(results, tensors[lead], placements)
-    return tuple(_distributed(local, tensors[name], placements) for local, name in zip(results, dims, strict=False))
+    like = chain(dims, repeat(lead))
+    return tuple(_distributed(local, tensors[name], placements) for local, name in zip(results, like, strict=False))
 
 
 def _check_kinds(op: str, tensors: dict[str, Any]) -> None:

@@ -134,9 +134,10 @@ def _for_dtensors(handle: Callable[..., Any]) -> Callable[[F], F]:
     def decorate(function: F) -> F:
         @functools.wraps(function)
         def run(*args: Any, **kwargs: Any) -> Any:
-            if not torch.compiler.is_compiling() and _PLAIN.issuperset(map(type, (*args, *kwargs.values()))):
-                return function(*args, **kwargs)
-            kinds = {*map(type, args), *map(type, kwargs.values())}
+            values = *args, *kwargs.values()
+            kinds = {*map(type, values)}
+            if tuple in kinds or list in kinds:  # of tensors, such as the logits of layers
+                kinds |= {type(item) for value in values if isinstance(value, tuple | list) for item in value}
             if any(kind.__name__ == "DTensor" for kind in kinds - _PLAIN):  # by name: torch 2.11 can compile that
                 return handle(function, args, kwargs)
             return function(*args, **kwargs)

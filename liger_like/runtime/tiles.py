@@ -68,6 +68,10 @@ RULES = {
     "qk_norm_rope_bwd": Rule(128, 256, 512, loops=True),
     "glu_fwd": Rule(1024, 256, 1024, whole=False),
     "glu_bwd": Rule(512, 128, 1024, whole=False),
+    "moe_route_fwd": Rule(1024, 256, 4096),
+    "moe_route_bwd": Rule(1024, 256, 4096),
+    "load_balancing_fwd": Rule(1024, 256, 4096, loops=True),
+    "load_balancing_bwd": Rule(1024, 256, 4096),
 }
 
 # Kernel -> widest row -> tile, for elements of two bytes. Measured on an H200, torch 2.11.0, triton 3.6.0, bf16.

@@ -169,6 +169,28 @@ def with_longest(fn: Callable[..., Any]) -> Callable[..., Any]:
     return call
 
 
+def route_inputs(dtype: torch.dtype, device: str, lead: tuple[int, ...], E: int, bias: bool = False) -> Inputs:
+    inputs = {"logits": _randn(*lead, E, dtype=dtype, device=device, scale=2.0)}
+    return inputs | ({"bias": torch.randn(E, device=device) * 0.1} if bias else {})
+
+
+def balance_inputs(dtype: torch.dtype, device: str, lead: tuple[int, ...], E: int, mask: bool = False) -> Inputs:
+    """Return random arguments of ``load_balancing_loss``; one expert is in favour."""
+    favour = torch.zeros(E, device=device)
+    favour[0] = 3
+    logits = (torch.randn(*lead, E, device=device) + favour).to(dtype).requires_grad_()
+    return {"logits": logits} | ({"mask": torch.rand(lead, device=device) < 0.7} if mask else {})
+
+
+def with_top_k(fn: Callable[..., Any]) -> Callable[..., Any]:
+    """Return ``fn`` with a default ``top_k``."""
+
+    def call(*args: Any, top_k: int = 2, **kwargs: Any) -> Any:
+        return fn(*args, top_k=top_k, **kwargs)
+
+    return call
+
+
 def experts_inputs(
     dtype: torch.dtype,
     device: str,
@@ -274,3 +296,14 @@ def attention_varlen_cost(
     T, Tk = map(sum, zip(*lengths, strict=True))
     moved = _attention_bytes(itemsize, T, Tk, H, Hk, D, Dv)
     return *moved, sum(_attention_flops(S, Sk, H, D, Dv, causal, window) for S, Sk in lengths)
+
+
+def route_cost(itemsize: int, lead: tuple[int, ...], E: int, top_k: int = 2, **_: Any) -> Cost:
+    """Return the cost of ``moe_route``; the backward reads the logits of the chosen experts."""
+    M = torch.Size(lead).numel()
+    return M * (E * itemsize + 12 * top_k), M * (E * itemsize + (12 + itemsize) * top_k), 0
+
+
+def balance_cost(itemsize: int, lead: tuple[int, ...], E: int, mask: bool = False, **_: Any) -> Cost:
+    M = torch.Size(lead).numel()
+    return M * (E * itemsize + mask), M * (2 * E * itemsize + mask), 0

@@ -16,11 +16,13 @@ from liger_like.ops.attention import flash_attention_ref, flash_attention_varlen
 from liger_like.ops.experts import moe_experts_ref
 from liger_like.ops.glu import geglu_ref, swiglu_ref
 from liger_like.ops.layer_norm import layer_norm_ref
+from liger_like.ops.load_balancing import load_balancing_loss_ref
 from liger_like.ops.losses.cross_entropy import cross_entropy_ref
 from liger_like.ops.losses.linear_cross_entropy import OUTPUTS, fused_linear_cross_entropy_ref
 from liger_like.ops.qk_norm_rope import qk_norm_rope_ref
 from liger_like.ops.rms_norm import add_rms_norm_ref, rms_norm_ref
 from liger_like.ops.rope import rope_ref
+from liger_like.ops.router import moe_route_ref
 from liger_like.testing.inputs import (
     Cost,
     Inputs,
@@ -28,6 +30,8 @@ from liger_like.testing.inputs import (
     attention_inputs,
     attention_varlen_cost,
     attention_varlen_inputs,
+    balance_cost,
+    balance_inputs,
     experts_cost,
     experts_inputs,
     glu_cost,
@@ -40,8 +44,11 @@ from liger_like.testing.inputs import (
     norm_inputs,
     rope_cost,
     rope_inputs,
+    route_cost,
+    route_inputs,
     with_longest,
     with_lora,
+    with_top_k,
     with_transposed,
 )
 
@@ -188,6 +195,13 @@ _MASKS: tuple[dict[str, Any], ...] = (
 )
 _FEW = {"H": 2, "Hk": 1, "D": 48, "Dv": 16}
 _GROUPS = {"H": 32, "Hk": 8}
+_ROUTES: tuple[dict[str, Any], ...] = (
+    {"top_k": 2},
+    {"top_k": 3, "score": "softmax_of_top", "scale": 0.5},
+    {"top_k": 4, "normalize": False, "groups": (4, 2, "max"), "scale": 16.0},
+    {"top_k": 4, "score": "softmax", "eps": 0.3, "groups": (2, 1, "top2")},
+    {"top_k": 4, "score": "sigmoid", "eps": 1e-20, "groups": (4, 2, "top2"), "scale": 2.5},
+)
 _DOCUMENTS = (5000, 137, 3000, 1024, 2911, 64, 3500, 748)  # 16384 tokens
 
 
@@ -399,5 +413,29 @@ SPECS = (
         attention_varlen_cost,
         "arXiv:2307.08691",
         k=2,
+    ),
+    OpSpec(
+        "moe_route",
+        "w_k = s_k / (sum_k s_k + eps), for the top k of s = softmax(z) or sigmoid(z), with a bias and groups",
+        with_top_k(ops.moe_route),
+        with_top_k(moe_route_ref),
+        route_inputs,
+        _ROUTES,
+        (*_product(_ROWS, ({"E": 60}, {"E": 128, "bias": True})), *({"lead": (5,), "E": e} for e in (8, 96, 512))),
+        tuple({"lead": (16384,), "E": e} for e in (64, 128, 256)),
+        route_cost,
+        "arXiv:1701.06538",
+    ),
+    OpSpec(
+        "load_balancing_loss",
+        "E sum_e f_e P_e, for the shares f of rows that choose an expert and the mean probabilities P",
+        with_top_k(ops.load_balancing_loss),
+        with_top_k(load_balancing_loss_ref),
+        balance_inputs,
+        ({}, {"top_k": 6}),
+        (*_product(_ROWS, ({"E": 60}, {"E": 128, "mask": True})), {"lead": (5,), "E": 512}),
+        tuple({"lead": (16384,), "E": e} for e in (64, 128)),
+        balance_cost,
+        "arXiv:2101.03961",
     ),
 )

@@ -14,7 +14,6 @@ import torch.nn.functional as F  # noqa: N812
 
 from benchmark.common import markdown, measure
 from benchmark.kernels import bench, bench_report, contestants
-from benchmark.kernels.bench_report import PICTURES
 from benchmark.kernels.bench_shapes import SHAPES, Case, cases
 from liger_like.ops.glu import swiglu_ref
 from liger_like.runtime import support
@@ -65,7 +64,8 @@ def test_all_of_it_without_a_gpu(monkeypatch, tmp_path):
 
 def assert_pictures_are_current(path):
     """Assert that pictures of these results stand beside them, and no others."""
-    pictures = {path.with_name(bench_report.picture_name(json.loads(path.read_text()), name)) for name in PICTURES}
+    result = json.loads(path.read_text())
+    pictures = {path.with_name(bench_report.picture_name(result, name)) for name in bench_report.pictures(result)}
     assert pictures == {*path.parent.glob(f"{path.stem}*.png")}
     assert all(markdown.digest_of([path]).encode() in picture.read_bytes() for picture in pictures)
 

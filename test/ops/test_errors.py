@@ -93,6 +93,11 @@ CALLS = {
     ops.geglu: {"gate": X, "up": X},
     ops.cross_entropy: {"logits": X, "target": Y, "weight": W},
     ops.fused_linear_cross_entropy: {"x": X, "weight": HEAD, "target": Y},
+    ops.moe_route: {"logits": X, "top_k": 2, "bias": W},
+    ops.load_balancing_loss: {"logits": X, "top_k": 2, "mask": X[:, 0]},
+    nn.Router: {"hidden_size": 8, "num_experts": 4, "top_k": 2},
+    nn.Experts: {"num_experts": 4, "hidden_size": 8, "intermediate_size": 16},
+    nn.MoE: {"gate": nn.Router(8, 4, 2), "experts": nn.Experts(4, 8, 16)},
     nn.RMSNorm: {"hidden_size": 8},
     nn.LayerNorm: {"hidden_size": 8},
     nn.SwiGLUMLP: {"hidden_size": 8, "intermediate_size": 16},
@@ -105,7 +110,7 @@ OPTIONS_OF = {
     nn.CrossEntropyLoss: (ops.cross_entropy, ("weight", "num_items")),
     nn.FusedLinearCrossEntropyLoss: (ops.fused_linear_cross_entropy, ("class_weight", "num_items", "lora", "shard")),
 }
-NUMBERS = ("eps", "offset", "z_loss", "logit_scale", "softcap", "num_items")  # 2.5 is valid for these
+NUMBERS = ("eps", "offset", "z_loss", "logit_scale", "softcap", "num_items", "scale", "limit", "alpha")  # 2.5 is valid
 WRONG = (
     None, "a", 2.5, float("nan"), [1], [[1.0]], (X,), torch.tensor([1, 2]), torch.tensor(1.0), torch.tensor([True]),
     torch.int64, object(),
@@ -130,6 +135,8 @@ def fits(parameter, value):
         return parameter.default is None
     if isinstance(value, float):
         return value == 2.5 and parameter.name in NUMBERS
+    if isinstance(value, tuple):
+        return parameter.name == "logits" and "Sequence" in str(parameter.annotation)
     return parameter.name == "num_items" and isinstance(value, torch.Tensor) and value.dim() == 0
 
 
@@ -160,5 +167,6 @@ def test_numbers_of_other_types(kind):
         lambda v: ops.cross_entropy(X, y, z_loss=v, softcap=v, logit_scale=v, label_smoothing=v, num_items=v),
         lambda v: ops.fused_linear_cross_entropy(X, HEAD, y, z_loss=v, lora=(HEAD[:2], HEAD[:, :2], v)),
         lambda v: ops.qk_norm_rope(Q, Q, W, W, COS, COS, v, offset=v)[0],
+        lambda v: ops.moe_route(X, 2, eps=v, scale=v)[0],
     ):
         assert torch.equal(call(one), call(1.0))

@@ -27,11 +27,13 @@ ROWS, HEADS, KEYS, ANGLES = (3, 5, 16), (2, 4, 5, 16), (2, 2, 5, 16), (2, 5, 8)
 half = functools.partial(liger_like.rope, rotary_dim=8)
 transposed = functools.partial(half, unsqueeze_dim=2)
 normalised = functools.partial(liger_like.qk_norm_rope, rotary_dim=8)
+weights_of = lambda logits: liger_like.moe_route(logits, 3, groups=(4, 2, "top2"))[0]  # noqa: E731
 CASES = {
     "rms_norm": (liger_like.rms_norm, [ROWS, (16,)], (0, 1)),
     "weightless": (liger_like.rms_norm, [ROWS], (0, 1)),
     "add_rms_norm": (liger_like.add_rms_norm, [ROWS, ROWS, (16,)], (0, 1)),
     "layer_norm": (liger_like.layer_norm, [ROWS, (16,), (16,)], (0, 1)),
+    "moe_route": (weights_of, [ROWS], (0, 1)),
     "swiglu": (liger_like.swiglu, [ROWS, ROWS], (0, 1, 2)),
     "packed": (liger_like.geglu, [ROWS], (0, 1)),
     "rope": (half, [HEADS, KEYS, ANGLES, ANGLES], (0, 1, 2)),
@@ -77,6 +79,16 @@ def check_op(mesh, name):
             torch.testing.assert_close(got.full_tensor(), want, rtol=1e-5, atol=1e-5)
 
 
+def check_router(mesh):
+    """The index has the placements of the logits; the bias is replicated."""
+    logits, bias = torch.randn(ROWS), torch.randn(16)
+    expected = liger_like.moe_route(logits, 3, bias=bias)
+    sharded = distribute_tensor(logits, mesh, [Shard(1)]), distribute_tensor(bias, mesh, [Replicate()])
+    for got, want in zip(liger_like.moe_route(sharded[0], 3, bias=sharded[1]), expected, strict=True):
+        assert got.placements == (Shard(1),)
+        assert torch.equal(got.full_tensor(), want)
+
+
 def refusals(mesh):
     """Placements that the ops refuse, and a word of each message."""
 
@@ -107,6 +119,9 @@ def refusals(mesh):
             f"^fused_linear_cross_entropy takes no DTensors: use {loss}",
         ),
         (liger_like.flash_attention, (heads, heads, heads), TypeError, "liger_like.parallel.context_parallel"),
+        (liger_like.moe_route, (x, 2), ValueError, r"moe_route takes logits as Replicate\(\) or Shard\(0\)"),
+        (liger_like.load_balancing_loss, (x, 2), TypeError, r"takes no DTensors: use full_tensor\(\), or give local"),
+        (liger_like.load_balancing_loss, ([x, x], 2), TypeError, "load_balancing_loss takes no DTensors"),
     ]
 
 
@@ -197,6 +212,7 @@ def check(rank):
     mesh = init_device_mesh("cpu", (2,))
     for name in CASES:
         check_op(mesh, name)
+    check_router(mesh)
     check_refusals(mesh)
     check_compiled(mesh)
     check_model(mesh)

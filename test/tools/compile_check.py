@@ -49,6 +49,7 @@ from liger_like.ops.glu_linear import glu_linear
 from liger_like.ops.losses import dw_sum
 from liger_like.ops.losses.dw_sum import hopper as dw_sum_hopper
 from liger_like.ops.losses.dw_sum import portable as dw_sum_portable
+from liger_like.ops.router import MAX_EXPERTS
 from liger_like.runtime import support, tiles
 from liger_like.testing import inputs as random_inputs
 
@@ -67,6 +68,7 @@ TARGETS = {
 DTYPES = (torch.float32, torch.float16, torch.bfloat16)
 WIDTHS = [*(2**k for k in range(1, 16)), *(3 * 2**k for k in range(3, 14))]  # 2**k fills its block, 3 * 2**k does not
 HEAD_WIDTHS = [2**k for k in range(1, 10)]
+EXPERTS = [width for width in WIDTHS if 8 <= width <= MAX_EXPERTS]  # of routers
 ATTENTION_WIDTHS = ((16, 16), (80, 80), (96, 96), (128, 128), (192, 128), (256, 128))
 TILE_OPTIONS = ("BLOCK", "num_", "STAGES", "EVEN", "ONE_BLOCK")
 SHARE = 4  # least number of variants compiled per tile
@@ -199,8 +201,9 @@ def calls() -> Iterator[tuple[testing.OpSpec, torch.dtype, dict[str, Any], dict[
                 few["H"] = 32  # only GEMMs depend on H
             if few not in shapes:
                 shapes.append(few)
-            for width in HEAD_WIDTHS if "D" in shape else WIDTHS:
-                wide = few | {key: width for key in ("N", "V", "D") if key in shape}
+            widths = ("N", "V", "D") if "H" in shape else ("N", "V", "E")  # products loop over the experts
+            for width in HEAD_WIDTHS if "D" in shape else EXPERTS if "E" in shape else WIDTHS:
+                wide = few | {key: width for key in widths if key in shape}
                 if "R" in shape:
                     wide["R"] = max(
                         2, width * shape["R"] // shape["D"] // 2 * 2
