@@ -33,7 +33,9 @@ class Recogniser:
 
     pattern: str
     options: tuple[str, ...]  # arguments of ``patch`` that must all be True; the report lists it under the first
-    state: tuple[str, ...] = ()  # instance attributes that the replaced methods set; ``unpatch`` removes them
+    state: tuple[str, ...] = ()  # instance attributes of patched modules; ``unpatch`` removes them
+    # the attribute of a config that names what transformers runs for these modules, if views of it patch them
+    implementation: str = ""
 
     def forget(self, module: nn.Module) -> None:
         """Remove the instance attributes ``state`` from an unpatched ``module``."""
