@@ -20,12 +20,16 @@ class NothingToDoError(UnrecognisedError):
 
 @dataclass(frozen=True)
 class Trial:
-    """Pair of functions that must agree on ``inputs``: in outputs and in gradients of inputs and ``parameters``."""
+    """Pair of functions that must agree on ``inputs``: in outputs and in gradients of inputs and ``parameters``.
+
+    ``depth`` is the length of fp32 sums that the two add up in different orders.
+    """
 
     original: Callable[..., Any]
     replacement: Callable[..., Any]
     inputs: tuple[Tensor, ...]
     parameters: tuple[Tensor, ...] = ()
+    depth: int = 0
 
 
 class Recogniser:

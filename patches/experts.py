@@ -168,6 +168,8 @@ class Experts(Recogniser):
             raise NothingToDoError("has no gate")
         if getattr(module, "has_post_expert_norm", False):  # transformers 5.17 has none
             raise UnrecognisedError("it normalises the outputs of its experts")
+        if "float32" in _eager(cls).__code__.co_names and getattr(module.config, self.implementation) == "eager":
+            raise UnrecognisedError("its experts are run in fp32 by eager")
         pattern, part = match(cls._apply_gate, cls, PATTERNS)
         for weight in (module.gate_up_proj, module.down_proj):
             if type(weight) not in (Tensor, nn.Parameter, DTensor) or weight.dtype not in DTYPES:
@@ -212,4 +214,4 @@ class Experts(Recogniser):
         def replacement(x: Tensor, weights: Tensor) -> Tensor:
             return compute(module, gate, x, index, weights)
 
-        return Trial(original, replacement, (x, weights), parameters)
+        return Trial(original, replacement, (x, weights), parameters, depth=max(shape))

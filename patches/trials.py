@@ -22,7 +22,8 @@ def compare(trial: Trial, what: str) -> float:
             )
         difference, norm = (got.double() - expected.double()).norm(), expected.double().norm()
         errors.append(difference / norm.clamp(min=torch.finfo(torch.float64).tiny))
-    error, bound = float(torch.stack(errors).max()), 4 * torch.finfo(trial.inputs[0].dtype).eps
+    error, dtype = float(torch.stack(errors).max()), trial.inputs[0].dtype
+    bound = 4 * torch.finfo(dtype).eps + trial.depth**0.5 / 4 * torch.finfo(torch.float32).eps
     if not error <= bound:  # true for a NaN, too
         reason = f"on {what} the replacement differs by {error:.1e} (relative), more than {bound:.1e}"
         raise UnrecognisedError("; ".join((reason, *replaced_in_torch())))
