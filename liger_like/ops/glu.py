@@ -42,7 +42,8 @@ def geglu_ref(gate: Tensor, up: Tensor | None = None, *, approximate: str = "tan
 
 
 @triton.jit
-def _act_and_slope(x, ACT: tl.constexpr):
+def act_and_slope(x, ACT: tl.constexpr):
+    """Return act(x) and its derivative in fp32, for a key ``ACT`` of GLUS."""
     if ACT == "silu":
         sigmoid = tl.sigmoid(x)
         return x * sigmoid, sigmoid * (1.0 + x * (1.0 - sigmoid))
@@ -77,7 +78,7 @@ def _glu_fwd_kernel(
     offs_m, offs_n = _block(N, BLOCK_M, BLOCK_N)
     gate = load_tile(gate_ptr, stride_gm, offs_m, offs_n, M, N, EVEN)
     up = load_tile(up_ptr, stride_um, offs_m, offs_n, M, N, EVEN)
-    act, _ = _act_and_slope(gate, ACT)
+    act, _ = act_and_slope(gate, ACT)
     store_tile(y_ptr, N, offs_m, offs_n, M, N, act * up, EVEN)
 
 
@@ -91,7 +92,7 @@ def _glu_bwd_kernel(
     dy = load_tile(dy_ptr, stride_dym, offs_m, offs_n, M, N, EVEN)
     if Y_FOR_DY or dgate_ptr is not None:
         up = load_tile(up_ptr, stride_um, offs_m, offs_n, M, N, EVEN)
-    act, slope = _act_and_slope(gate, ACT)
+    act, slope = act_and_slope(gate, ACT)
     if dgate_ptr is not None:
         store_tile(dgate_ptr, stride_dm, offs_m, offs_n, M, N, dy * up * slope, EVEN)
     if dup_ptr is not None:

@@ -80,6 +80,18 @@ def architecture(device: torch.device) -> int:
 
 
 @functools.cache
+def gpu_class(device: torch.device) -> str:
+    """Return which tiles products take: "hopper", else "large" or "small" by the shared memory of a program."""
+    if device.type != "cuda":
+        return "small"
+    if architecture(device) == 9:
+        return "hopper"
+    properties = torch.cuda.get_device_properties(device)
+    memory = getattr(properties, "shared_memory_per_block_optin", properties.shared_memory_per_block)
+    return "large" if memory >= 160 << 10 else "small"
+
+
+@functools.cache
 def num_programs(device: torch.device, each: int = 4) -> int:
     """Return the programs of a persistent kernel: ``each`` per multiprocessor, 3 without a GPU, which runs them in
     turn.

@@ -169,6 +169,38 @@ def with_longest(fn: Callable[..., Any]) -> Callable[..., Any]:
     return call
 
 
+def experts_inputs(
+    dtype: torch.dtype,
+    device: str,
+    lead: tuple[int, ...],
+    H: int,
+    I: int,
+    E: int,
+    K: int,
+    bias: bool = False,
+    elsewhere: int = 0,
+) -> Inputs:
+    """Return random arguments of ``moe_experts``; ``elsewhere``: how many of the ids drawn from are no experts here."""
+    randn = partial(_randn, dtype=dtype, device=device)
+    inputs = {"x": randn(*lead, H), "gate_up": randn(E, 2 * I, H, scale=H**-0.5)}
+    inputs["down"] = randn(E, H, I, scale=I**-0.5)
+    inputs["index"] = torch.rand(*lead, E + elsewhere, device=device).topk(K).indices
+    inputs["weights"] = torch.rand(*lead, K, device=device).to(dtype).requires_grad_()
+    if bias:
+        inputs |= {"gate_up_bias": randn(E, 2 * I), "down_bias": randn(E, H)}
+    return inputs
+
+
+def with_transposed(fn: Callable[..., Any]) -> Callable[..., Any]:
+    """Return ``fn`` for experts [E, 2I, H] and [E, H, I], whether its option ``transposed`` is set or not."""
+
+    def call(gate_up: Tensor, down: Tensor, **kwargs: Any) -> Any:
+        gate_up, down = (gate_up.mT, down.mT) if kwargs.get("transposed") else (gate_up, down)
+        return fn(gate_up=gate_up, down=down, **kwargs)
+
+    return call
+
+
 def norm_cost(vectors: int, residual: int = 0) -> Callable[..., Cost]:
     """Return the cost of a norm with ``vectors`` parameters; the backward reads the weight only, not the bias.
 
@@ -202,6 +234,13 @@ def linear_loss_cost(itemsize: int, lead: tuple[int, ...], H: int, V: int, **_: 
     """Return the cost of the fused loss: the forward reads x and the weight, the backward writes their gradients."""
     T = torch.Size(lead).numel()
     return (T + V) * H * itemsize, (T + V) * H * itemsize, 6 * T * H * V
+
+
+def experts_cost(itemsize: int, lead: tuple[int, ...], H: int, I: int, E: int, K: int, **_: Any) -> Cost:
+    """Return the cost of the experts, without the rows that the kernels keep between their products."""
+    T = torch.Size(lead).numel()
+    experts, rows = 3 * E * H * I * itemsize, T * H * itemsize
+    return experts + 2 * rows, 2 * experts + 3 * rows, 18 * T * K * H * I
 
 
 def _attention_flops(S: int, Sk: int, H: int, D: int, Dv: int, causal: bool, window: tuple[int, int]) -> int:

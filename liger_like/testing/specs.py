@@ -13,6 +13,7 @@ from torch import Tensor
 
 from liger_like import ops
 from liger_like.ops.attention import flash_attention_ref, flash_attention_varlen_ref
+from liger_like.ops.experts import moe_experts_ref
 from liger_like.ops.glu import geglu_ref, swiglu_ref
 from liger_like.ops.layer_norm import layer_norm_ref
 from liger_like.ops.losses.cross_entropy import cross_entropy_ref
@@ -27,6 +28,8 @@ from liger_like.testing.inputs import (
     attention_inputs,
     attention_varlen_cost,
     attention_varlen_inputs,
+    experts_cost,
+    experts_inputs,
     glu_cost,
     glu_inputs,
     linear_loss_cost,
@@ -39,6 +42,7 @@ from liger_like.testing.inputs import (
     rope_inputs,
     with_longest,
     with_lora,
+    with_transposed,
 )
 
 
@@ -324,6 +328,38 @@ SPECS = (
         ),
         linear_loss_cost,
         "arXiv:2410.10989",
+    ),
+    OpSpec(
+        "moe_experts",
+        "sum over k of w_k (act(x W_gate) * (x W_up)) W_down, for the K experts of each token",
+        with_transposed(ops.moe_experts),
+        with_transposed(moe_experts_ref),
+        experts_inputs,
+        (
+            {},
+            {"act": "gelu_tanh", "limit": 2.0, "transposed": True},
+            {"alpha": 1.702, "limit": 1.5, "transposed": True, "interleaved": True},
+            {"act": "gelu", "interleaved": True},
+        ),
+        (
+            *({"lead": (t,), "H": 32, "I": 16, "E": 4, "K": 2} for t in (0, 37)),
+            {"lead": (2, 3, 5), "H": 48, "I": 20, "E": 3, "K": 1},
+            {"lead": (30,), "H": 25, "I": 32, "E": 70, "K": 4},
+            {"lead": (35,), "H": 32, "I": 24, "E": 4, "K": 3, "elsewhere": 3},
+            {"lead": (4, 11), "H": 40, "I": 24, "E": 4, "K": 3, "bias": True},
+        ),
+        tuple(
+            {"lead": (t,), "H": h, "I": i, "E": e, "K": k}
+            for t, h, i, e, k in (
+                (8192, 4096, 14336, 8, 2),
+                (16384, 2048, 768, 128, 8),
+                (4096, 7168, 2048, 32, 8),
+                (16384, 2880, 2880, 32, 4),
+                (16384, 2048, 1024, 64, 8),
+            )
+        ),
+        experts_cost,
+        "arXiv:2512.14080",
     ),
     OpSpec(
         "flash_attention",

@@ -6,11 +6,10 @@ Two kernels spill registers in a loop: ``MAY_SPILL`` in test/tools/compile_check
 import functools
 from typing import NamedTuple
 
-import torch
 from torch import Tensor
 
 from liger_like.ops.attention.masking import Masking
-from liger_like.runtime.support import architecture
+from liger_like.runtime.support import gpu_class
 from liger_like.runtime.tiles import Tile
 
 # kernel -> widest head -> tile, and the one for scores with a softcap or a bias
@@ -136,18 +135,6 @@ def hopper_forward(D: int, Dv: int, masking: Masking, S: int, SK: int) -> Hopper
     if masking.left >= 0 and masking.right >= 0:
         seen = min(seen, masking.left + masking.right + 1 - 96)
     return three if seen >= least and masking.max_seqlen_q > 128 and masking.softcap is None else two
-
-
-@functools.cache
-def gpu_class(device: torch.device) -> str:
-    """Which tiles a GPU takes: "hopper", else "large" or "small" by the shared memory that a program can have."""
-    if device.type != "cuda":
-        return "small"
-    if architecture(device) == 9:
-        return "hopper"
-    properties = torch.cuda.get_device_properties(device)
-    memory = getattr(properties, "shared_memory_per_block_optin", properties.shared_memory_per_block)
-    return "large" if memory >= 160 << 10 else "small"
 
 
 def tile_for(kernel: str, q: Tensor, v: Tensor, masking: Masking) -> Tile:

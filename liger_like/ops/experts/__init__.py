@@ -5,12 +5,19 @@ x and out [..., H], index and weights [..., K], gate_up [E, 2I, H], down [E, H, 
 experts, all other maths are in fp32; z = [gate | up], h, h W2 and the gradients are rounded to that dtype.
 """
 
+from typing import Any
+
 import torch
 from torch import Tensor, nn
 
+from liger_like.ops.experts.backward import moe_depth_product, moe_down_bwd, moe_sum_rows
 from liger_like.ops.experts.checks import Gate, check_experts, check_routing, checked_gate
+from liger_like.ops.experts.forward import moe_combine, moe_gate_up, moe_rows_times
+from liger_like.ops.experts.routing import Routing, moe_rows
+from liger_like.ops.experts.tiles import tiles_for
+from liger_like.runtime.autograd import apply, once_differentiable
 from liger_like.runtime.registry import on_shards
-from liger_like.runtime.support import autocast_dtype
+from liger_like.runtime.support import autocast_dtype, use_kernel
 
 APPROXIMATE = {"gelu": "none", "gelu_tanh": "tanh"}
 
@@ -35,8 +42,8 @@ def moe_experts_ref(
 ) -> Tensor:  # fmt: skip
     """Compute ``moe_experts`` in plain torch, for operands of one dtype; this defines the op."""
     gate, acc = Gate(act, limit, alpha, transposed, interleaved), torch.promote_types(x.dtype, torch.float32)
-    T, K, E = x.shape[:-1].numel(), index.shape[-1], len(gate_up)
-    rows, index, weights = x.reshape(T, x.shape[-1]), index.reshape(T, K), weights.reshape(T, K)
+    T, E = x.shape[:-1].numel(), len(gate_up)
+    rows, index, weights = (t.reshape(T, t.shape[-1]) for t in (x, index, weights))
     out = torch.zeros_like(rows, dtype=acc)
     matrices = ((w.mT if transposed else w).unbind() for w in (gate_up, down))
     biases = ([None] * E if b is None else b.unbind() for b in (gate_up_bias, down_bias))
@@ -46,6 +53,85 @@ def moe_experts_ref(
         y = nn.functional.linear(h, w2, b2).to(acc)
         out = out.index_add(0, token, y * weights[token, k, None].to(acc))
     return out.to(x.dtype).view(x.shape)
+
+
+class _Experts(torch.autograd.Function):
+    """Autograd node that computes z and h, saves the operands, and returns an empty tensor of the output's shape.
+
+    ``_ExpertsValues`` runs afterwards and computes the values. A checkpoint's recomputation stops once all saved
+    tensors are restored, so it skips the product with down.
+    """
+
+    @staticmethod
+    def forward(
+        ctx: Any, x: Tensor, gate_up: Tensor, down: Tensor, gate_up_bias: Tensor | None, down_bias: Tensor | None,
+        weights: Tensor, index: Tensor, gate: Gate, keep_z: bool,
+    ) -> tuple[Tensor, ...]:  # fmt: skip
+        routing = Routing(*moe_rows(index, len(gate_up), tiles_for(x.device, x.dtype).gate_up.block_m))
+        z, h = moe_gate_up(x, gate_up, gate_up_bias, *routing[:3], index.shape[1], *gate, keep_z)
+        ctx.save_for_backward(x, gate_up, down, down_bias, weights, index, z, *routing)
+        ctx.gate = gate
+        ctx.mark_non_differentiable(h, *routing)
+        ctx.set_materialize_grads(False)
+        return x.new_empty(()).expand(x.shape), h, *routing
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, dout: Tensor, *_: None) -> Any:
+        x, gate_up, down, down_bias, weights, index, z, *tensors = ctx.saved_tensors
+        row, offsets, tiles, pos = Routing(*tensors)
+        needs_x, needs_gate_up, needs_down, needs_bias, needs_down_bias, needs_weights, *_ = ctx.needs_input_grad
+        needs, topk, transposed = (
+            [needs_x or needs_gate_up or needs_bias, needs_down, needs_weights],
+            pos.shape[1],
+            ctx.gate.transposed,
+        )
+        dx = dgate_up = ddown = dbias = ddown_bias = dweights = None
+        if any(needs):
+            dz, wh, dweights = moe_down_bwd(
+                dout, down, down_bias, index, weights, z, row, offsets, tiles, pos, *ctx.gate, needs
+            )
+            if needs_down:
+                ddown = moe_depth_product(wh, dout, row, offsets, topk, not transposed)
+            del wh
+            if needs_gate_up:
+                dgate_up = moe_depth_product(dz, x, row, offsets, topk, transposed)
+            if needs_bias:
+                dbias = moe_sum_rows(dz, None, row, offsets, topk)
+            if needs_x:
+                dx = moe_combine(moe_rows_times(dz, gate_up, None, offsets, tiles, not transposed), None, pos)
+        if needs_down_bias:
+            ddown_bias = moe_sum_rows(dout, weights, row, offsets, topk)
+        return dx, dgate_up, ddown, dbias, ddown_bias, dweights if needs_weights else None, None, None, None
+
+
+class _ExpertsValues(torch.autograd.Function):
+    """Autograd node that computes the output, and passes its gradient on to ``_Experts``."""
+
+    @staticmethod
+    def forward(
+        ctx: Any, kept: Tensor, h: Tensor, down: Tensor, down_bias: Tensor | None, weights: Tensor, offsets: Tensor,
+        tiles: Tensor, pos: Tensor, transposed: bool,
+    ) -> Tensor:  # fmt: skip
+        return moe_combine(moe_rows_times(h, down, down_bias, offsets, tiles, transposed), weights, pos)
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, dout: Tensor) -> Any:
+        return dout, *(None,) * 8
+
+
+def _run(
+    x: Tensor, gate_up: Tensor, down: Tensor, gate_up_bias: Tensor | None, down_bias: Tensor | None, index: Tensor,
+    weights: Tensor, gate: Gate,
+) -> Tensor:  # fmt: skip
+    """Return the output of the kernels [T, H] for operands of one dtype, x [T, H], index and weights [T, K]."""
+    operands = x, gate_up, down, gate_up_bias, down_bias, weights
+    keep_z = torch.is_grad_enabled() and any(t is not None and t.requires_grad for t in operands)
+    kept, h, *tensors = apply(_Experts, *operands, index, gate, keep_z)
+    _, offsets, tiles, pos = Routing(*tensors)
+    values = (None if t is None else t.detach() for t in (down, down_bias, weights))
+    return apply(_ExpertsValues, kept, h, *values, offsets, tiles, pos, gate.transposed)
 
 
 def _tokens(x: Tensor, *args: Tensor, **kwargs: Tensor) -> dict[str, dict[int, int]]:
@@ -83,5 +169,10 @@ def moe_experts(
     dtype = autocast_dtype(x.device) or gate_up.dtype
     operands = (None if t is None else t.to(dtype) for t in (x, gate_up, down, gate_up_bias, down_bias))
     rows, gate_up, down, gate_up_bias, down_bias = operands
-    biases = {"gate_up_bias": gate_up_bias, "down_bias": down_bias}
-    return moe_experts_ref(rows, gate_up, down, index, weights, **biases, **gate._asdict()).to(x.dtype)
+    if not (x.is_meta or use_kernel(rows)):
+        biases = {"gate_up_bias": gate_up_bias, "down_bias": down_bias}
+        return moe_experts_ref(rows, gate_up, down, index, weights, **biases, **gate._asdict()).to(x.dtype)
+    T = x.shape[:-1].numel()
+    rows, index, weights = (t.reshape(T, t.shape[-1]) for t in (rows, index, weights))
+    out = _run(rows, gate_up, down, gate_up_bias, down_bias, index, weights, gate)
+    return out.to(x.dtype).view(x.shape)

@@ -1,0 +1,216 @@
+"""Forward of the experts: z = x W1 + b1 and h in one kernel, y = h W2 + b2, and the weighted sum of a token's rows.
+
+Programs loop over the tiles that the routing lists. Rows of x are gathered by the product; they are never copied.
+"""
+
+from typing import Any
+
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from liger_like.ops.experts.blocks import columns, gated, grouped, halves, product, rows_of
+from liger_like.ops.experts.checks import Gate
+from liger_like.ops.experts.tiles import programs, tiles_for
+from liger_like.runtime.launcher import launch
+from liger_like.runtime.layout import packed, with_stride
+from liger_like.runtime.registry import op
+
+
+@triton.jit
+def _store_gate_up(
+    acc, z_ptr, h_ptr, offs_m, mask_m, first, I, limit, alpha,
+    ACT: tl.constexpr, LIMITED: tl.constexpr, INTERLEAVED: tl.constexpr, EVEN_N: tl.constexpr,
+):  # fmt: skip
+    """Store z and h of columns of gate from ``first`` on, and of as many of up."""
+    BLOCK_M: tl.constexpr = acc.shape[0]
+    BLOCK_N: tl.constexpr = acc.shape[1] // 2
+    rows = offs_m[:, None]
+    cols = first + tl.arange(0, BLOCK_N)
+    mask = columns(cols < I, mask_m, EVEN_N)
+    if INTERLEAVED:
+        both = 2 * first + tl.arange(0, 2 * BLOCK_N)
+        if z_ptr is not None:
+            tl.store(z_ptr + rows * 2 * I + both[None, :], acc, mask=columns(both < 2 * I, mask_m, EVEN_N))
+        g, u = tl.split(tl.reshape(acc, (BLOCK_M, BLOCK_N, 2)))
+    else:
+        g, u = tl.split(tl.permute(tl.reshape(acc, (BLOCK_M, BLOCK_N // 8, 2, 8)), (0, 1, 3, 2)))
+        g, u = tl.reshape(g, (BLOCK_M, BLOCK_N)), tl.reshape(u, (BLOCK_M, BLOCK_N))
+        if z_ptr is not None:
+            tl.store(z_ptr + rows * 2 * I + cols[None, :], g, mask=mask)
+            tl.store(z_ptr + rows * 2 * I + I + cols[None, :], u, mask=mask)
+    tl.store(h_ptr + rows * I + cols[None, :], gated(g, u, limit, alpha, ACT, LIMITED), mask=mask)
+
+
+@triton.jit
+def _gate_up_kernel(
+    x_ptr, w_ptr, bias_ptr, row_ptr, offsets_ptr, tiles_ptr, z_ptr, h_ptr, stride_xm, stride_we, stride_wn, stride_wk,
+    E, H, I, limit, alpha, TOPK: tl.constexpr,
+    ACT: tl.constexpr, LIMITED: tl.constexpr, INTERLEAVED: tl.constexpr, EVEN_N: tl.constexpr, EVEN_K: tl.constexpr,
+    BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr, GROUP: tl.constexpr,
+):  # fmt: skip
+    """Compute z, if it is to be kept, and h.
+
+    A tile has BLOCK_N columns of gate and as many of up, in turn by 8, or by 1 if INTERLEAVED. Both are then in one
+    product, and in the registers of one thread.
+    """
+    tiles_n = tl.cdiv(I, BLOCK_N)
+    tiles_m = tl.load(offsets_ptr + E + 1)
+    for tile in range(tl.program_id(0), tiles_m * tiles_n, tl.num_programs(0)):
+        m, n = grouped(tile, tiles_m, tiles_n, GROUP)
+        expert, offs_m, within, mask_m = rows_of(tiles_ptr, offsets_ptr, m, BLOCK_M)
+        token = (tl.load(row_ptr + within) // TOPK).to(tl.int64)
+        j = tl.arange(0, 2 * BLOCK_N)
+        if INTERLEAVED:
+            offs_n = 2 * n * BLOCK_N + j
+            inside = offs_n < 2 * I
+        else:
+            col = n * BLOCK_N + j // 16 * 8 + j % 8
+            offs_n = col + j // 8 % 2 * I
+            inside = col < I
+        offs_k = tl.arange(0, BLOCK_K)
+        a_ptrs = x_ptr + token[:, None] * stride_xm + offs_k[None, :]
+        b_ptrs = w_ptr + expert * stride_we + offs_n.to(tl.int64)[None, :] * stride_wn + offs_k[:, None] * stride_wk
+        acc = product(a_ptrs, b_ptrs, inside, stride_wk, H, EVEN_N, EVEN_K, BLOCK_M, 2 * BLOCK_N, BLOCK_K)
+        if bias_ptr is not None:
+            acc += tl.load(bias_ptr + expert * 2 * I + offs_n, mask=inside, other=0.0).to(tl.float32)[None, :]
+        left, right = halves(acc)  # half the columns at a time, for want of registers
+        first = n * BLOCK_N
+        _store_gate_up(left, z_ptr, h_ptr, offs_m, mask_m, first, I, limit, alpha, ACT, LIMITED, INTERLEAVED, EVEN_N)
+        first += BLOCK_N // 2
+        _store_gate_up(right, z_ptr, h_ptr, offs_m, mask_m, first, I, limit, alpha, ACT, LIMITED, INTERLEAVED, EVEN_N)
+
+
+@triton.jit
+def _rows_times_kernel(
+    a_ptr, w_ptr, bias_ptr, offsets_ptr, tiles_ptr, out_ptr, stride_we, stride_wn, stride_wk, E, N, K,
+    EVEN_N: tl.constexpr, EVEN_K: tl.constexpr,
+    BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr, GROUP: tl.constexpr,
+):  # fmt: skip
+    tiles_n = tl.cdiv(N, BLOCK_N)
+    tiles_m = tl.load(offsets_ptr + E + 1)
+    for tile in range(tl.program_id(0), tiles_m * tiles_n, tl.num_programs(0)):
+        m, n = grouped(tile, tiles_m, tiles_n, GROUP)
+        expert, offs_m, within, mask_m = rows_of(tiles_ptr, offsets_ptr, m, BLOCK_M)
+        offs_n = n * BLOCK_N + tl.arange(0, BLOCK_N)
+        offs_k = tl.arange(0, BLOCK_K)
+        a_ptrs = a_ptr + within[:, None] * K + offs_k[None, :]
+        b_ptrs = w_ptr + expert * stride_we + offs_n.to(tl.int64)[None, :] * stride_wn + offs_k[:, None] * stride_wk
+        acc = product(a_ptrs, b_ptrs, offs_n < N, stride_wk, K, EVEN_N, EVEN_K, BLOCK_M, BLOCK_N, BLOCK_K)
+        if bias_ptr is not None:
+            acc += tl.load(bias_ptr + expert * N + offs_n, mask=offs_n < N, other=0.0).to(tl.float32)[None, :]
+        mask = columns(offs_n < N, mask_m, EVEN_N)
+        tl.store(out_ptr + offs_m[:, None] * N + offs_n[None, :], acc, mask=mask)
+
+
+@triton.jit
+def _combine_kernel(y_ptr, weights_ptr, pos_ptr, out_ptr, N, TOPK: tl.constexpr, BLOCK_N: tl.constexpr):
+    """Sum the rows of a token in the order of k, each times its weight if there are weights."""
+    t = tl.program_id(0).to(tl.int64)
+    offs_n = tl.program_id(1) * BLOCK_N + tl.arange(0, BLOCK_N)
+    acc = tl.zeros((BLOCK_N,), tl.float32)
+    for k in tl.static_range(TOPK):
+        place = tl.load(pos_ptr + t * TOPK + k).to(tl.int64)
+        y = tl.load(y_ptr + place * N + offs_n, mask=(offs_n < N) & (place >= 0), other=0.0).to(tl.float32)
+        if weights_ptr is not None:
+            y = tl.where(place >= 0, y * tl.load(weights_ptr + t * TOPK + k).to(tl.float32), 0.0)
+        acc += y
+    tl.store(out_ptr + t * N + offs_n, acc, mask=offs_n < N)
+
+
+def gate_arguments(gate: Gate) -> tuple[tuple[float, float], dict[str, Any]]:
+    """Return limit and alpha, and the constexprs of a kernel with a gated unit."""
+    act = gate.act if gate.alpha is None else "scaled"
+    constants = {"ACT": act, "LIMITED": gate.limit is not None, "INTERLEAVED": gate.interleaved}
+    return (gate.limit or 0.0, gate.alpha or 0.0), constants
+
+
+def matrix_strides(w: Tensor, transposed: bool) -> tuple[int, int, int]:
+    """Return the strides of ``w`` [E, N, K], or [E, K, N] if ``transposed``, over experts, columns and depth."""
+    e, n, k = w.stride()
+    return (e, k, n) if transposed else (e, n, k)
+
+
+def _gate_up_outputs(
+    x: Tensor, gate_up: Tensor, bias: Tensor | None, row: Tensor, offsets: Tensor, tiles: Tensor, topk: int, act: str,
+    limit: float | None, alpha: float | None, transposed: bool, interleaved: bool, keep_z: bool,
+) -> tuple[Tensor, Tensor]:  # fmt: skip
+    wide, S = gate_up.shape[2 if transposed else 1], row.shape[0]
+    return x.new_empty((S, wide) if keep_z else (0,)), x.new_empty(S, wide // 2)
+
+
+GATE_SCHEMA = "str act, float? limit, float? alpha, bool transposed, bool interleaved"
+
+
+@op(
+    "moe_gate_up(Tensor x, Tensor gate_up, Tensor? bias, Tensor row, Tensor offsets, Tensor tiles, int topk,"
+    f" {GATE_SCHEMA}, bool keep_z) -> (Tensor z, Tensor h)",
+    _gate_up_outputs,
+    flops=lambda x, gate_up, bias, row, *_: 2 * row.shape[0] * gate_up.shape[1:].numel(),
+)
+def moe_gate_up(
+    x: Tensor, gate_up: Tensor, bias: Tensor | None, row: Tensor, offsets: Tensor, tiles: Tensor, topk: int,
+    *options: Any,
+) -> tuple[Tensor, Tensor]:  # fmt: skip
+    """Return z [S, 2I] in the form of ``gate_up``, empty unless the last option says to keep it, and h [S, I]."""
+    z, h = _gate_up_outputs(x, gate_up, bias, row, offsets, tiles, topk, *options)
+    gate, keep_z, tile = Gate(*options[:-1]), options[-1], tiles_for(x.device, x.dtype).gate_up
+    x, stride_xm = with_stride(x)
+    H, I, E = x.shape[-1], h.shape[1], len(gate_up)
+    floats, constants = gate_arguments(gate)
+    launch(
+        _gate_up_kernel,
+        programs(x.device, len(tiles) * -(-I // tile.block_n)),
+        (x, gate_up, packed(bias), row, offsets, tiles, z if keep_z else None, h),
+        (stride_xm, *matrix_strides(gate_up, gate.transposed), E, H, I),
+        floats,
+        TOPK=topk,
+        EVEN_N=I % tile.block_n == 0,
+        EVEN_K=H % tile.block_k == 0,
+        **constants,
+        **tile.constants(),
+    )
+    return z, h
+
+
+def _rows_times_outputs(
+    a: Tensor, w: Tensor, bias: Tensor | None, offsets: Tensor, tiles: Tensor, transposed: bool
+) -> Tensor:
+    return a.new_empty(a.shape[0], w.shape[2 if transposed else 1])
+
+
+@op(
+    "moe_rows_times(Tensor a, Tensor w, Tensor? bias, Tensor offsets, Tensor tiles, bool transposed) -> Tensor",
+    _rows_times_outputs,
+    flops=lambda a, w, *_: 2 * a.shape[0] * w.shape[1:].numel(),
+)
+def moe_rows_times(
+    a: Tensor, w: Tensor, bias: Tensor | None, offsets: Tensor, tiles: Tensor, transposed: bool
+) -> Tensor:
+    """Return a [S, K] times the matrix of each row's expert, w [E, N, K] or if ``transposed`` [E, K, N]: [S, N]."""
+    out, tile = _rows_times_outputs(a, w, bias, offsets, tiles, transposed), tiles_for(a.device, a.dtype).rows_times
+    K, N = a.shape[1], out.shape[1]
+    launch(
+        _rows_times_kernel,
+        programs(a.device, len(tiles) * -(-N // tile.block_n)),
+        (a, w, packed(bias), offsets, tiles, out),
+        (*matrix_strides(w, transposed), len(w), N, K),
+        EVEN_N=N % tile.block_n == 0,
+        EVEN_K=K % tile.block_k == 0,
+        **tile.constants(),
+    )
+    return out
+
+
+@op(
+    "moe_combine(Tensor y, Tensor? weights, Tensor pos) -> Tensor",
+    lambda y, weights, pos: y.new_empty(pos.shape[0], y.shape[1]),
+)
+def moe_combine(y: Tensor, weights: Tensor | None, pos: Tensor) -> Tensor:
+    """Return for each token the sum of its rows of y [S, N], times ``weights`` [T, K] if given: [T, N]."""
+    (T, topk), N = pos.shape, y.shape[1]
+    out, block_n = y.new_empty(T, N), min(1024, triton.next_power_of_2(N))
+    if T:
+        grid = T, -(-N // block_n)
+        launch(_combine_kernel, grid, (y, packed(weights), pos, out), (N,), TOPK=topk, BLOCK_N=block_n, num_warps=4)
+    return out

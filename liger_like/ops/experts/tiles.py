@@ -1,0 +1,63 @@
+"""Tiles of the experts' products, by kind of GPU and dtype. No shape is tuned, or compiled apart."""
+
+from typing import NamedTuple
+
+import torch
+
+from liger_like.runtime.support import INTERPRET, gpu_class, num_programs
+
+GROUP = 8  # tiles of rows that are computed together: their operands stay in L2
+
+
+class Tile(NamedTuple):
+    """Rows, columns and depth of a tile, and its launch options.
+
+    A tile of gate_up has ``block_n`` columns of gate and as many of up.
+    """
+
+    block_m: int
+    block_n: int
+    block_k: int
+    num_warps: int
+    num_stages: int
+
+    def constants(self) -> dict[str, int]:
+        """Return the block sizes as constexprs, and the launch options."""
+        blocks = {"BLOCK_M": self.block_m, "BLOCK_N": self.block_n, "BLOCK_K": self.block_k, "GROUP": GROUP}
+        return blocks | {"num_warps": self.num_warps, "num_stages": self.num_stages}
+
+
+class Tiles(NamedTuple):
+    """The tiles of the four products; those over rows have the same ``block_m``."""
+
+    gate_up: Tile
+    rows_times: Tile
+    down_bwd: Tile
+    depth: Tile
+
+
+TILES = {
+    "hopper": Tiles(
+        Tile(128, 128, 64, 8, 3), Tile(128, 256, 64, 8, 3), Tile(128, 128, 64, 8, 3), Tile(128, 256, 64, 8, 3)
+    ),
+    "large": Tiles(
+        Tile(128, 128, 64, 8, 3), Tile(128, 256, 64, 8, 3), Tile(128, 128, 64, 8, 3), Tile(128, 256, 64, 8, 3)
+    ),
+    "small": Tiles(
+        Tile(128, 64, 32, 8, 3), Tile(128, 128, 32, 8, 3), Tile(128, 64, 32, 8, 3), Tile(128, 128, 32, 8, 3)
+    ),
+}
+FP32 = Tiles(Tile(64, 32, 32, 4, 2), Tile(64, 64, 32, 4, 2), Tile(64, 64, 32, 4, 2), Tile(64, 64, 32, 4, 2))
+INTERPRETED = Tiles(Tile(16, 16, 16, 4, 1), Tile(16, 32, 16, 4, 1), Tile(16, 16, 16, 4, 1), Tile(16, 32, 16, 4, 1))
+
+
+def tiles_for(device: torch.device, dtype: torch.dtype) -> Tiles:
+    """Return the tiles for operands of ``dtype`` on ``device``; the interpreter has small ones, as have its tests."""
+    if INTERPRET:
+        return INTERPRETED
+    return FP32 if dtype == torch.float32 else TILES[gpu_class(device)]
+
+
+def programs(device: torch.device, tiles: int) -> tuple[int]:
+    """Return the grid of a kernel that loops over at most ``tiles`` tiles: a program per multiprocessor."""
+    return (min(num_programs(device, 1), tiles),)
