@@ -4,6 +4,8 @@ The function is registered with transformers as ``liger_like``; a config with th
 """
 
 import copy
+import inspect
+from types import FunctionType
 from typing import Any, NamedTuple
 
 import torch
@@ -104,7 +106,7 @@ def run(module: Any, hidden_states: Tensor, top_k_index: Tensor, top_k_weights: 
     """Compute the experts of ``hidden_states`` [T, H]: the registered function.
 
     The config's own implementation runs where no kernel can, and transformers' batched_mm where few rows are decoded:
-    it copies the weights of each row, so that there may be no more rows than experts.
+    it copies the weights of each row, so there may be no more rows than experts.
     """
     from transformers.integrations.moe import ALL_EXPERTS_FUNCTIONS
 
@@ -112,7 +114,7 @@ def run(module: Any, hidden_states: Tensor, top_k_index: Tensor, top_k_weights: 
     if gate is None or not use_kernel(hidden_states) or (gate.act and not runs(gate.kernel, getattr(module, gate.act))):
         name = getattr(module.config, "_liger_like_original", module.config)._experts_implementation
         name = "grouped_mm" if name == NAME else name
-    elif torch.is_grad_enabled() or top_k_index.numel() > min(module.num_experts, 512):
+    elif torch.is_grad_enabled() or top_k_index.numel() > module.num_experts:
         return compute(module, gate, hidden_states, top_k_index, top_k_weights)
     else:
         name = "batched_mm"
@@ -136,9 +138,8 @@ def _is_run_by_transformers(cls: Any) -> bool:
     """Return True if transformers' decorator made the forward of ``cls``, with the interface of unquantised experts."""
     from transformers.integrations.moe import ALL_EXPERTS_FUNCTIONS
 
-    forward = cls.forward
-    cells = dict(zip(forward.__code__.co_freevars, forward.__closure__ or (), strict=True))
-    return "experts_interface" in cells and cells["experts_interface"].cell_contents is ALL_EXPERTS_FUNCTIONS
+    held = inspect.getclosurevars(cls.forward).nonlocals if isinstance(cls.forward, FunctionType) else {}
+    return held.get("experts_interface") is ALL_EXPERTS_FUNCTIONS
 
 
 class Experts(Recogniser):
