@@ -17,6 +17,7 @@ from liger_like.runtime.support import as_in_graph
 LAUNCHES = 2  # calls of a kind before its capture: they compile kernels and load libraries
 MANY_KINDS = 50
 PLAIN = (bool, int, float, str, torch.dtype, torch.device, type(None))
+IMPLEMENTATIONS = ("_attn_implementation", "_experts_implementation")
 # by which PEFT's layers choose their code, and by which they scale
 ADAPTERS = ("merged_adapters", "_disable_adapters", "_active_adapter", "scaling")
 WRAPPERS = {"DataParallel", "DistributedDataParallel", "FullyShardedDataParallel", "FSDPModule", "DeepSpeedEngine"}
@@ -217,9 +218,9 @@ class GraphedStep:
             if module is None or id(module) in seen:
                 continue
             seen.add(id(module))
-            # the only entry of a config that ``patch`` changes
-            attention = getattr(module.__dict__.get("config"), "_attn_implementation", None)
-            model += (type(module), module.training, attention)
+            model += (type(module), module.training)
+            if (config := module.__dict__.get("config")) is not None:  # ``patch`` changes only these entries of it
+                model += (getattr(config, name, None) for name in IMPLEMENTATIONS)
             if "merged_adapters" in module.__dict__:
                 model += (repr(module.__dict__.get(name)) for name in ADAPTERS)
             for p in module._parameters.values():

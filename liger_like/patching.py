@@ -1,7 +1,7 @@
 """Patch Hugging Face models: recognised modules run kernels, all others are left alone and reported.
 
-``patch`` gives a module a subclass of its own class, of the same name, that overrides the forward. For attention it
-gives the modules of a model a view of their config that names another attention implementation. ``unpatch`` restores
+``patch`` gives a module a subclass of its own class, of the same name, that overrides the forward. For attention and
+experts it gives the modules of a model a view of their config that names other implementations. ``unpatch`` restores
 class and config. Nothing else changes, inside or outside the model. ``liger_like.patches`` defines the recognised
 patterns and their replacements.
 """
@@ -14,33 +14,34 @@ from dataclasses import dataclass
 from typing import Any, NamedTuple
 
 import torch
-from torch import Tensor, nn
+from torch import nn
 
 from liger_like._options import SWITCHES, check_options, checks_options
 from liger_like.patches import (
     NothingToDoError,
     Recogniser,
-    Trial,
     UnrecognisedError,
     attention,
     where,
 )
 from liger_like.patches.config_views import give_views, take_views
+from liger_like.patches.experts import Experts
 from liger_like.patches.foreign import foreign_forward, rebind_forward, replaced_in_class, replaced_in_torch
-from liger_like.patches.glu_mlp import GLUMLP, Experts
+from liger_like.patches.glu_mlp import GLUMLP
 from liger_like.patches.layer_norm import LayerNorm
 from liger_like.patches.lm_head import LMHead
 from liger_like.patches.qk_norm_rope import QKNormRope
 from liger_like.patches.rms_norm import RMSNorm
 from liger_like.patches.rope import Rope
+from liger_like.patches.trials import compare
 
-ATTENTION = attention.Attention()
+ATTENTION, EXPERTS = attention.Attention(), Experts()
+INTERFACES: tuple[Recogniser, ...] = (EXPERTS, ATTENTION)
 PATCHED, ALREADY, SKIPPED, ABSENT = "patched", "already patched", "skipped", "absent"
 # The first recogniser that matches a module patches it. patches.add_rms_norm is left out: no measurement shows that it
 # makes a whole model faster.
 RECOGNISERS: dict[str, Recogniser] = {
-    recogniser.pattern: recogniser
-    for recogniser in (RMSNorm(), LayerNorm(), QKNormRope(), Rope(), GLUMLP(), Experts(), LMHead())
+    recogniser.pattern: recogniser for recogniser in (RMSNorm(), LayerNorm(), QKNormRope(), Rope(), GLUMLP(), LMHead())
 }
 
 raise_errors = False  # the tests set it: there an unexpected exception is a bug, not a reason to skip the module
@@ -148,13 +149,18 @@ def patch(
     """
     if not isinstance(model, nn.Module):
         raise TypeError(f"model must be a torch.nn.Module, got {type(model).__name__}")
-    wanted = {"norm": norm, "rope": rope, "mlp": mlp, "loss": loss}
+    wanted = {"norm": norm, "rope": rope, "mlp": mlp, "loss": loss, "attention": attention}
     rows: list[Row] = []
     swaps: dict[nn.Module, type[Any]] = {}
+    interfaces: list[tuple[Recogniser, _Found]] = []
     for option in filter(wanted.get, wanted):
-        recognisers = [recogniser for recogniser in RECOGNISERS.values() if recogniser.options[0] == option]
+        recognisers = [each for each in (*RECOGNISERS.values(), *INTERFACES) if each.options[0] == option]
         before = len(rows)
         for recogniser in recognisers:
+            if recogniser.implementation:
+                interfaces.append((recogniser, _examine_interface(recogniser, model, verify)))
+                rows += interfaces[-1][1].rows
+                continue
             on = all(wanted[name] for name in recogniser.options)
             others = (m for m in model.modules() if m not in swaps and (on or _origin(m) is not None))
             found = [fate for module in others for fate in _examine(recogniser, module, model, verify)]
@@ -163,17 +169,16 @@ def patch(
         if len(rows) == before:
             patterns = ", ".join(recogniser.pattern for recogniser in recognisers)
             rows.append(Row(patterns, "", "", 0, ABSENT, "the model has none"))
-    configs: dict[int, bool] = {}
-    if attention:
-        found_attention, configs = _examine_attention(model, verify)
-        rows += found_attention or [Row(ATTENTION.pattern, "", "", 0, ABSENT, "the model has none")]
     report = PatchReport(model, tuple(rows))
     if strict and any(row.status == SKIPPED for row in rows):
         raise ValueError(f"strict=True, but modules would be left alone:\n{report}")
     for module, cls in swaps.items():
         _become(module, cls)
-    if any(configs.values()):
-        give_views(model, configs)
+    for recogniser, found_there in interfaces:
+        for module, variant in found_there.patched.items():
+            vars(module).update(recogniser.methods(type(module), variant))
+    if any(found_there.patched for _, found_there in interfaces):
+        give_views(model, {recogniser.implementation: found_there.configs for recogniser, found_there in interfaces})
     _warn(report)
     return report
 
@@ -194,6 +199,9 @@ def unpatch(model: nn.Module) -> None:
         origin = type(module)._liger_like  # type: ignore[attr-defined]
         _become(module, origin.cls)
         RECOGNISERS[origin.pattern].forget(module)
+    for module in model.modules():
+        for interface in INTERFACES:
+            interface.forget(module)
     take_views(model)
 
 
@@ -248,6 +256,14 @@ def _origin(module: nn.Module) -> _Origin | None:
     return getattr(type(module), "_liger_like", None)
 
 
+class _Found(NamedTuple):
+    """Modules of an interface: their rows, the variants of those to patch, and by id which configs are to name it."""
+
+    rows: list[Row]
+    patched: dict[nn.Module, str]
+    configs: dict[int, bool]
+
+
 Fate = tuple[Row, tuple[nn.Module, type[Any]] | None]
 
 
@@ -258,9 +274,7 @@ def _examine(recogniser: Recogniser, module: nn.Module, model: nn.Module, verify
     except Exception as error:
         if not _looks_like(recogniser, module):
             return []
-        reason = _reason(error, module)
-        status = ABSENT if isinstance(error, NothingToDoError) and reason == str(error) else SKIPPED
-        return [(Row(recogniser.pattern, type(module).__name__, "", 1, status, reason), None)]
+        return [(_left(recogniser, module, error), None)]
 
 
 def _fates(recogniser: Recogniser, module: nn.Module, model: nn.Module, verify: str) -> list[Fate]:
@@ -302,6 +316,13 @@ def _looks_like(recogniser: Recogniser, module: nn.Module) -> bool:
         return True
 
 
+def _left(recogniser: Recogniser, module: nn.Module, error: Exception) -> Row:
+    """Return the row of a module that is left alone for ``error``."""
+    reason = _reason(error, module)
+    status = ABSENT if isinstance(error, NothingToDoError) and reason == str(error) else SKIPPED
+    return Row(recogniser.pattern, type(module).__name__, "", 1, status, reason)
+
+
 def _reason(error: Exception, module: nn.Module) -> str:
     """Return the reason why ``module`` is left alone, with the functions that other libraries have replaced."""
     reasons = [str(error)]
@@ -313,34 +334,38 @@ def _reason(error: Exception, module: nn.Module) -> str:
     return "; ".join((*reasons, *replaced_in_class(type(module))))
 
 
-def _examine_attention(model: nn.Module, verify: str) -> tuple[list[Row], dict[int, bool]]:
-    """Return a row for each attention module, and by id of each config whether it is to name the implementation.
+def _examine_interface(recogniser: Recogniser, model: nn.Module, verify: str) -> _Found:
+    """Examine the modules that transformers runs by the implementation that their config names.
 
     All modules of a config share its implementation: one unrecognised module keeps the others from being patched.
     """
-    found: list[tuple[Any, Row]] = []
-    for module in (module for module in model.modules() if _looks_like(ATTENTION, module)):
-        fate = functools.partial(Row, ATTENTION.pattern, type(module).__name__)
-        config: Any = getattr(module, "config", None)
+    found: list[tuple[nn.Module, Row]] = []
+    for module in (module for module in model.modules() if _looks_like(recogniser, module)):
+        fate = functools.partial(Row, recogniser.pattern, type(module).__name__)
         try:
-            _require_own_forward(module)
-            variant = ATTENTION.variant(module, model)
-            if config._attn_implementation == attention.NAME:
+            for part in recogniser.depends_on(module, model):
+                _require_own_forward(part)
+            variant = recogniser.variant(module, model)
+            named = getattr(module.config, recogniser.implementation) == attention.NAME
+            if named and vars(module).keys() >= {*recogniser.state}:
                 row = fate(variant, 1, ALREADY)
             else:
-                difference = _verify(ATTENTION, module, variant, live=verify == "numeric")
+                difference = _verify(recogniser, module, variant, live=verify == "numeric")
                 row = fate(variant, 1, PATCHED, error=difference)
         except Exception as error:
-            row = fate("", 1, SKIPPED, _reason(error, module))
-        found.append((config, row))
-    others = {id(config): row for config, row in found if row.status == SKIPPED}
+            row = _left(recogniser, module, error)
+        found.append((module, row))
+    ids = [id(getattr(module, "config", None)) for module, _ in found]
+    others = {config: row for config, (_, row) in zip(ids, found, strict=True) if row.status == SKIPPED}
     rows = [
-        dataclasses.replace(row, status=SKIPPED, reason=f"shares its config with {others[id(config)].cls}", error=None)
-        if row.status == PATCHED and id(config) in others
+        dataclasses.replace(row, status=SKIPPED, reason=f"shares its config with {others[config].cls}", error=None)
+        if row.status == PATCHED and config in others
         else row
-        for config, row in found
+        for config, (_, row) in zip(ids, found, strict=True)
     ]
-    return _grouped(rows), {id(config): row.status == PATCHED for (config, _), row in zip(found, rows, strict=True)}
+    patched = {module: row.variant for (module, _), row in zip(found, rows, strict=True) if row.status == PATCHED}
+    configs = {config: row.status == PATCHED for config, row in zip(ids, rows, strict=True)}
+    return _Found(_grouped(rows), patched, configs)
 
 
 def _verify(recogniser: Recogniser, module: nn.Module, variant: str, *, live: bool) -> float | None:
@@ -357,48 +382,17 @@ def _verify(recogniser: Recogniser, module: nn.Module, variant: str, *, live: bo
         if key not in _confirmed:
             for dtype in (torch.float32, torch.float16):
                 small = recogniser.miniature(module, variant).to(dtype)
-                _compare(recogniser.trial(small, variant, methods), "a miniature")
+                compare(recogniser.trial(small, variant, methods), "a miniature")
             _confirmed.add(key)
         if not live:
             return None
         if any(p.is_meta or not p.is_floating_point() or hasattr(p, "device_mesh") for p in module.parameters()):
             raise UnrecognisedError("verify='numeric' needs floating-point weights, neither sharded nor on meta")
         try:
-            return _compare(recogniser.trial(module.eval(), variant, methods), "the module")
+            return compare(recogniser.trial(module.eval(), variant, methods), "the module")
         finally:
             for part, mode in training:
                 part.training = mode
-
-
-def _compare(trial: Trial, what: str) -> float:
-    """Return the largest relative difference of outputs and gradients.
-
-    Raises UnrecognisedError if the difference is more than rounding, or if a dtype or shape differs.
-    """
-    errors = []
-    for expected, got in zip(_results(trial.original, trial), _results(trial.replacement, trial), strict=True):
-        if (expected.dtype, expected.shape) != (got.dtype, got.shape):
-            raise UnrecognisedError(
-                f"on {what} the replacement gives {got.dtype} {[*got.shape]}, not {expected.dtype} {[*expected.shape]}"
-            )
-        difference, norm = (got.double() - expected.double()).norm(), expected.double().norm()
-        errors.append(difference / norm.clamp(min=torch.finfo(torch.float64).tiny))
-    error, bound = float(torch.stack(errors).max()), 4 * torch.finfo(trial.inputs[0].dtype).eps
-    if not error <= bound:  # true for a NaN, too
-        reason = f"on {what} the replacement differs by {error:.1e} (relative), more than {bound:.1e}"
-        raise UnrecognisedError("; ".join((reason, *replaced_in_torch())))
-    return error
-
-
-def _results(function: Any, trial: Trial) -> list[Tensor]:
-    """Return the outputs of ``function``, and the gradients of inputs and parameters for a fixed random upstream."""
-    inputs = [x.detach().requires_grad_() for x in trial.inputs]
-    outputs = function(*inputs)
-    outputs = list(outputs) if isinstance(outputs, tuple) else [outputs]
-    generator = torch.Generator("cpu").manual_seed(1)  # differs from the seed of the inputs
-    upstream = [torch.randn(y.shape, generator=generator, device="cpu").to(y) for y in outputs]
-    leaves = [x for x in (*inputs, *trial.parameters) if x.requires_grad]
-    return [y.detach() for y in (*outputs, *torch.autograd.grad(outputs, leaves, upstream, materialize_grads=True))]
 
 
 def _become(module: Any, cls: type[Any]) -> None:

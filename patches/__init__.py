@@ -20,12 +20,16 @@ class NothingToDoError(UnrecognisedError):
 
 @dataclass(frozen=True)
 class Trial:
-    """Pair of functions that must agree on ``inputs``: in outputs and in gradients of inputs and ``parameters``."""
+    """Pair of functions that must agree on ``inputs``: in outputs and in gradients of inputs and ``parameters``.
+
+    ``depth`` is the length of fp32 sums that the two add up in different orders.
+    """
 
     original: Callable[..., Any]
     replacement: Callable[..., Any]
     inputs: tuple[Tensor, ...]
     parameters: tuple[Tensor, ...] = ()
+    depth: int = 0
 
 
 class Recogniser:
@@ -33,7 +37,9 @@ class Recogniser:
 
     pattern: str
     options: tuple[str, ...]  # arguments of ``patch`` that must all be True; the report lists it under the first
-    state: tuple[str, ...] = ()  # instance attributes that the replaced methods set; ``unpatch`` removes them
+    state: tuple[str, ...] = ()  # instance attributes of patched modules; ``unpatch`` removes them
+    # the attribute of a config that names what transformers runs for these modules, if views of it patch them
+    implementation: str = ""
 
     def forget(self, module: nn.Module) -> None:
         """Remove the instance attributes ``state`` from an unpatched ``module``."""

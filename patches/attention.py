@@ -323,6 +323,7 @@ class Attention(Recogniser):
 
     pattern = "attention"
     options = ("attention",)
+    implementation = "_attn_implementation_internal"
 
     def looks_like(self, module: nn.Module) -> bool:
         """Return True for modules that call the interface, and for innermost modules named like attention."""
@@ -337,7 +338,7 @@ class Attention(Recogniser):
         config, eager = getattr(module, "config", None), eager_function(cls)
         if eager is None:
             raise UnrecognisedError(f"{where(cls.forward)} has no eager_attention_forward for transformers to replace")
-        if not hasattr(config, "_attn_implementation_internal"):
+        if not hasattr(config, self.implementation):
             raise UnrecognisedError("it has no transformers config")
         taken = {*keywords_of(cls), *inspect.signature(eager).parameters} - EAGER
         if taken - KEYWORDS:

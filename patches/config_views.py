@@ -1,4 +1,4 @@
-"""Make views of transformers configs: a view names another attention implementation and shares all else."""
+"""Make views of transformers configs: a view names other implementations and shares all else."""
 
 import functools
 import types
@@ -6,14 +6,17 @@ from typing import Any
 
 from torch import nn
 
-from liger_like.patches import attention
+from liger_like.patches import attention, experts
+from liger_like.patches.attention import NAME
+
+ATTRIBUTES = tuple(cls.implementation for cls in (attention.Attention, experts.Experts))
 
 
-def give_views(model: nn.Module, chosen: dict[int, bool]) -> None:
+def give_views(model: nn.Module, chosen: dict[str, dict[int, bool]]) -> None:
     """Give the modules of ``model`` views of their configs.
 
-    ``chosen`` says by id of a config whether its view names liger_like's attention. A config gets a view if it is
-    chosen or if one of its sub-configs gets a view.
+    ``chosen`` says by attribute of a config, and by id of the config, whether its view names liger_like there. A config
+    gets a view if it is chosen or if one of its sub-configs gets a view.
     """
     views: dict[int, Any] = {}
 
@@ -21,12 +24,10 @@ def give_views(model: nn.Module, chosen: dict[int, bool]) -> None:
         if id(config) not in views:
             parts = {name: getattr(config, name, None) for name in config.sub_configs}
             own = {name: part if part is None else view_of(part) for name, part in parts.items()}
-            has_views = any(own[name] is not part for name, part in parts.items())
-            views[id(config)] = config
-            if has_views or chosen.get(id(config)):
-                kept = getattr(config, "_liger_like_implementation", None)
-                named = attention.NAME if chosen.get(id(config), has_views) else kept
-                views[id(config)] = _view(config, named, own)
+            below = {attribute for part in own.values() for attribute in _named(part)}
+            named = {a for a, configs in chosen.items() if configs.get(id(config), a in below)} | {*_named(config)}
+            changed = named > {*_named(config)} or any(own[name] is not part for name, part in parts.items())
+            views[id(config)] = _view(config, tuple(sorted(named)), own) if changed else config
         return views[id(config)]
 
     for module in model.modules():
@@ -42,17 +43,37 @@ def take_views(model: nn.Module) -> None:
             module.config = original
 
 
-def _view(config: Any, implementation: str | None, parts: dict[str, Any]) -> Any:
-    """Return a config that shares all attributes of ``config`` except its sub-configs and, if given, implementation."""
+def _named(config: Any) -> tuple[str, ...]:
+    """Return the attributes that a view names liger_like; empty for any other config."""
+    return getattr(config, "_liger_like_named", ())
+
+
+def _view(config: Any, named: tuple[str, ...], parts: dict[str, Any]) -> Any:
+    """Return a config that shares all attributes of ``config`` except its sub-configs and those that are ``named``."""
     attention.register()  # unpickling in another process calls this function before anything registers the name
+    experts.register()
     original = getattr(config, "_liger_like_original", config)
     cls: Any = type(original)
     view: Any = object.__new__(_view_class(cls))
     object.__setattr__(view, "__dict__", vars(original))
-    view._liger_like_original, view._liger_like_implementation = original, implementation
+    view._liger_like_original, view._liger_like_named = original, named
     for name, part in parts.items():
         setattr(view, name, part)
     return view
+
+
+def _implementation(attribute: str) -> property:
+    def implementation(self: Any) -> Any:
+        return NAME if attribute in self._liger_like_named else vars(self)[attribute]
+
+    def choose(self: Any, name: Any) -> None:
+        # the user's choice must outlive the view, so it is written to the shared attributes
+        others = tuple(each for each in self._liger_like_named if each != attribute)
+        self._liger_like_named = (*others, attribute) if name == NAME else others
+        if name != NAME:
+            vars(self)[attribute] = name
+
+    return property(implementation, choose)
 
 
 @functools.cache
@@ -65,22 +86,13 @@ def _view_class(cls: Any) -> type[Any]:
 
     def reduce_ex(self: Any, protocol: Any) -> Any:
         own = {name: getattr(self, name) for name in parts}
-        return _view, (self._liger_like_original, self._liger_like_implementation, own)
+        return _view, (self._liger_like_original, self._liger_like_named, own)
 
     def new(_: Any, *args: Any, **kwargs: Any) -> Any:
         return cls(*args, **kwargs)
 
-    def implementation(self: Any) -> Any:
-        return self._liger_like_implementation or vars(self)["_attn_implementation_internal"]
-
-    def choose(self: Any, name: Any) -> None:
-        # the user's choice must outlive the view, so it is written to the shared attributes
-        self._liger_like_implementation = attention.NAME if name == attention.NAME else None
-        if name != attention.NAME:
-            vars(self)["_attn_implementation_internal"] = name
-
     # the view does not pretend to be a ``cls`` by its ``__class__``: torch.compile looks there for data descriptors
-    body = {"__module__": cls.__module__, "__qualname__": cls.__qualname__, "__new__": new}
-    body |= {"_attn_implementation_internal": property(implementation, choose), "__reduce_ex__": reduce_ex}
-    body |= {"__slots__": ("_liger_like_original", "_liger_like_implementation", *parts)}
+    body = {"__module__": cls.__module__, "__qualname__": cls.__qualname__, "__new__": new, "__reduce_ex__": reduce_ex}
+    body |= {attribute: _implementation(attribute) for attribute in ATTRIBUTES}
+    body |= {"__slots__": ("_liger_like_original", "_liger_like_named", *parts)}
     return types.new_class(cls.__name__, (cls,), exec_body=lambda namespace: namespace.update(body))

@@ -1,4 +1,4 @@
-"""Recognisers for gated MLPs, down(act(gate(x)) * up(x)), with SiLU or GELU, and for experts with such a gate.
+"""Recogniser for gated MLPs, down(act(gate(x)) * up(x)), with SiLU or GELU.
 
 Gate and up are two projections or one packed projection. The projections stay modules and are called as such, so
 biases, adapters and sharding hooks work as before.
@@ -124,7 +124,7 @@ def kernel_of(activation: Any) -> str:
     return kernel
 
 
-def _runs(variant: str, activation: Any) -> bool:
+def runs(variant: str, activation: Any) -> bool:
     """Return True if the kernel ``variant`` still computes ``activation``, which may have changed since patching."""
     return _kernel_of(activation) == variant and not _changed(activation)
 
@@ -158,7 +158,7 @@ class GLUMLP(Recogniser):
         cls: Any = type(module)
         parts = [*module.children()]
         if _is_mlp(module):
-            return not any(_is_mlp(part) or _is_experts(part) for part in parts)
+            return not any(_is_mlp(part) or is_experts(part) for part in parts)
         linear = sum(isinstance(part, nn.Linear) for part in parts)
         return len(parts) - 1 <= linear >= 2 and _has_gate(cls)
 
@@ -179,7 +179,7 @@ class GLUMLP(Recogniser):
         compute, act = BY_NAME[pattern], KERNELS[variant]
 
         def forward(self: nn.Module, *args: Tensor, **kwargs: Tensor) -> Tensor:
-            if "act" in part and not _runs(variant, getattr(self, part["act"])):
+            if "act" in part and not runs(variant, getattr(self, part["act"])):
                 return cls.forward(self, *args, **kwargs)  # type: ignore[no-any-return]
             (x,) = (*args, *kwargs.values())  # the parameter's name differs between families
             parts = {role: getattr(self, name) for role, name in part.items()}
@@ -219,7 +219,7 @@ class GLUMLP(Recogniser):
 
 def _is_mlp(module: nn.Module) -> bool:
     named = re.search("(mlp|feed_?forward|ffn|experts|moe|moe_?block)$", type(module).__name__, re.IGNORECASE)
-    return named is not None and not _is_experts(module)
+    return named is not None and not is_experts(module)
 
 
 def _has_no_product(cls: Any) -> bool:
@@ -249,64 +249,6 @@ def _has_gate(cls: type[Any]) -> bool:
     return any(isinstance(factor, ast.Call) and "act" in ast.unparse(factor.func) for factor in factors)
 
 
-def _is_experts(module: nn.Module) -> bool:
+def is_experts(module: nn.Module) -> bool:
+    """Return True for experts that transformers' implementations can run."""
     return hasattr(type(module), "_apply_gate")
-
-
-def apply_gate(self: Any, x: Tensor) -> Any:
-    """Match the gate of [gate | up]."""
-    gate, up = x.chunk(2, dim=-1)
-    return self.act(gate) * up
-
-
-def apply_gate_float(self: Any, x: Tensor) -> Any:
-    """Match the gate of [gate | up], computed in fp32."""
-    gate, up = x.chunk(2, dim=-1)
-    return (self.act(gate.float()) * up.float()).to(gate.dtype)
-
-
-class Experts(Recogniser):
-    """Recogniser for experts whose GEMMs transformers runs: the gate between the GEMMs is replaced."""
-
-    pattern = "experts"
-    options = ("mlp",)
-    patterns = (apply_gate, apply_gate_float)
-
-    def looks_like(self, module: nn.Module) -> bool:
-        """Return True for experts that transformers' implementations run."""
-        return _is_experts(module)
-
-    def variant(self, module: nn.Module, model: nn.Module) -> str:
-        """Return the name of the kernel for the activation. Raises UnrecognisedError."""
-        cls: Any = type(module)
-        if not _is_experts(module):
-            raise UnrecognisedError("has no experts")
-        if not getattr(module, "has_gate", True):  # transformers' decorator sets it
-            raise NothingToDoError("has no gate")
-        _, part = match(cls._apply_gate, cls, self.patterns)
-        implementation = getattr(getattr(module, "config", None), "_experts_implementation", None)
-        if implementation not in ("batched_mm", "grouped_mm"):
-            raise UnrecognisedError(f"its experts are run by {implementation}, not by grouped_mm or batched_mm")
-        return kernel_of(getattr(module, part["act"]))
-
-    def methods(self, cls: type[Any], variant: str) -> dict[str, Any]:
-        """Return the method between the GEMMs, which runs the original if the activation has changed."""
-        _, part = match(cls._apply_gate, cls, self.patterns)
-        kernel, act = GLUS[KERNELS[variant]], part["act"]
-
-        def gate(self: nn.Module, gate_up_out: Tensor) -> Tensor:
-            return kernel(gate_up_out) if _runs(variant, getattr(self, act)) else cls._apply_gate(self, gate_up_out)
-
-        return {"_apply_gate": gate}
-
-    def miniature(self, module: nn.Module, variant: str) -> nn.Module:
-        """Return experts with the activation, and a parameter for its dtype."""
-        cls: Any = type(module)
-        _, part = match(cls._apply_gate, cls, self.patterns)
-        return bare(cls, **{part["act"]: copy.deepcopy(getattr(module, part["act"]))}, weight=random_parameter(1))
-
-    def trial(self, module: nn.Module, variant: str, methods: dict[str, Any]) -> Trial:
-        """Return a trial with six rows of [gate | up], 8 features each."""
-        cls: Any = type(module)
-        x = random_like(next(module.parameters()), 6, 16)
-        return Trial(cls._apply_gate.__get__(module), methods["_apply_gate"].__get__(module), (x,))

@@ -22,7 +22,7 @@ from transformers.models.auto import modeling_auto
 from liger_like.doctor import tiny
 from liger_like.patches.heads import FORWARDS
 from liger_like.patches.lm_head import LMHead
-from liger_like.patching import ATTENTION, PATCHED, RECOGNISERS, SKIPPED, Row, patch
+from liger_like.patching import INTERFACES, PATCHED, RECOGNISERS, SKIPPED, Row, patch
 from liger_like.runtime import versions
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
@@ -33,7 +33,7 @@ FLOOR, LIMIT, WORST = 1e-6, 10.0, 1e9
 TOKENS = 4096
 TOGETHER = "together"
 ALL = ("norm", "rope", "mlp", "attention", "loss")
-OPTIONS = {each.pattern: each.options for each in (*RECOGNISERS.values(), ATTENTION)} | {TOGETHER: ALL}
+OPTIONS = {each.pattern: each.options for each in (*RECOGNISERS.values(), *INTERFACES)} | {TOGETHER: ALL}
 MAPPINGS = (
     modeling_auto.MODEL_FOR_CAUSAL_LM_MAPPING,
     modeling_auto.MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING,

@@ -1,4 +1,4 @@
-"""Gated MLPs and experts of every kind: the classes of transformers against themselves."""
+"""Gated MLPs of every kind: the classes of transformers against themselves."""
 
 import copy
 import functools
@@ -6,7 +6,7 @@ from types import SimpleNamespace
 
 import pytest
 import torch
-from tiny_models import batch, results, rows, tiny
+from tiny_models import rows
 from torch import nn
 from transformers.activations import ACT2FN
 from transformers.models.bitnet.modeling_bitnet import BitNetMLP
@@ -208,50 +208,3 @@ def test_hooks_that_act_around_an_activation_leave_the_kernel(device, monkeypatc
     calls = counted(monkeypatch)
     model(torch.randn(3, 16, device=device))
     assert calls
-
-
-MOE = {"num_experts": 4, "num_local_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 24, "head_dim": 16}
-
-
-@pytest.mark.parametrize("implementation", ["grouped_mm", "batched_mm"])
-@pytest.mark.parametrize("family", ["Qwen3Moe", "Mixtral"])
-def test_experts(family, implementation, device, monkeypatch):
-    original = tiny(family, device, **MOE, experts_implementation=implementation)
-    model = copy.deepcopy(original)
-    report = patch(model, norm=False, rope=False, attention=False, loss=False, strict=True, verify="numeric")
-    assert [(row.pattern, row.count) for row in report.patched] == [("experts", 2)]
-    calls, inputs = counted(monkeypatch), batch(device)
-    torch.testing.assert_close(results(model, inputs), results(original, inputs))
-    assert len(calls) == 2
-    unpatch(model)
-    assert [type(m) for m in model.modules()] == [type(m) for m in original.modules()]
-
-
-@pytest.mark.parametrize("change", CHANGES)
-def test_the_live_activation_of_experts_runs(change, device):
-    original = tiny("Qwen3Moe", device, **MOE, num_hidden_layers=1, experts_implementation="grouped_mm")
-    model = copy.deepcopy(original)
-    patch(model, strict=True)
-    for m in (model, original):
-        CHANGES[change](m.model.layers[0].mlp.experts, "act_fn")
-    inputs = batch(device)
-    torch.testing.assert_close(results(model, inputs), results(original, inputs))
-
-
-def test_experts_that_run_one_by_one_are_left_alone(device):
-    model = tiny("Qwen3Moe", device, **MOE, experts_implementation="eager")
-    (row,) = rows(patch(model), "experts")
-    assert row.status == "skipped"
-    assert "run by eager" in row.reason
-    (row,) = rows(patch(tiny("GptOss", device, experts_implementation="grouped_mm")), "experts")
-    assert "_apply_gate matches no known form" in row.reason
-
-
-def test_experts_that_transformers_does_not_run_are_left_alone(device):
-    """They have no more than the name of the method."""
-    experts = nn.Module()
-    experts.__class__ = type("Experts", (nn.Module,), {"_apply_gate": glu_mlp.apply_gate})
-    experts.act = ACT2FN["silu"]
-    (row,) = rows(patch(nn.Sequential(experts)), "experts")
-    assert row.status == "skipped"
-    assert "run by None" in row.reason

@@ -1,0 +1,218 @@
+"""Recogniser for experts that transformers' interface of experts runs, with the function that runs their kernels.
+
+The function is registered with transformers as ``liger_like``; a config with that name makes its experts call it.
+"""
+
+import copy
+import inspect
+from types import FunctionType
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
+from torch.nn import functional as F  # noqa: N812  # as transformers has it
+
+from liger_like.ops.experts import moe_experts
+from liger_like.patches import (
+    NothingToDoError,
+    Recogniser,
+    Trial,
+    UnrecognisedError,
+    bare,
+    random_like,
+    random_parameter,
+    where,
+)
+from liger_like.patches.attention import NAME
+from liger_like.patches.foreign import foreign_forward
+from liger_like.patches.forms import match
+from liger_like.patches.glu_mlp import KERNELS, is_experts, kernel_of, runs
+from liger_like.runtime.support import KERNEL_DTYPES, use_kernel
+
+
+def plain(self: Any, x: Tensor) -> Any:
+    """Match the gate of [gate | up]."""
+    gate, up = x.chunk(2, dim=-1)
+    return self.act(gate) * up
+
+
+def plain_float(self: Any, x: Tensor) -> Any:
+    """Match the gate of [gate | up], computed in fp32."""
+    gate, up = x.chunk(2, dim=-1)
+    return (self.act(gate.float()) * up.float()).to(gate.dtype)
+
+
+def clamped(self: Any, x: Tensor) -> Any:
+    """Match the gate of [gate | up], both clamped before."""
+    gate, up = x.chunk(2, dim=-1)
+    return self.act(gate.clamp(max=self.limit)) * up.clamp(min=-self.limit, max=self.limit)
+
+
+def clamped_silu(self: Any, x: Tensor) -> Any:
+    """Match the same with a function as the activation."""
+    gate, up = x.chunk(2, dim=-1)
+    return F.silu(gate.clamp(min=None, max=self.limit)) * up.clamp(min=-self.limit, max=self.limit)
+
+
+def scaled(self: Any, x: Tensor) -> Any:
+    """Match MiniMax-M3's unit of [gate | up]."""
+    gate, up = x.chunk(2, dim=-1)
+    gate, up = gate.clamp(max=self.limit), up.clamp(min=-self.limit, max=self.limit)
+    return (up + 1.0) * (gate * torch.sigmoid(gate * self.alpha))
+
+
+def scaled_halves(self: Any, x: Tensor) -> Any:
+    """Match GPT-OSS' unit of [gate | up]."""
+    gate, up = x.chunk(2, dim=-1)
+    gate, up = gate.clamp(min=None, max=self.limit), up.clamp(min=-self.limit, max=self.limit)
+    return (up + 1) * (gate * torch.sigmoid(gate * self.alpha))
+
+
+def scaled_interleaved(self: Any, x: Tensor) -> Any:
+    """Match GPT-OSS' unit, where gate and up take turns."""
+    gate, up = x[..., ::2], x[..., 1::2]
+    gate, up = gate.clamp(min=None, max=self.limit), up.clamp(min=-self.limit, max=self.limit)
+    return (up + 1) * (gate * torch.sigmoid(gate * self.alpha))
+
+
+PATTERNS = (plain, plain_float, clamped, clamped_silu, scaled, scaled_halves, scaled_interleaved)
+DTYPES = (*KERNEL_DTYPES, torch.float64)  # any other dtype is that of quantised weights
+NAMES = {"clamped": "clamped {}", "scaled": "clamped {}, up + 1"}  # first word of a pattern: its variant
+
+
+class Gate(NamedTuple):
+    """Gate of experts: its kernel, the attributes that hold its activation and numbers, and the order of its inputs."""
+
+    kernel: str
+    act: str | None
+    limit: str | None
+    alpha: str | None
+    interleaved: bool
+
+
+def compute(module: Any, gate: Gate, x: Tensor, index: Tensor, weights: Tensor) -> Tensor:
+    """Run ``moe_experts`` with the parameters and numbers of ``module``."""
+    biases = {}
+    if module.has_bias:
+        biases = {"gate_up_bias": module.gate_up_proj_bias, "down_bias": module.down_proj_bias}
+    numbers = {role: getattr(module, name) for role, name in (("limit", gate.limit), ("alpha", gate.alpha)) if name}
+    form = {"transposed": module.is_transposed, "interleaved": gate.interleaved}
+    act = KERNELS[gate.kernel]
+    return moe_experts(x, module.gate_up_proj, module.down_proj, index, weights, **biases, act=act, **numbers, **form)
+
+
+def run(module: Any, hidden_states: Tensor, top_k_index: Tensor, top_k_weights: Tensor) -> Tensor:
+    """Compute the experts of ``hidden_states`` [T, H]: the registered function.
+
+    The config's own implementation runs where no kernel can, and transformers' batched_mm where few rows are decoded:
+    it copies the weights of each row, so there may be no more rows than experts.
+    """
+    from transformers.integrations.moe import ALL_EXPERTS_FUNCTIONS
+
+    gate = getattr(module, "_liger_like_gate", None)
+    if gate is None or not use_kernel(hidden_states) or (gate.act and not runs(gate.kernel, getattr(module, gate.act))):
+        name = getattr(module.config, "_liger_like_original", module.config)._experts_implementation
+        name = "grouped_mm" if name == NAME else name
+    elif torch.is_grad_enabled() or top_k_index.numel() > module.num_experts:
+        return compute(module, gate, hidden_states, top_k_index, top_k_weights)
+    else:
+        name = "batched_mm"
+    function = ALL_EXPERTS_FUNCTIONS.get_interface(name, _eager(type(module)))
+    return function(module, hidden_states, top_k_index, top_k_weights)  # type: ignore[no-any-return]
+
+
+def _eager(cls: Any) -> Any:
+    """Return the forward that a family wrote for its experts."""
+    return cls.forward.__wrapped__
+
+
+def register() -> None:
+    """Register ``run`` with transformers as NAME; repeated calls are harmless."""
+    from transformers.integrations.moe import ALL_EXPERTS_FUNCTIONS
+
+    ALL_EXPERTS_FUNCTIONS.register(NAME, run)
+
+
+def _is_run_by_transformers(cls: Any) -> bool:
+    """Return True if transformers' decorator made the forward of ``cls``, with the interface of unquantised experts."""
+    from transformers.integrations.moe import ALL_EXPERTS_FUNCTIONS
+
+    held = inspect.getclosurevars(cls.forward).nonlocals if isinstance(cls.forward, FunctionType) else {}
+    return held.get("experts_interface") is ALL_EXPERTS_FUNCTIONS
+
+
+class Experts(Recogniser):
+    """Recogniser for experts whose gate has the form of one of PATTERNS, with an activation that has a kernel."""
+
+    pattern = "experts"
+    options = ("mlp",)
+    implementation = "_experts_implementation_internal"
+    state = ("_liger_like_gate",)
+
+    def depends_on(self, module: nn.Module, model: nn.Module) -> list[nn.Module]:
+        """Return the module, unless expert parallelism of transformers wraps its forward: it runs the interface."""
+        return [] if foreign_forward(module).startswith("transformers.") else [module]
+
+    def looks_like(self, module: nn.Module) -> bool:
+        """Return True for experts with a gate of their own or of transformers."""
+        return is_experts(module)
+
+    def variant(self, module: nn.Module, model: nn.Module) -> str:
+        """Return the name of the kernel for the gate. Raises UnrecognisedError."""
+        cls: Any = type(module)
+        if not _is_run_by_transformers(cls):
+            raise UnrecognisedError("its experts are not run by transformers' ALL_EXPERTS_FUNCTIONS")
+        if not hasattr(getattr(module, "config", None), self.implementation):
+            raise UnrecognisedError("it has no transformers config")
+        if not module.has_gate:
+            raise NothingToDoError("has no gate")
+        if getattr(module, "has_post_expert_norm", False):  # transformers 5.17 has none
+            raise UnrecognisedError("it normalises the outputs of its experts")
+        if "float32" in _eager(cls).__code__.co_names and getattr(module.config, self.implementation) == "eager":
+            raise UnrecognisedError("its experts are run in fp32 by eager")
+        pattern, part = match(cls._apply_gate, cls, PATTERNS)
+        for weight in (module.gate_up_proj, module.down_proj):
+            if type(weight) not in (Tensor, nn.Parameter, DTensor) or weight.dtype not in DTYPES:
+                raise UnrecognisedError(f"its weight is a {where(type(weight))} of {weight.dtype}")
+        for role in part.keys() - {"act"}:
+            if not isinstance(number := getattr(module, part[role]), int | float) or (role == "limit" and number <= 0):
+                raise UnrecognisedError(f"its {part[role]} is {number}")
+        kernel = kernel_of(getattr(module, part["act"])) if "act" in part else "swiglu"
+        return NAMES.get(pattern.split("_")[0], "{}").format(kernel)
+
+    def methods(self, cls: type[Any], variant: str) -> dict[str, Any]:
+        """Return the gate, for the instance: ``run`` reads it."""
+        pattern, part = match(cls._apply_gate, cls, PATTERNS)
+        kernel = next(kernel for kernel in KERNELS if kernel in variant)
+        roles = {role: part.get(role) for role in ("act", "limit", "alpha")}
+        return {"_liger_like_gate": Gate(kernel, **roles, interleaved=pattern == scaled_interleaved.__name__)}
+
+    def miniature(self, module: Any, variant: str) -> nn.Module:
+        """Return 4 experts of 8 features, 6 inside, with a limit that clamps and the other attributes of ``module``."""
+        _, part = match(type(module)._apply_gate, type(module), PATTERNS)
+        own = {name: value for name, value in vars(module).items() if isinstance(value, int | float | str | None)}
+        own |= {"num_experts": 4} | ({part["limit"]: 1.0} if "limit" in part else {})
+        own |= {part["act"]: copy.deepcopy(getattr(module, part["act"]))} if "act" in part else {}
+        shapes = {"gate_up_proj": (8, 12), "down_proj": (6, 8)}
+        if not module.is_transposed:
+            shapes = {name: shape[::-1] for name, shape in shapes.items()}
+        biases = {"gate_up_proj_bias": (12,), "down_proj_bias": (8,)} if module.has_bias else {}
+        parameters = {name: random_parameter(4, *shape) for name, shape in (shapes | biases).items()}
+        return bare(type(module), **own, **parameters)
+
+    def trial(self, module: Any, variant: str, methods: dict[str, Any]) -> Trial:
+        """Return a trial of 6 rows with 2 experts each, against the loop that the family wrote."""
+        (gate,), eager = methods.values(), _eager(type(module))
+        parameters, (E, *shape) = tuple(module.parameters()), module.down_proj.shape
+        x = random_like(parameters[0], 6, shape[module.is_transposed])
+        weights = random_like(parameters[0], 6, min(2, E)).abs()
+        index = (torch.arange(6)[:, None] + torch.arange(min(2, E))).to(x.device) % E
+
+        def original(x: Tensor, weights: Tensor) -> Tensor:
+            return eager(module, x, index, weights)  # type: ignore[no-any-return]
+
+        def replacement(x: Tensor, weights: Tensor) -> Tensor:
+            return compute(module, gate, x, index, weights)
+
+        return Trial(original, replacement, (x, weights), parameters, depth=max(shape))

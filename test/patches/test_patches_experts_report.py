@@ -1,0 +1,117 @@
+"""Experts that ``patch`` leaves alone, and the reasons in its report."""
+
+import pytest
+import torch
+import transformers
+from test_patches_experts import OTHERS, experts_of, model_of
+from tiny_models import rows
+from torch import nn
+from transformers.models.mixtral.modeling_mixtral import MixtralExperts
+
+import liger_like.patching
+from liger_like.patches import experts
+from liger_like.patching import patch
+
+WRONG = {
+    "limit": {"limit": 1.01},
+    "alpha": {"alpha": 1.6},
+    "interleaved": {"interleaved": False},
+    "down_bias": {"down_bias": None},
+}
+
+
+@pytest.mark.parametrize("mistake", WRONG)
+def test_a_wrong_replacement_is_refused(mistake, device, references, monkeypatch):
+    op = experts.moe_experts
+    monkeypatch.setattr(liger_like.patching, "_confirmed", set())
+    monkeypatch.setattr(experts, "moe_experts", lambda *args, **options: op(*args, **options | WRONG[mistake]))
+    (row,) = rows(patch(model_of("GptOss", device), **OTHERS | {"norm": True}), "experts")
+    assert row.status == "skipped"
+    assert "differs by" in row.reason
+
+
+CONFIG = transformers.MixtralConfig(
+    hidden_size=8, intermediate_size=8, num_local_experts=2, experts_implementation="grouped_mm"
+)
+
+
+def alone(change=lambda module: None, cls=MixtralExperts):
+    """A model of experts that ``change`` has changed."""
+    module = cls(CONFIG)
+    change(module)
+    return nn.Sequential(module, nn.LayerNorm(8))
+
+
+def squared(self, x):
+    gate, up = x.chunk(2, dim=-1)
+    return self.act_fn(gate) * up * up
+
+
+def quantised(module):
+    module.down_proj = nn.Parameter(module.down_proj.data.to(torch.float8_e4m3fn), requires_grad=False)
+
+
+def other_limit(module):
+    """The gate of GPT-OSS without a limit."""
+    module.__class__ = type("Experts", (MixtralExperts,), {"_apply_gate": experts.clamped})
+    module.act, module.limit = module.act_fn, None
+
+
+REASONS = {
+    "unknown gate": (
+        lambda: alone(cls=type("Experts", (MixtralExperts,), {"_apply_gate": squared})),
+        "matches no known form",
+    ),
+    "own code": (
+        lambda: alone(cls=type("Experts", (MixtralExperts,), {"forward": MixtralExperts.forward.__wrapped__})),
+        "its experts are not run by transformers' ALL_EXPERTS_FUNCTIONS",
+    ),
+    "no config": (lambda: alone(lambda module: delattr(module, "config")), "it has no transformers config"),
+    "quantised": (lambda: alone(quantised), "its weight is a torch.nn.parameter.Parameter of torch.float8_e4m3fn"),
+    "limit": (lambda: alone(other_limit), "its limit is None"),
+    "hook": (lambda: alone(lambda m: m.act_fn.register_forward_hook(squared)), "its activation has a hook"),
+    "activation": (lambda: alone(lambda m: setattr(m, "act_fn", nn.ReLU())), "no kernel for the activation ReLU"),
+    "forward": (lambda: alone(lambda m: setattr(m, "forward", squared)), "its forward was replaced by test_patches_ex"),
+    "norm": (
+        lambda: alone(lambda m: setattr(m, "has_post_expert_norm", True)),
+        "it normalises the outputs of its experts",
+    ),
+}
+
+
+@pytest.mark.parametrize("case", REASONS)
+def test_experts_that_are_left_alone_and_why(case, device):
+    make, reason = REASONS[case]
+    model = make().to(device)
+    before = getattr(model[0], "config", None)
+    (row,) = rows(patch(model), "experts")
+    assert row.status == "skipped"
+    assert reason in row.reason
+    assert getattr(model[0], "config", None) is before
+    assert "_liger_like_gate" not in vars(model[0])
+
+
+def test_experts_without_a_gate_are_nothing_to_patch(device):
+    model = alone(lambda module: setattr(module, "has_gate", False)).to(device)
+    (row,) = rows(patch(model, strict=True), "experts")
+    assert (row.status, row.reason) == ("absent", "has no gate")
+
+
+def test_experts_of_one_config_are_patched_together_or_not_at_all(device):
+    model = model_of("Mixtral", device)
+    experts_of(model)[1].act_fn = nn.ReLU()
+    first, second = rows(patch(model), "experts")
+    assert first.status == second.status == "skipped"
+    assert first.reason == "shares its config with MixtralExperts"
+    assert model.config._experts_implementation == "eager"
+
+
+def test_experts_that_a_family_runs_in_fp32_stay_so(device):
+    module = pytest.importorskip("transformers.models.openai_privacy_filter.modeling_openai_privacy_filter")
+    config = transformers.OpenAIPrivacyFilterConfig(hidden_size=8, intermediate_size=8, num_local_experts=4)
+    for implementation, status in (("eager", "skipped"), ("grouped_mm", "patched")):
+        config._experts_implementation = implementation
+        model = nn.Sequential(module.OpenAIPrivacyFilterExperts(config), nn.LayerNorm(8))
+        (row,) = rows(patch(model), "experts")
+        assert row.status == status
+        assert row.reason == ("its experts are run in fp32 by eager" if status == "skipped" else "")
