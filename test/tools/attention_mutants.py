@@ -297,7 +297,7 @@ ATTENTION = [
         "queries of the next packed sequence are not masked",
     ),
     (BACKWARD, "end // BLOCK_N * BLOCK_N", "tl.cdiv(end, BLOCK_N) * BLOCK_N", "keys past the end count for dq"),
-    (BACKWARD, "edge = not MASKED or (", "edge = MASKED and (", "keys past the end count for dq, in the last block"),
+    (BACKWARD, "edge = APART or (", "edge = MASKED and (", "keys past the end count for dq, in the last block"),
     (
         PARTS,
         "(scale * LOG2E) - row_max * LOG2E)",

@@ -216,7 +216,8 @@ def _attention_dq_kernel(
     )
     dq = zero_parts(BLOCK_M, D)
     MASKED: tl.constexpr = HAS_LEFT or HAS_RIGHT or spans_ptr is not None or mask_ptr is not None
-    if not MASKED:  # only a block at the end of the keys is cut
+    APART: tl.constexpr = not MASKED and D <= 128  # wider heads leave no registers for two loops
+    if APART:  # only a block at the end of the keys is cut
         whole = end // BLOCK_N * BLOCK_N
         for n in tl.range(start, whole, BLOCK_N):
             dq = _add_keys(
@@ -225,8 +226,8 @@ def _attention_dq_kernel(
                 HAS_LEFT, HAS_RIGHT, D, DV, BLOCK_N,
             )  # fmt: skip
         start = whole
-    for n in tl.range(start, end, BLOCK_N, num_stages=None if MASKED else 1):
-        edge = not MASKED or ((n < inner_start) | (n + BLOCK_N > inner_end))
+    for n in tl.range(start, end, BLOCK_N, num_stages=1 if APART else None):
+        edge = APART or ((n < inner_start) | (n + BLOCK_N > inner_end))
         dq = _add_keys(
             dq, q, dout, n, edge, k_ptr, v_ptr, bias_ptr, mask_ptr, STRIDE_K, STRIDE_V, stride_bs, stride_bk, queries,
             row_max, log_sum, delta, spans, shift, length_q, length_k, left, right, scale, SOFTCAP, HAS_LEFT, HAS_RIGHT,
