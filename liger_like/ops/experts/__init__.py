@@ -81,11 +81,8 @@ class _Experts(torch.autograd.Function):
         x, gate_up, down, down_bias, weights, index, z, *tensors = ctx.saved_tensors
         row, offsets, tiles, pos = Routing(*tensors)
         needs_x, needs_gate_up, needs_down, needs_bias, needs_down_bias, needs_weights, *_ = ctx.needs_input_grad
-        needs, topk, transposed = (
-            [needs_x or needs_gate_up or needs_bias, needs_down, needs_weights],
-            pos.shape[1],
-            ctx.gate.transposed,
-        )
+        needs = [needs_x or needs_gate_up or needs_bias, needs_down, needs_weights]
+        topk, transposed = pos.shape[1], ctx.gate.transposed
         dx = dgate_up = ddown = dbias = ddown_bias = dweights = None
         if any(needs):
             dz, wh, dweights = moe_down_bwd(

@@ -50,7 +50,7 @@ TILES = {
 }
 # rows of one or other number of bytes than 16, which are not loaded asynchronously: a tile takes more registers
 UNALIGNED = Tiles(Tile(128, 32, 32, 8, 2), Tile(128, 64, 32, 8, 2), Tile(128, 64, 32, 8, 2), Tile(128, 64, 32, 8, 2))
-FP32 = Tiles(Tile(64, 32, 32, 4, 2), Tile(64, 64, 32, 4, 2), Tile(64, 64, 32, 4, 2), Tile(64, 64, 32, 4, 2))
+FP32 = Tiles(Tile(64, 32, 32, 4, 2), Tile(64, 64, 32, 4, 2), Tile(64, 64, 32, 8, 2), Tile(64, 64, 32, 4, 2))
 INTERPRETED = Tiles(Tile(16, 16, 16, 4, 1), Tile(16, 32, 16, 4, 1), Tile(16, 16, 16, 4, 1), Tile(16, 32, 16, 4, 1))
 
 
