@@ -122,6 +122,8 @@ def test_many_experts(score, device):
         weights, index = ops.moe_route(logits, 9, score=score)
         assert torch.equal(index, logits.topk(9).indices)
         torch.testing.assert_close((weights, index), moe_route_ref(logits, 9, score=score))
+        loss = ops.load_balancing_loss(logits.repeat(2, 1), 9)
+        torch.testing.assert_close(loss, load_balancing_loss_ref(logits, 9))
         assert bool(explain("moe_route", {"logits": logits.requires_grad_()}, top_k=9).launches) == kernel
         assert bool(explain("load_balancing_loss", {"logits": logits}, top_k=9).launches) == kernel
 
