@@ -33,6 +33,18 @@ _ROUTER = [
     ("dz += tl.where(offs_n", "dz = tl.where(offs_n", "only the last expert has a gradient"),
     ('settings.score == "softmax" and not settings.eps', 'settings.score == "softmax"', "eps is ignored"),
     ("if bias is not None or top2 else", "if top2 else", "the bias is added to logits in place of scores"),
+    (
+        "tl.program_id(0).to(tl.int64) * BLOCK_M + tl.arange(0, BLOCK_M)\n    offs_k",
+        "tl.program_id(0) * BLOCK_M + tl.arange(0, BLOCK_M)\n    offs_k",
+        "int32 offsets of rows in the forward",
+        "test_more_than_2_31_elements and moe_route",
+    ),
+    (
+        "tl.program_id(0).to(tl.int64) * BLOCK_M + tl.arange(0, BLOCK_M)\n    offs_n",
+        "tl.program_id(0) * BLOCK_M + tl.arange(0, BLOCK_M)\n    offs_n",
+        "int32 offsets of rows in the backward",
+        "test_more_than_2_31_elements and moe_route",
+    ),
     ("return (n, chosen, groups[2]) if n > 1 else", "return (n, n, groups[2]) if n > 1 else", "all groups are chosen"),
 ]
 _LOSS = [
@@ -48,6 +60,12 @@ _LOSS = [
     ("slope - tl.sum(p * slope, axis=1)[:, None]", "slope", "the gradient of the softmax's sum is missing"),
     ("offs_m, M) * tl.load(dloss_ptr)", "offs_m, M)", "the upstream gradient is ignored"),
     ("[:, None]) * weight\n    store", "[:, None]) * tl.load(dloss_ptr)\n    store", "padding has a gradient"),
+    (
+        "tl.arange(0, BLOCK_M).to(tl.int64)\n        z",
+        "tl.arange(0, BLOCK_M)\n        z",
+        "int32 offsets of rows",
+        "test_loss_of_more_than_2_31_elements",
+    ),
     ("float(M * len(layers))", "float(M)", "the rows of one layer only"),
 ]
 _MODULES = [
