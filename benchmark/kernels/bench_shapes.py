@@ -27,17 +27,21 @@ def shapes(hidden: int, intermediate: int, heads: int, kv_heads: int, head: int,
         "qk_norm_rope": {**rope, "weights": True},
         "cross_entropy": {"lead": (TOKENS // 4,), "V": vocab},
         "fused_linear_cross_entropy": {"lead": (TOKENS // 2,), "H": hidden, "V": vocab},
+        "moe_experts": {**lead, "H": hidden, "I": intermediate, "E": 8, "K": 2},
         "flash_attention": {"B": BATCH, "S": S, "Sk": S, **per_head},
         "flash_attention_varlen": {**SPECS["flash_attention_varlen"].bench_shapes[0], **per_head},
     }
 
 
-def routed(experts: int) -> Shape:
-    return {"lead": (TOKENS,), "E": experts}
-
-
 def only(of: Mapping[str, Shape], *names: str) -> dict[str, list[Shape]]:
     return {name: [of[name]] for name in names}
+
+
+def mixture(experts: Shape) -> dict[str, list[Shape]]:
+    """Return the shapes of a mixture of ``experts``, and of its router if it chooses 8, as the routers measured do."""
+    router = {"lead": experts["lead"], "E": experts["E"]}
+    names = ("moe_route", "load_balancing_loss") if experts["K"] == 8 else ()
+    return only({"moe_experts": experts, **dict.fromkeys(names, router)}, "moe_experts", *names)
 
 
 def sweep(names: Iterable[str], sizes: Iterable[Shape]) -> dict[str, list[Shape]]:
@@ -53,6 +57,16 @@ DEEPSEEK = shapes(7168, 2048, 16, 16, 192, 129280)
 DEEPSEEK["rope"] = {**DEEPSEEK["rope"], "Hk": 1, "D": 64, "R": 64}
 DEEPSEEK["flash_attention"] = {**DEEPSEEK["flash_attention"], "Dv": 128}
 
+MIXTURES = dict(
+    zip(
+        ("Mixtral-8x7B", "Qwen3-30B-A3B", "DeepSeek-V3", "GPT-OSS-20B", "OLMoE"),
+        SPECS["moe_experts"].bench_shapes,
+        strict=True,
+    )
+)
+DEEPSEEK["moe_experts"] = MIXTURES.pop("DeepSeek-V3")  # 32 of its 256 experts
+DEEPSEEK["moe_route_groups"] = {"lead": (TOKENS,), "E": 256}
+
 ALL = "rms_norm", "add_rms_norm", "cross_entropy", "fused_linear_cross_entropy", "flash_attention"
 PACKED = "flash_attention_varlen"
 SHAPES: dict[str, dict[str, list[Shape]]] = {
@@ -60,9 +74,8 @@ SHAPES: dict[str, dict[str, list[Shape]]] = {
     "Llama-3-8B": only(EIGHT_B, *ALL, PACKED, "swiglu", "rope"),
     "Qwen3-8B": only(shapes(4096, 12288, 32, 8, 128, 151936), *ALL, "swiglu", "qk_norm_rope"),
     "Gemma-2-9B": only(shapes(3584, 14336, 16, 8, 256, 256000), *ALL, "geglu", "rope"),
-    "DeepSeek-V3": only({**DEEPSEEK, "moe_route_groups": routed(256)}, *ALL, "swiglu", "rope", "moe_route_groups"),
-    "OLMoE": {"moe_route": [routed(64)], "load_balancing_loss": [routed(64)]},
-    "Qwen3-30B-A3B": {"moe_route": [routed(128)], "load_balancing_loss": [routed(128)]},
+    "DeepSeek-V3": only(DEEPSEEK, *ALL, "swiglu", "rope", "moe_experts", "moe_route_groups"),
+    **{name: mixture(shape) for name, shape in MIXTURES.items()},
     "rows": sweep(("rms_norm", "swiglu", "geglu_exact"), [{"lead": (m,)} for m in (1024, 4096, 16384, 65536)]),
     "hidden": sweep(
         ("rms_norm", "add_rms_norm", "layer_norm"),

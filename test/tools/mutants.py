@@ -22,6 +22,7 @@ from typing import NamedTuple
 import torch
 from attention_mutants import ATTENTION
 from exact_mutants import EXACT
+from experts_mutants import EXPERTS
 from hopper_mutants import HOPPER, HOPPER_TESTS
 from mutants_report import CAUGHT, NEEDS_GPU, SURVIVED, TIMED_OUT, Fate, keep, known
 from ops_mutants import OPS
@@ -31,6 +32,7 @@ from router_mutants import ROUTERS
 ROOT = Path(__file__).parents[2]
 PACKAGE = "liger_like"
 FILES = (
+    "test/ops/test_experts.py",
     "test/ops/test_glu_linear.py",
     "test/ops/test_chunked_loss.py",
     "test/ops/test_losses.py",
@@ -92,6 +94,7 @@ TESTS = {
     "ops/losses/dw_sum/__init__.py": "test_chunked_loss",
     "ops/losses/dw_sum/portable.py": "test_chunked_loss",
     **{file: "attention or compiled_graph" for file, *_ in ATTENTION},
+    **{file: "experts" for file, *_ in EXPERTS},
     "ops/attention/choice.py": "attention",
     "ops/attention/portable/bias.py": "attention and (bias or parts or position) or compiled_graph",
     "ops/attention/tiles.py": "attention_programs",
@@ -100,7 +103,10 @@ TESTS = {
 }
 MUTANTS = [
     Mutant(*bug)
-    for bug in (*OPS, *ROUTERS, *EXACT, *ATTENTION, *((file, *bug, HOPPER_TESTS[file]) for file, *bug in HOPPER))
+    for bug in (
+        *(*OPS, *ROUTERS, *EXACT, *EXPERTS, *ATTENTION),
+        *((file, *bug, HOPPER_TESTS[file]) for file, *bug in HOPPER),
+    )
 ]
 
 
