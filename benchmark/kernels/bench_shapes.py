@@ -33,12 +33,15 @@ def shapes(hidden: int, intermediate: int, heads: int, kv_heads: int, head: int,
     }
 
 
-def routed(experts: int) -> Shape:
-    return {"lead": (TOKENS,), "E": experts}
-
-
 def only(of: Mapping[str, Shape], *names: str) -> dict[str, list[Shape]]:
     return {name: [of[name]] for name in names}
+
+
+def mixture(experts: Shape) -> dict[str, list[Shape]]:
+    """Return the shapes of a mixture of ``experts``, and of its router if it chooses 8, as the routers measured do."""
+    router = {"lead": experts["lead"], "E": experts["E"]}
+    names = ("moe_route", "load_balancing_loss") if experts["K"] == 8 else ()
+    return only({"moe_experts": experts, **dict.fromkeys(names, router)}, "moe_experts", *names)
 
 
 def sweep(names: Iterable[str], sizes: Iterable[Shape]) -> dict[str, list[Shape]]:
@@ -62,6 +65,7 @@ MIXTURES = dict(
     )
 )
 DEEPSEEK["moe_experts"] = MIXTURES.pop("DeepSeek-V3")  # 32 of its 256 experts
+DEEPSEEK["moe_route_groups"] = {"lead": (TOKENS,), "E": 256}
 
 ALL = "rms_norm", "add_rms_norm", "cross_entropy", "fused_linear_cross_entropy", "flash_attention"
 PACKED = "flash_attention_varlen"
@@ -70,15 +74,8 @@ SHAPES: dict[str, dict[str, list[Shape]]] = {
     "Llama-3-8B": only(EIGHT_B, *ALL, PACKED, "swiglu", "rope"),
     "Qwen3-8B": only(shapes(4096, 12288, 32, 8, 128, 151936), *ALL, "swiglu", "qk_norm_rope"),
     "Gemma-2-9B": only(shapes(3584, 14336, 16, 8, 256, 256000), *ALL, "geglu", "rope"),
-    "DeepSeek-V3": only(
-        {**DEEPSEEK, "moe_route_groups": routed(256)}, *ALL, "swiglu", "rope", "moe_experts", "moe_route_groups"
-    ),
-    **{name: {"moe_experts": [shape]} for name, shape in MIXTURES.items() if shape["E"] < 64},
-    **{
-        name: {"moe_experts": [shape], **dict.fromkeys(("moe_route", "load_balancing_loss"), [routed(shape["E"])])}
-        for name, shape in MIXTURES.items()
-        if shape["E"] >= 64
-    },
+    "DeepSeek-V3": only(DEEPSEEK, *ALL, "swiglu", "rope", "moe_experts", "moe_route_groups"),
+    **{name: mixture(shape) for name, shape in MIXTURES.items()},
     "rows": sweep(("rms_norm", "swiglu", "geglu_exact"), [{"lead": (m,)} for m in (1024, 4096, 16384, 65536)]),
     "hidden": sweep(
         ("rms_norm", "add_rms_norm", "layer_norm"),

@@ -83,26 +83,6 @@ def torch_qk_norm_rope(
     return torch_rope(norm(q, q_weight), norm(k, k_weight), cos, sin)
 
 
-def torch_experts(x: Tensor, gate_up: Tensor, down: Tensor, index: Tensor, weights: Tensor) -> Tensor:
-    """Sort the rows by expert and multiply them by ``F.grouped_mm``, as transformers does by default."""
-    (T, K), E = index.shape, len(gate_up)
-    experts, order = index.flatten().sort()
-    ends = torch.searchsorted(experts, torch.arange(E, device=x.device), right=True, out_int32=True)
-    h = torch_swiglu(F.grouped_mm(x[order // K], gate_up.mT, offs=ends))
-    y = F.grouped_mm(h, down.mT, offs=ends) * weights.flatten()[order, None]
-    place = torch.empty_like(order)
-    place[order] = torch.arange(T * K, device=x.device)
-    return y[place].view(T, K, -1).sum(1).to(x.dtype)
-
-
-def torch_experts_loop(x: Tensor, gate_up: Tensor, down: Tensor, index: Tensor, weights: Tensor) -> Tensor:
-    """Loop over the experts, as the eager form of transformers does; it waits for the GPU at each."""
-    out = torch.zeros_like(x)
-    for e, (w1, w2) in enumerate(zip(gate_up.unbind(), down.unbind(), strict=True)):
-        token, k = (index == e).nonzero(as_tuple=True)
-        y = F.linear(torch_swiglu(F.linear(x[token], w1)), w2) * weights[token, k, None]
-        out = out.index_add(0, token, y.to(x.dtype))
-    return out
 def torch_moe_route(logits: Tensor, top_k: int) -> Tensor:
     """Return the weights of Qwen3-MoE's router in transformers, in fp32."""
     weights = F.softmax(logits, -1, dtype=torch.float32).topk(top_k, -1).values
@@ -135,6 +115,28 @@ def weights_alone(op: testing.OpSpec) -> testing.OpSpec:
     """Return ``moe_route`` without its index, which has no gradient; another index makes other gradients."""
     fn, ref = ((lambda *args, it=it, **kwargs: it(*args, **kwargs)[0]) for it in (op.fn, op.ref))
     return replace(op, fn=fn, ref=ref)
+
+
+def torch_experts(x: Tensor, gate_up: Tensor, down: Tensor, index: Tensor, weights: Tensor) -> Tensor:
+    """Sort the rows by expert and multiply them by ``F.grouped_mm``, as transformers does by default."""
+    (T, K), E = index.shape, len(gate_up)
+    experts, order = index.flatten().sort()
+    ends = torch.searchsorted(experts, torch.arange(E, device=x.device), right=True, out_int32=True)
+    h = torch_swiglu(F.grouped_mm(x[order // K], gate_up.mT, offs=ends))
+    y = F.grouped_mm(h, down.mT, offs=ends) * weights.flatten()[order, None]
+    place = torch.empty_like(order)
+    place[order] = torch.arange(T * K, device=x.device)
+    return y[place].view(T, K, -1).sum(1).to(x.dtype)
+
+
+def torch_experts_loop(x: Tensor, gate_up: Tensor, down: Tensor, index: Tensor, weights: Tensor) -> Tensor:
+    """Loop over the experts, as the eager form of transformers does; it waits for the GPU at each."""
+    out = torch.zeros_like(x)
+    for e, (w1, w2) in enumerate(zip(gate_up.unbind(), down.unbind(), strict=True)):
+        token, k = (index == e).nonzero(as_tuple=True)
+        y = F.linear(torch_swiglu(F.linear(x[token], w1)), w2) * weights[token, k, None]
+        out = out.index_add(0, token, y.to(x.dtype))
+    return out
 
 
 def named(function: Callable[..., Any] | str, **more: Any) -> Build:

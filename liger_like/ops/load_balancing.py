@@ -13,7 +13,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from liger_like.ops.router import MAX_EXPERTS, highest, keys_of, load_logits, nth_key, softmax_of_rows
+from liger_like.ops.router import LEAST, MAX_EXPERTS, highest, load_logits, order_of, softmax_of_rows, take_first
 from liger_like.runtime.autograd import apply, once_differentiable
 from liger_like.runtime.blocks import accumulate, load_tile, store_tile
 from liger_like.runtime.checks import require, require_integer
@@ -57,8 +57,10 @@ def _load_balancing_fwd_kernel(
         offs_m = block * BLOCK_M + tl.arange(0, BLOCK_M).to(tl.int64)
         z = load_logits(logits_ptr, stride_m, offs_m, offs_n[None, :], offs_n < E, M)
         weight = _row_weights(mask_ptr, offs_m, M)
-        keys = keys_of(z, offs_n < E, BLOCK_N)
-        counts += tl.where(keys >= nth_key(keys, K)[:, None], weight, 0.0)
+        order = order_of(z, offs_n < E)
+        for _ in range(K):
+            _, _, order = take_first(order, BLOCK_N)
+        counts += tl.where(order == LEAST, weight, 0.0)  # columns past E, too, which are not stored
         probabilities += softmax_of_rows(z) * weight
     sums_ptr += tl.program_id(0).to(tl.int64) * 2 * E
     accumulate(sums_ptr, offs_n, offs_n < E, layer > 0, tl.sum(counts, axis=0))

@@ -4,8 +4,8 @@ logits [..., E] are read as M rows. A score is the softmax or the sigmoid of the
 is added for the choice only. With groups only the experts of the best groups take part. The weights are the scores of
 the chosen experts, or the softmax over their logits, normalised and scaled. The maths and the weights are in fp32.
 
-The kernels keep a row in registers. Each expert has a key of 64 bits, made of its score and its number: K maxima of the
-keys are the choice, and equal scores have an order. The backward reads logits and index and computes the scores again.
+The kernels keep a row in registers and take its maximum K times, of integers in the order of the scores; of equal ones
+the first column is taken. The backward reads logits and index, and computes the scores again.
 """
 
 from typing import Any, NamedTuple
@@ -27,7 +27,7 @@ from liger_like.runtime.tiles import Tile, tiled
 SCORES = ("softmax", "sigmoid", "softmax_of_top")
 GROUP_SCORES = ("max", "top2")
 MAX_EXPERTS = 4096  # of the kernels, whose programs hold whole rows, padded to powers of 2
-LEAST = tl.constexpr(-(1 << 63))  # the key of experts that cannot be chosen
+LEAST = tl.constexpr(-(1 << 31))  # below every number, for experts that cannot be chosen
 
 
 class Settings(NamedTuple):
@@ -84,48 +84,47 @@ def moe_route_ref(
 
 
 @triton.jit
-def keys_of(x, exists, N: tl.constexpr):
-    """Return int64 keys of the fp32 numbers ``x`` [M, N], in their order and distinct within a row.
+def order_of(x, exists):
+    """Return int32 in the order of the fp32 numbers ``x`` [M, N], and LEAST in columns that do not exist.
 
-    The first of equal numbers has the greatest key. NaN counts as the greatest number, as for torch.topk. Columns that
-    do not exist have the key LEAST.
+    Zero has no sign. NaN counts as the greatest number, as for torch.topk.
     """
     bits = (x + 0.0).to(tl.int32, bitcast=True)  # -0 + 0 = 0
-    ordered = tl.where(x == x, bits ^ ((bits >> 31) & 0x7FFFFFFF), 0x7FFFFFFF)
-    keys = (ordered.to(tl.int64) << 32) | (N - 1 - tl.arange(0, N))[None, :].to(tl.int64)
-    return tl.where(exists[None, :], keys, LEAST)
+    order = tl.where(x == x, bits ^ ((bits >> 31) & 0x7FFFFFFF), 0x7FFFFFFF)
+    return tl.where(exists[None, :], order, LEAST)
 
 
 @triton.jit
-def _number_of(key):
-    """Return the number that ``keys_of`` has given the key."""
-    ordered = (key >> 32).to(tl.int32)
-    return (ordered ^ ((ordered >> 31) & 0x7FFFFFFF)).to(tl.float32, bitcast=True)
+def _number_of(order):
+    """Return the number that ``order_of`` has replaced."""
+    return (order ^ ((order >> 31) & 0x7FFFFFFF)).to(tl.float32, bitcast=True)
 
 
 @triton.jit
-def nth_key(keys, COUNT: tl.constexpr):
-    """Return the greatest key but ``COUNT`` - 1 of each row."""
-    best = tl.max(keys, axis=1)
-    for _ in range(1, COUNT):
-        keys = tl.where(keys == best[:, None], LEAST, keys)
-        best = tl.max(keys, axis=1)
-    return best
+def take_first(order, N: tl.constexpr):
+    """Return the greatest element of each row of ``order`` [M, N], its first column, and the row with LEAST there."""
+    columns = tl.arange(0, N)[None, :]
+    best = tl.max(order, axis=1)
+    column = tl.min(tl.where(order == best[:, None], columns, N), axis=1)
+    return best, column, tl.where(columns == column[:, None], LEAST, order)
 
 
 @triton.jit
 def _without_other_groups(
-    keys, GROUPS: tl.constexpr, CHOSEN: tl.constexpr, TOP2: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_G: tl.constexpr,
+    order, GROUPS: tl.constexpr, CHOSEN: tl.constexpr, TOP2: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_G: tl.constexpr,
     BLOCK_S: tl.constexpr,
 ):  # fmt: skip
-    """Return the keys with those outside the best ``CHOSEN`` of the groups replaced by LEAST."""
-    by_group = tl.reshape(keys, (BLOCK_M, BLOCK_G, BLOCK_S))
-    best = tl.max(by_group, axis=2)
+    """Return ``order`` with LEAST outside the best ``CHOSEN`` of the groups."""
+    by_group = tl.reshape(order, (BLOCK_M * BLOCK_G, BLOCK_S))
+    best, _, others = take_first(by_group, BLOCK_S)
+    score = tl.reshape(best, (BLOCK_M, BLOCK_G))
     if TOP2:
-        second = tl.max(tl.where(by_group == best[:, :, None], LEAST, by_group), axis=2)
-        best = keys_of(_number_of(best) + _number_of(second), tl.arange(0, BLOCK_G) < GROUPS, BLOCK_G)
-    by_group = tl.where((best >= nth_key(best, CHOSEN)[:, None])[:, :, None], by_group, LEAST)
-    return tl.reshape(by_group, (BLOCK_M, BLOCK_G * BLOCK_S))
+        second = tl.reshape(tl.max(others, axis=1), (BLOCK_M, BLOCK_G))
+        score = order_of(_number_of(score) + _number_of(second), tl.arange(0, BLOCK_G) < GROUPS)
+    for _ in range(CHOSEN):
+        _, _, score = take_first(score, BLOCK_G)
+    taken = tl.reshape(score == LEAST, (BLOCK_M * BLOCK_G,))
+    return tl.reshape(tl.where(taken[:, None], by_group, LEAST), (BLOCK_M, BLOCK_G * BLOCK_S))
 
 
 @triton.jit
@@ -165,14 +164,12 @@ def _moe_route_fwd_kernel(
         rank = 1.0 / (1.0 + tl.exp(-z))
     if bias_ptr is not None:
         rank += tl.load(bias_ptr + expert, mask=exists, other=0.0).to(tl.float32)[None, :]
-    keys = keys_of(rank, exists, BLOCK_E)
+    order = order_of(rank, exists)
     if GROUPS > 1:
-        keys = _without_other_groups(keys, GROUPS, CHOSEN, TOP2, BLOCK_M, BLOCK_G, BLOCK_S)
+        order = _without_other_groups(order, GROUPS, CHOSEN, TOP2, BLOCK_M, BLOCK_G, BLOCK_S)
     index = tl.zeros((BLOCK_M, BLOCK_K), tl.int32)
     for k in range(K):
-        best = tl.max(keys, axis=1)
-        keys = tl.where(keys == best[:, None], LEAST, keys)
-        column = BLOCK_E - 1 - (best & 0x7FFFFFFF).to(tl.int32)
+        _, column, order = take_first(order, BLOCK_E)
         index = tl.where((offs_k == k)[None, :], (column // BLOCK_S * SIZE + column % BLOCK_S)[:, None], index)
     weights = load_logits(logits_ptr, stride_m, offs_m, index, offs_k < K, M)
     if SCORE == "softmax":
@@ -215,12 +212,17 @@ def _moe_route_bwd_kernel(
         p = 1.0 / (1.0 + tl.exp(-z))
     else:
         p = softmax_of_rows(z)
+    if SCORE == "softmax_of_top" or NORMALIZE:
+        # the sum of dp * p over equal dp would cancel but for its rounding: without the largest dp it is exactly 0
+        most = tl.max(tl.where(offs_k[None, :] < K, dp, -float("inf")), axis=1)[:, None]
+        dp -= most
     common = tl.sum(dp * p, axis=1)[:, None]
     if NORMALIZE:
         total = tl.sum(p, axis=1)[:, None] + eps
+        share = eps / total
         common /= total
-        dp = (dp - common) / total
-        common *= eps / total  # the sum of dp * p
+        dp = (dp - common + most * share) / total
+        common = (common + most * (1.0 - share)) * share  # the sum of dp * p
     if SCORE == "sigmoid":
         dp *= p / (1.0 + tl.exp(z))
     elif SCORE == "softmax":

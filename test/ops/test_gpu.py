@@ -179,6 +179,7 @@ HUGE = {
     "qk_norm_rope": {"B": 1, "H": 16, "Hk": 16, "S": 2**31 // 2048 + 9, "D": 128, "R": 128, "weights": True},
     "swiglu": {"lead": (ROWS,), "N": 2048, "packed": True},
     "geglu": {"lead": (ROWS,), "N": 4096},
+    "moe_route": {"lead": (ROWS,), "E": 4096},
     "cross_entropy": {"lead": (2**31 // 131072 + 9,), "V": 131072},
     "fused_linear_cross_entropy": {"lead": (2**31 // 131072 + 9,), "H": 32, "V": 131072},
     "moe_experts": {"lead": (2**31 // 16384 + 9,), "H": 64, "I": 8192, "E": 2, "K": 1},

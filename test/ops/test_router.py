@@ -122,6 +122,8 @@ def test_many_experts(score, device):
         weights, index = ops.moe_route(logits, 9, score=score)
         assert torch.equal(index, logits.topk(9).indices)
         torch.testing.assert_close((weights, index), moe_route_ref(logits, 9, score=score))
+        loss = ops.load_balancing_loss(logits.repeat(2, 1), 9)
+        torch.testing.assert_close(loss, load_balancing_loss_ref(logits, 9))
         assert bool(explain("moe_route", {"logits": logits.requires_grad_()}, top_k=9).launches) == kernel
         assert bool(explain("load_balancing_loss", {"logits": logits}, top_k=9).launches) == kernel
 
@@ -162,6 +164,15 @@ def test_only_weights_have_a_gradient(device):
     dlogits, dbias = torch.autograd.grad(weights.square().sum(), (logits, bias), allow_unused=True)
     assert dbias is None
     assert ((dlogits != 0).sum(-1) == 2).all()
+
+
+@pytest.mark.parametrize("score", ["softmax", "sigmoid", "softmax_of_top"])
+def test_equal_gradients_of_normalised_weights_cancel(score, device):
+    """Their sum is constant; rounding would leave noise."""
+    logits = torch.randn(50, 24, device=device, requires_grad=True)
+    weights, _ = ops.moe_route(logits, 5, score=score, scale=0.7)
+    (dlogits,) = torch.autograd.grad(-0.3 * weights.sum(), logits)
+    assert not dlogits.any()
 
 
 def test_the_backward_keeps_logits_and_index(device):
@@ -246,6 +257,20 @@ def test_layers_compile(device):
         leaves = tuple(t.clone().requires_grad_() for t in layers)
         loss = fn(leaves)
         results.append((loss, *torch.autograd.grad(loss, leaves)))
+    torch.testing.assert_close(*results)
+
+
+@pytest.mark.gpu
+def test_loss_of_more_than_2_31_elements():
+    rows = 2**31 // 4096 + 9
+    logits = torch.randn(rows, 4096, device="cuda", dtype=torch.bfloat16)
+    mask = torch.zeros(rows, dtype=torch.bool, device="cuda")
+    mask[-8:] = True
+    results = []
+    for given, weight in ((logits, mask), (logits[-8:], None)):
+        given = given.clone().requires_grad_()
+        loss = ops.load_balancing_loss(given, 3, mask=weight)
+        results.append((loss, torch.autograd.grad(loss, given)[0][-8:]))
     torch.testing.assert_close(*results)
 
 

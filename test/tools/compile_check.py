@@ -201,9 +201,8 @@ def calls() -> Iterator[tuple[testing.OpSpec, torch.dtype, dict[str, Any], dict[
                 few["H"] = 32  # only GEMMs depend on H
             if few not in shapes:
                 shapes.append(few)
-            widths = ("N", "V", "D") if "H" in shape else ("N", "V", "E")  # products loop over the experts
             for width in HEAD_WIDTHS if "D" in shape else EXPERTS if "E" in shape else WIDTHS:
-                wide = few | {key: width for key in widths if key in shape}
+                wide = few | {key: width for key in ("N", "V", "D", "E") if key in shape}
                 if "R" in shape:
                     wide["R"] = max(
                         2, width * shape["R"] // shape["D"] // 2 * 2

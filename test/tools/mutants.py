@@ -27,6 +27,7 @@ from hopper_mutants import HOPPER, HOPPER_TESTS
 from mutants_report import CAUGHT, NEEDS_GPU, SURVIVED, TIMED_OUT, Fate, keep, known
 from ops_mutants import OPS
 from rich.progress import track
+from router_mutants import ROUTERS
 
 ROOT = Path(__file__).parents[2]
 PACKAGE = "liger_like"
@@ -36,6 +37,8 @@ FILES = (
     "test/ops/test_chunked_loss.py",
     "test/ops/test_losses.py",
     "test/ops/test_norms_and_rope.py",
+    "test/ops/test_router.py",
+    "test/ops/test_moe_modules.py",
     "test/runtime/test_tiles.py",
     "test/attention/test_attention_check.py",
     "test/attention/test_attention_extremes.py",
@@ -80,6 +83,9 @@ TESTS = {
     "ops/qk_norm_rope.py": "qk_norm_rope or compiled_graph",
     "ops/glu.py": "glu",
     "ops/glu_linear.py": "glu",
+    "ops/router.py": "moe_route or test_router",
+    "ops/load_balancing.py": "load_balancing or test_router",
+    "nn.py": "test_moe_modules or modules",
     "ops/losses/rows.py": "cross_entropy or test_losses or test_errors",
     "ops/losses/cross_entropy.py": "cross_entropy or test_losses",
     "ops/losses/linear_cross_entropy.py": "linear_cross_entropy or test_losses or test_chunked_loss or few",
@@ -97,7 +103,10 @@ TESTS = {
 }
 MUTANTS = [
     Mutant(*bug)
-    for bug in (*OPS, *EXACT, *EXPERTS, *ATTENTION, *((file, *bug, HOPPER_TESTS[file]) for file, *bug in HOPPER))
+    for bug in (
+        *(*OPS, *ROUTERS, *EXACT, *EXPERTS, *ATTENTION),
+        *((file, *bug, HOPPER_TESTS[file]) for file, *bug in HOPPER),
+    )
 ]
 
 
