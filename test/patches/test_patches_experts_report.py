@@ -68,7 +68,7 @@ REASONS = {
     ),
     "no config": (lambda: alone(lambda module: delattr(module, "config")), "it has no transformers config"),
     "quantised": (lambda: alone(quantised), "its weight is a torch.nn.parameter.Parameter of torch.float8_e4m3fn"),
-    "limit": (lambda: alone(other_limit), "its limit is None"),
+    "limit": (lambda: alone(other_limit), "the number limit of its gate is None"),
     "hook": (lambda: alone(lambda m: m.act_fn.register_forward_hook(squared)), "its activation has a hook"),
     "activation": (lambda: alone(lambda m: setattr(m, "act_fn", nn.ReLU())), "no kernel for the activation ReLU"),
     "forward": (lambda: alone(lambda m: setattr(m, "forward", squared)), "its forward was replaced by test_patches_ex"),
