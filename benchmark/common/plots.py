@@ -31,6 +31,7 @@ MARKERS = {
     "torch, math": "P",
     "torch, flash": "X",
     "torch, cuDNN": "s",
+    "torch, loop": "X",
     "torch.compile": "D",
     "flex_attention": "D",
     "Liger": "^",

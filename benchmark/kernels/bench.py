@@ -67,7 +67,22 @@ ROUNDS, QUICK_ROUNDS = 5, 1
 ROUND_SECONDS, MOST = 0.02, Repeats(graph=5, replays=4, eager=20)
 ELEMENTS, SCORES = 2**27, 1024  # limits of a float64 reference: elements of a tensor, tokens of attention
 COPIED, MULTIPLIED = (2**28, 8192) if GPU else (2**20, 256)  # sizes of the ceilings
-TINY = {"lead": (16,), "N": 64, "V": 96, "B": 2, "S": 16, "Sk": 16, "H": 8, "Hk": 2, "D": 16, "R": 16, "Dv": 16}
+TINY = {
+    "lead": (16,),
+    "N": 64,
+    "V": 96,
+    "B": 2,
+    "S": 16,
+    "Sk": 16,
+    "H": 8,
+    "I": 16,
+    "E": 4,
+    "K": 2,
+    "Hk": 2,
+    "D": 16,
+    "R": 16,
+    "Dv": 16,
+}
 TINY_DOCUMENTS = ((9, 9), (7, 7))
 wait: Step = torch.cuda.synchronize if GPU else lambda: None
 

@@ -26,6 +26,7 @@ COLUMNS = (
 PICTURES = {
     "Norms": ("rms_norm", "add_rms_norm", "layer_norm"),
     "GLU and RoPE": ("swiglu", "geglu", "geglu_exact", "rope", "qk_norm_rope"),
+    "Experts": ("moe_experts",),
     "Losses": ("cross_entropy", "fused_linear_cross_entropy"),
     "Attention": ("flash_attention", "flash_attention_varlen"),
 }

@@ -49,6 +49,15 @@ DEEPSEEK = shapes(7168, 2048, 16, 16, 192, 129280)
 DEEPSEEK["rope"] = {**DEEPSEEK["rope"], "Hk": 1, "D": 64, "R": 64}
 DEEPSEEK["flash_attention"] = {**DEEPSEEK["flash_attention"], "Dv": 128}
 
+MIXTURES = dict(
+    zip(
+        ("Mixtral-8x7B", "Qwen3-30B-A3B", "DeepSeek-V3", "GPT-OSS-20B", "OLMoE"),
+        SPECS["moe_experts"].bench_shapes,
+        strict=True,
+    )
+)
+DEEPSEEK["moe_experts"] = MIXTURES.pop("DeepSeek-V3")  # 32 of its 256 experts
+
 ALL = "rms_norm", "add_rms_norm", "cross_entropy", "fused_linear_cross_entropy", "flash_attention"
 PACKED = "flash_attention_varlen"
 SHAPES: dict[str, dict[str, list[Shape]]] = {
@@ -56,7 +65,8 @@ SHAPES: dict[str, dict[str, list[Shape]]] = {
     "Llama-3-8B": only(EIGHT_B, *ALL, PACKED, "swiglu", "rope"),
     "Qwen3-8B": only(shapes(4096, 12288, 32, 8, 128, 151936), *ALL, "swiglu", "qk_norm_rope"),
     "Gemma-2-9B": only(shapes(3584, 14336, 16, 8, 256, 256000), *ALL, "geglu", "rope"),
-    "DeepSeek-V3": only(DEEPSEEK, *ALL, "swiglu", "rope"),
+    "DeepSeek-V3": only(DEEPSEEK, *ALL, "swiglu", "rope", "moe_experts"),
+    **{name: {"moe_experts": [shape]} for name, shape in MIXTURES.items()},
     "rows": sweep(("rms_norm", "swiglu", "geglu_exact"), [{"lead": (m,)} for m in (1024, 4096, 16384, 65536)]),
     "hidden": sweep(
         ("rms_norm", "add_rms_norm", "layer_norm"),

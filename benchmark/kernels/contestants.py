@@ -83,6 +83,28 @@ def torch_qk_norm_rope(
     return torch_rope(norm(q, q_weight), norm(k, k_weight), cos, sin)
 
 
+def torch_experts(x: Tensor, gate_up: Tensor, down: Tensor, index: Tensor, weights: Tensor) -> Tensor:
+    """Sort the rows by expert and multiply them by ``F.grouped_mm``, as transformers does by default."""
+    (T, K), E = index.shape, len(gate_up)
+    experts, order = index.flatten().sort()
+    ends = torch.searchsorted(experts, torch.arange(E, device=x.device), right=True, out_int32=True)
+    h = torch_swiglu(F.grouped_mm(x[order // K], gate_up.mT, offs=ends))
+    y = F.grouped_mm(h, down.mT, offs=ends) * weights.flatten()[order, None]
+    place = torch.empty_like(order)
+    place[order] = torch.arange(T * K, device=x.device)
+    return y[place].view(T, K, -1).sum(1).to(x.dtype)
+
+
+def torch_experts_loop(x: Tensor, gate_up: Tensor, down: Tensor, index: Tensor, weights: Tensor) -> Tensor:
+    """Loop over the experts, as the eager form of transformers does; it waits for the GPU at each."""
+    out = torch.zeros_like(x)
+    for e, (w1, w2) in enumerate(zip(gate_up.unbind(), down.unbind(), strict=True)):
+        token, k = (index == e).nonzero(as_tuple=True)
+        y = F.linear(torch_swiglu(F.linear(x[token], w1)), w2) * weights[token, k, None]
+        out = out.index_add(0, token, y.to(x.dtype))
+    return out
+
+
 def named(function: Callable[..., Any] | str, **more: Any) -> Build:
     """Calls a function, or what a name stands for, with the inputs by their names."""
     return lambda inputs: partial(resolve_name(function) if isinstance(function, str) else function, **inputs, **more)
@@ -166,6 +188,14 @@ class Plain:
         compiled = torch.compile(self.torch, dynamic=False, fullgraph=True)
         functions = {"torch": self.torch, "torch.compile": compiled}
         return ours | {name: named(fn, **self.options) for name, fn in functions.items()} | present(self.libraries)
+
+
+@dataclass(frozen=True)
+class Experts(Plain):
+    """Experts, with a loop in torch as one more peer: it has sizes that a compiled graph does not know."""
+
+    def contestants(self) -> dict[str, Build]:
+        return super().contestants() | {"torch, loop": named(torch_experts_loop)}
 
 
 def heads_first(fn: Callable[..., Tensor], inputs: Inputs) -> Tensor:
@@ -311,6 +341,7 @@ OPS: dict[str, Plain | Attention] = {
             "liger_like, dw in fp32": {"accum_dtype": torch.float32},
         },
     ),
+    "moe_experts": Experts(SPECS["moe_experts"], torch_experts, {}),
     "flash_attention": Attention(SPECS["flash_attention"]),
     "flash_attention_varlen": Attention(SPECS["flash_attention_varlen"]),
 }
@@ -324,6 +355,6 @@ def libraries(ops: Iterable[Plain | Attention]) -> list[str]:
 def shape_text(shape: Mapping[str, Any]) -> str:
     """Return the text of a shape in reports: tokens, then sizes by their names."""
     sizes = {"T": shape["lead"][0]} if "lead" in shape else {}
-    sizes |= {key: shape[key] for key in ("B", "S", "H", "Hk", "D", "Dv", "N", "V") if key in shape}
+    sizes |= {key: shape[key] for key in ("B", "S", "H", "Hk", "D", "Dv", "I", "E", "K", "N", "V") if key in shape}
     documents = [f"{len(shape['lengths'])} documents"] if "lengths" in shape else []
     return ", ".join((" ".join(f"{key} {n}" for key, n in sizes.items()), *documents))

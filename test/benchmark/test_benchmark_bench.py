@@ -244,7 +244,7 @@ def test_shapes_of_models():
         assert all(n > 0 for n in spec.cost(2, **case.shape, **options)[:2])
         few = bench.fewer(case.shape)
         tensors = spec.inputs(torch.bfloat16, "meta", **few) if "lead" in few or "Sk" in few else {}
-        weights = few.get("H", 0) * few.get("V", 0)
+        weights = few.get("H", 0) * max(few.get("V", 0), 2 * few.get("E", 0) * few.get("I", 0))
         assert all(t.numel() <= max(bench.ELEMENTS, weights) for t in tensors.values())
         assert few.get("S", 0) <= bench.SCORES or "Sk" not in few
         assert sum(n for n, _ in few.get("lengths", ())) <= bench.SCORES

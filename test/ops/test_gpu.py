@@ -181,7 +181,9 @@ HUGE = {
     "geglu": {"lead": (ROWS,), "N": 4096},
     "cross_entropy": {"lead": (2**31 // 131072 + 9,), "V": 131072},
     "fused_linear_cross_entropy": {"lead": (2**31 // 131072 + 9,), "H": 32, "V": 131072},
+    "moe_experts": {"lead": (2**31 // 16384 + 9,), "H": 64, "I": 8192, "E": 2, "K": 1},
 }
+PER_TOKEN = {"x", "residual", "gate", "up", "q", "k", "logits", "target", "index", "weights"}
 
 
 @pytest.mark.parametrize("name", HUGE)
@@ -191,7 +193,7 @@ def test_more_than_2_31_elements(name):
     options = {"reduction": "none"} if "entropy" in name else {}
     options |= {"chunk_rows": shape["lead"][0]} if name.startswith("fused") else {}
     inputs = spec.inputs(torch.bfloat16, "cuda", **shape)
-    per_token = {n: n in ("x", "residual", "gate", "up", "q", "k", "logits", "target") for n in inputs}
+    per_token = {n: n in PER_TOKEN for n in inputs}
 
     def last(t):
         return t[:, :, -8:] if "S" in shape else t[-8:]

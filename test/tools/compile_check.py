@@ -43,6 +43,7 @@ from liger_like.ops.attention import tiles as attention_tiles
 from liger_like.ops.attention.hopper import backward as hopper_backward
 from liger_like.ops.attention.hopper import backward_256 as hopper_backward_256
 from liger_like.ops.attention.hopper import forward as hopper_forward
+from liger_like.ops.experts import tiles as experts_tiles
 from liger_like.ops.glu import GLUS
 from liger_like.ops.glu_linear import glu_linear
 from liger_like.ops.losses import dw_sum
@@ -69,7 +70,7 @@ HEAD_WIDTHS = [2**k for k in range(1, 10)]
 ATTENTION_WIDTHS = ((16, 16), (80, 80), (96, 96), (128, 128), (192, 128), (256, 128))
 TILE_OPTIONS = ("BLOCK", "num_", "STAGES", "EVEN", "ONE_BLOCK")
 SHARE = 4  # least number of variants compiled per tile
-# class of GPUs for which ``ops.attention`` picks tiles -> its GPUs
+# class of GPUs for which ``ops.attention`` and ``ops.experts`` pick tiles -> its GPUs
 CLASSES = {
     "hopper": ("sm_90",),
     "large": ("sm_80", "sm_100", "gfx950"),
@@ -190,7 +191,7 @@ def spills(sass: str, one_in: int) -> bool:
 def calls() -> Iterator[tuple[testing.OpSpec, torch.dtype, dict[str, Any], dict[str, Any]]]:
     """Every op, dtype, shape and options; few rows but real widths, since a tile depends on the width, not the rows."""
     for spec in testing.SPECS:
-        if "attention" in spec.name:
+        if "attention" in spec.name or "experts" in spec.name:
             continue
         shapes = []
         for shape in (*spec.test_shapes, *spec.bench_shapes):
@@ -210,6 +211,16 @@ def calls() -> Iterator[tuple[testing.OpSpec, torch.dtype, dict[str, Any], dict[
                     shapes.append(wide)
         for dtype, shape, options in itertools.product(DTYPES, shapes, spec.options):
             yield spec, dtype, shape, options
+
+
+def experts_calls(
+    dtypes: Iterable[torch.dtype],
+) -> Iterator[tuple[testing.OpSpec, torch.dtype, dict[str, Any], dict[str, Any]]]:
+    """Experts with and without biases, of widths that fill their tiles, that do not, and that are not aligned."""
+    spec = next(spec for spec in testing.SPECS if spec.name == "moe_experts")
+    widths, biases = ((2048, 768), (2880, 2880), (100, 75)), ({}, {"bias": True})
+    for (H, I), bias, dtype, options in itertools.product(widths, biases, dtypes, spec.options):
+        yield spec, dtype, {"lead": (2,), "H": H, "I": I, "E": 8, "K": 4} | bias, options
 
 
 def attention_calls(
@@ -272,7 +283,7 @@ def record() -> list[Launch]:
         patch.object(support, "INTERPRET", True),
         patch.object(random_inputs, "_randn", unfilled),
     ):
-        for spec, dtype, shape, options in calls():
+        for spec, dtype, shape, options in (*calls(), *experts_calls(DTYPES[:1])):
             made.clear()
             differentiate(spec, dtype, shape, options)
             if not made:
@@ -288,6 +299,9 @@ def record() -> list[Launch]:
             gpus = members
             with patch.object(attention_tiles, "gpu_class", lambda device, name=name: name):
                 for spec, dtype, shape, options in attention_calls():
+                    differentiate(spec, dtype, shape, options)
+            with patch.object(experts_tiles, "gpu_class", lambda device, name=name: name):
+                for spec, dtype, shape, options in experts_calls(choice.DTYPES):
                     differentiate(spec, dtype, shape, options)
         gpus = ("sm_90",)
         with (

@@ -67,7 +67,7 @@ class _Experts(torch.autograd.Function):
         ctx: Any, x: Tensor, gate_up: Tensor, down: Tensor, gate_up_bias: Tensor | None, down_bias: Tensor | None,
         weights: Tensor, index: Tensor, gate: Gate, keep_z: bool,
     ) -> tuple[Tensor, ...]:  # fmt: skip
-        routing = Routing(*moe_rows(index, len(gate_up), tiles_for(x.device, x.dtype).gate_up.block_m))
+        routing = Routing(*moe_rows(index, len(gate_up), tiles_for(x).gate_up.block_m))
         z, h = moe_gate_up(x, gate_up, gate_up_bias, *routing[:3], index.shape[1], *gate, keep_z)
         ctx.save_for_backward(x, gate_up, down, down_bias, weights, index, z, *routing)
         ctx.gate = gate

@@ -136,7 +136,7 @@ def moe_down_bwd(
 ) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
     """Return dz [S, 2I], h times its weight [S, I] and dweights [T, K]; empty where the last option says so."""
     outputs = _down_bwd_outputs(dout, down, bias, index, weights, z, row, offsets, tiles, pos, *options)
-    needs, gate, tile = options[-1], Gate(*options[:-1]), tiles_for(z.device, z.dtype).down_bwd
+    needs, gate, tile = options[-1], Gate(*options[:-1]), tiles_for(z, *down.shape[1:]).down_bwd
     dout, stride_dm = with_stride(dout)
     (T, topk), H, I, E = pos.shape, dout.shape[1], z.shape[1] // 2, len(down)
     columns = -(-I // tile.block_n)
@@ -242,7 +242,8 @@ def moe_depth_product(
     if not len(own):
         return out.zero_()
     gathered, stride_gm = with_stride(gathered)
-    (E, M, N), tile = out.shape, tiles_for(own.device, own.dtype).depth
+    E, M, N = out.shape
+    tile = tiles_for(own, M, N).depth
     launch(
         _depth_product_kernel,
         programs(own.device, E * -(-M // tile.block_m) * -(-N // tile.block_n)),

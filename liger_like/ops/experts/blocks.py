@@ -77,8 +77,9 @@ def gated(g, u, limit, alpha, ACT: tl.constexpr, LIMITED: tl.constexpr):
     g, u = clamped(g, u, limit, LIMITED)
     if ACT == "scaled":
         return (u + 1.0) * g * tl.sigmoid(alpha * g)
-    act, _ = act_and_slope(g, ACT)
-    return act * u
+    else:  # Triton would also compile code after the return
+        act, _ = act_and_slope(g, ACT)
+        return act * u
 
 
 @triton.jit

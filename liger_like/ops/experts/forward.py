@@ -154,7 +154,7 @@ def moe_gate_up(
 ) -> tuple[Tensor, Tensor]:  # fmt: skip
     """Return z [S, 2I] in the form of ``gate_up``, empty unless the last option says to keep it, and h [S, I]."""
     z, h = _gate_up_outputs(x, gate_up, bias, row, offsets, tiles, topk, *options)
-    gate, keep_z, tile = Gate(*options[:-1]), options[-1], tiles_for(x.device, x.dtype).gate_up
+    gate, keep_z, tile = Gate(*options[:-1]), options[-1], tiles_for(x, x.shape[1], h.shape[1]).gate_up
     x, stride_xm = with_stride(x)
     H, I, E = x.shape[-1], h.shape[1], len(gate_up)
     floats, constants = gate_arguments(gate)
@@ -188,7 +188,7 @@ def moe_rows_times(
     a: Tensor, w: Tensor, bias: Tensor | None, offsets: Tensor, tiles: Tensor, transposed: bool
 ) -> Tensor:
     """Return a [S, K] times the matrix of each row's expert, w [E, N, K] or if ``transposed`` [E, K, N]: [S, N]."""
-    out, tile = _rows_times_outputs(a, w, bias, offsets, tiles, transposed), tiles_for(a.device, a.dtype).rows_times
+    out, tile = _rows_times_outputs(a, w, bias, offsets, tiles, transposed), tiles_for(a, *w.shape[1:]).rows_times
     K, N = a.shape[1], out.shape[1]
     launch(
         _rows_times_kernel,

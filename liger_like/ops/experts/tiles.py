@@ -3,6 +3,7 @@
 from typing import NamedTuple
 
 import torch
+from torch import Tensor
 
 from liger_like.runtime.support import INTERPRET, gpu_class, num_programs
 
@@ -47,15 +48,22 @@ TILES = {
         Tile(128, 64, 32, 8, 3), Tile(128, 128, 32, 8, 3), Tile(128, 64, 32, 8, 3), Tile(128, 128, 32, 8, 3)
     ),
 }
+# rows of one or other number of bytes than 16, which are not loaded asynchronously: a tile takes more registers
+UNALIGNED = Tiles(Tile(128, 32, 32, 8, 2), Tile(128, 64, 32, 8, 2), Tile(128, 64, 32, 8, 2), Tile(128, 64, 32, 8, 2))
 FP32 = Tiles(Tile(64, 32, 32, 4, 2), Tile(64, 64, 32, 4, 2), Tile(64, 64, 32, 4, 2), Tile(64, 64, 32, 4, 2))
 INTERPRETED = Tiles(Tile(16, 16, 16, 4, 1), Tile(16, 32, 16, 4, 1), Tile(16, 16, 16, 4, 1), Tile(16, 32, 16, 4, 1))
 
 
-def tiles_for(device: torch.device, dtype: torch.dtype) -> Tiles:
-    """Return the tiles for operands of ``dtype`` on ``device``; the interpreter has small ones, as have its tests."""
+def tiles_for(x: Tensor, *widths: int) -> Tiles:
+    """Return the tiles for operands like ``x`` with rows of these widths; small ones in the interpreter.
+
+    ``block_m`` depends on the dtype only, so that the widths that an op sees do not change it.
+    """
     if INTERPRET:
         return INTERPRETED
-    return FP32 if dtype == torch.float32 else TILES[gpu_class(device)]
+    if x.dtype == torch.float32:
+        return FP32
+    return TILES[gpu_class(x.device)] if all(width % 8 == 0 for width in widths) else UNALIGNED
 
 
 def programs(device: torch.device, tiles: int) -> tuple[int]:
