@@ -177,7 +177,7 @@ class Experts(Recogniser):
                 raise UnrecognisedError(f"its weight is a {where(type(weight))} of {weight.dtype}")
         for role in part.keys() - {"act"}:
             if not isinstance(number := getattr(module, part[role]), int | float) or (role == "limit" and number <= 0):
-                raise UnrecognisedError(f"its {part[role]} is {number}")
+                raise UnrecognisedError(f"the number {part[role]} of its gate is {number}")
         kernel = kernel_of(getattr(module, part["act"])) if "act" in part else "swiglu"
         return NAMES.get(pattern.split("_")[0], "{}").format(kernel)
 

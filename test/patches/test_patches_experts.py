@@ -141,6 +141,13 @@ def test_nothing_of_transformers_changes(device):
     assert all(module.config is config for module in model.modules() if hasattr(module, "config"))
 
 
+def test_a_model_without_experts_keeps_the_name_of_theirs(device):
+    model = tiny("Llama", device)
+    before = model.config._experts_implementation
+    patch(model, strict=True)
+    assert (model.config._attn_implementation, model.config._experts_implementation) == ("liger_like", before)
+
+
 def test_experts_and_attention_share_a_view(device):
     model = model_of("Mixtral", device)
     report = patch(model)

@@ -17,14 +17,15 @@ WRONG = {
     "alpha": {"alpha": 1.6},
     "interleaved": {"interleaved": False},
     "down_bias": {"down_bias": None},
+    "NaN": {},
 }
 
 
 @pytest.mark.parametrize("mistake", WRONG)
 def test_a_wrong_replacement_is_refused(mistake, device, references, monkeypatch):
-    op = experts.moe_experts
+    op, factor = experts.moe_experts, float("nan") if mistake == "NaN" else 1.0
     monkeypatch.setattr(liger_like.patching, "_confirmed", set())
-    monkeypatch.setattr(experts, "moe_experts", lambda *args, **options: op(*args, **options | WRONG[mistake]))
+    monkeypatch.setattr(experts, "moe_experts", lambda *args, **options: factor * op(*args, **options | WRONG[mistake]))
     (row,) = rows(patch(model_of("GptOss", device), **OTHERS | {"norm": True}), "experts")
     assert row.status == "skipped"
     assert "differs by" in row.reason
@@ -47,14 +48,26 @@ def squared(self, x):
     return self.act_fn(gate) * up * up
 
 
+class Int8Tensor(torch.Tensor):
+    """Quantised weights that name the dtype of their values, as torchao's do."""
+
+
+def packed(module):
+    module.down_proj = nn.Parameter(module.down_proj.data.as_subclass(Int8Tensor))
+
+
 def quantised(module):
     module.down_proj = nn.Parameter(module.down_proj.data.to(torch.float8_e4m3fn), requires_grad=False)
 
 
-def other_limit(module):
-    """The gate of GPT-OSS without a limit."""
-    module.__class__ = type("Experts", (MixtralExperts,), {"_apply_gate": experts.clamped})
-    module.act, module.limit = module.act_fn, None
+def with_limit(limit):
+    """Give experts the gate of DeepSeek-V4."""
+
+    def change(module):
+        module.__class__ = type("Experts", (MixtralExperts,), {"_apply_gate": experts.clamped})
+        module.act, module.limit = module.act_fn, limit
+
+    return lambda: alone(change)
 
 
 REASONS = {
@@ -68,7 +81,9 @@ REASONS = {
     ),
     "no config": (lambda: alone(lambda module: delattr(module, "config")), "it has no transformers config"),
     "quantised": (lambda: alone(quantised), "its weight is a torch.nn.parameter.Parameter of torch.float8_e4m3fn"),
-    "limit": (lambda: alone(other_limit), "its limit is None"),
+    "packed": (lambda: alone(packed), "its weight is a test_patches_experts_report.Int8Tensor of torch.float32"),
+    "no limit": (with_limit(None), "the number limit of its gate is None"),
+    "limit of zero": (with_limit(0.0), "the number limit of its gate is 0.0"),
     "hook": (lambda: alone(lambda m: m.act_fn.register_forward_hook(squared)), "its activation has a hook"),
     "activation": (lambda: alone(lambda m: setattr(m, "act_fn", nn.ReLU())), "no kernel for the activation ReLU"),
     "forward": (lambda: alone(lambda m: setattr(m, "forward", squared)), "its forward was replaced by test_patches_ex"),

@@ -26,6 +26,7 @@ from experts_mutants import EXPERTS
 from hopper_mutants import HOPPER, HOPPER_TESTS
 from mutants_report import CAUGHT, NEEDS_GPU, SURVIVED, TIMED_OUT, Fate, keep, known
 from ops_mutants import OPS
+from patches_mutants import PATCHES
 from rich.progress import track
 from router_mutants import ROUTERS
 
@@ -33,6 +34,9 @@ ROOT = Path(__file__).parents[2]
 PACKAGE = "liger_like"
 FILES = (
     "test/ops/test_experts.py",
+    "test/patches/test_patches_experts_report.py",
+    "test/patches/test_patches_experts.py",
+    "test/patches/test_patches_attention.py",
     "test/ops/test_glu_linear.py",
     "test/ops/test_chunked_loss.py",
     "test/ops/test_losses.py",
@@ -95,19 +99,15 @@ TESTS = {
     "ops/losses/dw_sum/portable.py": "test_chunked_loss",
     **{file: "attention or compiled_graph" for file, *_ in ATTENTION},
     **{file: "experts" for file, *_ in EXPERTS},
+    **{file: "patches" for file, *_ in PATCHES},
     "ops/attention/choice.py": "attention",
     "ops/attention/portable/bias.py": "attention and (bias or parts or position) or compiled_graph",
     "ops/attention/tiles.py": "attention_programs",
     "ops/attention/hopper/buffers.py": "descriptors or products_take",
     "ops/attention/hopper/products.py": "parts_in_registers",
 }
-MUTANTS = [
-    Mutant(*bug)
-    for bug in (
-        *(*OPS, *ROUTERS, *EXACT, *EXPERTS, *ATTENTION),
-        *((file, *bug, HOPPER_TESTS[file]) for file, *bug in HOPPER),
-    )
-]
+ON_HOPPER = [(file, *bug, HOPPER_TESTS[file]) for file, *bug in HOPPER]
+MUTANTS = [Mutant(*bug) for bug in (*OPS, *ROUTERS, *EXACT, *EXPERTS, *ATTENTION, *PATCHES, *ON_HOPPER)]
 
 
 def plant(mutant: Mutant | None, folder: Path) -> None:
