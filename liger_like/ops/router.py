@@ -48,6 +48,7 @@ SCHEMA = "int top_k, str score, bool normalize, float eps, float scale, int grou
 
 def highest(x: Tensor, k: int) -> Tensor:
     """Return the indices [..., k] of the highest numbers of ``x`` [..., N] in order; of equal ones the first leads."""
+    x = x.where(~x.isnan(), torch.nan)  # a GPU sorts NaN by its sign
     return x.sort(dim=-1, descending=True, stable=True).indices[..., :k]
 
 

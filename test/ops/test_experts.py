@@ -374,17 +374,22 @@ def test_several_tiles_of_each_expert(widths, options, dtype, poisoned):
 
 @pytest.mark.gpu
 def test_a_graph_takes_another_routing():
-    given = inputs("cuda", torch.bfloat16, lead=(600,), H=128, I=64, E=8)
-    out, upstream = moe_experts(**given), torch.randn(600, 128, device="cuda", dtype=torch.bfloat16)
-    leaves = [t for t in given.values() if t.requires_grad]
-    torch.autograd.grad(out, leaves, upstream)
-    graph = torch.cuda.CUDAGraph()
-    with torch.cuda.graph(graph):
+    given, upstream = inputs("cuda", torch.bfloat16, lead=(600,), H=128, I=64, E=8), torch.randn(600, 128, device="cuda")
+    leaves, upstream = [t for t in given.values() if t.requires_grad], upstream.bfloat16()
+
+    def both():
         out = moe_experts(**given)
-        captured = out, *torch.autograd.grad(out, leaves, upstream)
+        return out.detach(), *torch.autograd.grad(out, leaves, upstream)
+
+    side, graph = torch.cuda.Stream(), torch.cuda.CUDAGraph()
+    side.wait_stream(torch.cuda.current_stream())
+    with torch.cuda.stream(side):
+        both()
+    torch.cuda.current_stream().wait_stream(side)
+    with torch.cuda.graph(graph):
+        captured = both()
     for experts in (8, 2, 1):
         given["index"].copy_(torch.rand(600, 8, device="cuda").topk(2).indices % experts)
         graph.replay()
-        out = moe_experts(**given)
-        for got, want in zip(captured, (out, *torch.autograd.grad(out, leaves, upstream)), strict=True):
+        for got, want in zip(captured, both(), strict=True):
             assert torch.equal(got, want)
