@@ -38,10 +38,11 @@ HOPPER = [
         "first_hidden = row + own.length_k",
         "a warp group skips keys that it sees",
     ),
+    (FORWARD, "if tiles > programs else None", "if tiles < programs else None", "tiles beyond the programs are left out"),
     (
         ROWS,
-        "gl.num_programs(0) + gl.atomic_add",
-        "gl.num_programs(0) + 1 + gl.atomic_add",
+        "tile += gl.atomic_add",
+        "tile += 1 + gl.atomic_add",
         "a tile is not drawn",
     ),
     (
