@@ -310,7 +310,12 @@ ATTENTION = [
         "keys are seen by what a query sees",
     ),
     (DELTA, "partial.sum((0, 2))", "partial[0].sum(1)", "the sinks have the gradient of the first batch"),
-    (OP_BACKWARD, "(k, needs[1]), (v, needs[2])", "(k, needs[0]), (v, needs[1])", "dk for a trained q, dv for a trained k"),
+    (
+        OP_BACKWARD,
+        "(k, needs[1]), (v, needs[2])",
+        "(k, needs[0]), (v, needs[1])",
+        "dk for a trained q, dv for a trained k",
+    ),
     (
         BIAS,
         "shift_of(offsets_ptr, b,",

@@ -38,7 +38,12 @@ HOPPER = [
         "first_hidden = row + own.length_k",
         "a warp group skips keys that it sees",
     ),
-    (FORWARD, "if tiles > programs else None", "if tiles < programs else None", "tiles beyond the programs are left out"),
+    (
+        FORWARD,
+        "if tiles > programs else None",
+        "if tiles < programs else None",
+        "tiles beyond the programs are left out",
+    ),
     (
         ROWS,
         "tile += gl.atomic_add",
