@@ -67,15 +67,16 @@ class Norm(Recogniser):
         more = [part[role] for role in ("size",) if role in part]
 
         def forward(self: nn.Module, *args: Tensor, **kwargs: Tensor) -> Tensor:
+            inputs: tuple[Any, ...] = args
             if len(args) < len(names):
-                args = *args, *(kwargs.get(name) for name in names[len(args) :])
+                inputs = *args, *(kwargs.get(name) for name in names[len(args) :])
             # a module takes microseconds to say that it lacks an attribute
             own = (
                 None if weight is None else getattr(self, weight, None),
                 None if bias is None else getattr(self, bias, None),
                 0.0 if eps is None else getattr(self, eps, 0.0),
             )
-            return kernel(*args, *own, *(getattr(self, name) for name in more))
+            return kernel(*inputs, *own, *(getattr(self, name) for name in more))
 
         return {"forward": forward}
 

@@ -104,7 +104,8 @@ def glu_linear(act: str, linear: Callable[[Tensor], Tensor], gate: Tensor, up: T
         return linear(GLUS[act](gate, up))
     check_halves(gate, up)
     operands = gate, up, linear.weight, linear.bias
-    if torch._C._autograd._top_saved_tensors_default_hooks(True) is None:  # no checkpoint records or recomputes
+    exporting = torch.compiler.is_compiling()
+    if not exporting and torch._C._autograd._top_saved_tensors_default_hooks(True) is None:  # not in a checkpoint
         return apply(_GLULinear, *operands, act, True)
     kept = apply(_GLULinear, *operands, act, False)
     return apply(_GLULinearValues, kept, *(None if t is None else t.detach() for t in operands), act)

@@ -5,7 +5,6 @@ import functools
 import triton
 import triton.language as tl
 
-
 # Triton's own function takes microseconds at each call
 block_of = functools.cache(triton.next_power_of_2)
 

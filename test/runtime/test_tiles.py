@@ -236,6 +236,11 @@ def test_launch_runs_what_triton_would_compile(monkeypatch):
             check(sized, (3, 3), C=constant, num_warps=4)
         for option in ("num_stages", "num_warps")[::order]:
             check(sized, (3, 3), C=1, **{option: 2})
+        for fused in (True, False)[::order]:
+            monkeypatch.setattr(launcher, "OPTIONS", {"enable_fp_fusion": fused})
+            launch(sized, (1, 2), (torch.empty(0),), (3, 3), C=1)
+            assert sized.ran == ((3, 3), ("enable_fp_fusion", bool, fused), ("C", int, 1))
+        monkeypatch.setattr(launcher, "OPTIONS", {})
 
 
 @pytest.mark.gpu

@@ -281,7 +281,7 @@ ATTENTION = [
         "- row_max) * LOG2E - log_sum)\n        delta = tl.sum(dout * tl.load(out_ptrs, mask=both, other=0.0), 1)",
         "the gradient of the sinks forgets that of lse",
     ),
-    (DELTA, "* MAX_BLOCK + MAX_BLOCK)", "* MAX_BLOCK)", "a block at the end of packed rows is read beyond them"),
+    (DELTA, "* MAX_BLOCK + MAX_BLOCK\n", "* MAX_BLOCK\n", "a block at the end of packed rows is read beyond them"),
     (BACKWARD, "seen & mask[None, :], p", "seen, p", "a next sequence's rows are 0 times infinity"),
     (BACKWARD, "p = tl.where(mask[None, :], p, 0.0)", "pass", "hidden keys are 0 times infinity in dq"),
     (
@@ -330,7 +330,12 @@ ATTENTION = [
         "keys are seen by what a query sees",
     ),
     (DELTA, "partial.sum((0, 2))", "partial[0].sum(1)", "the sinks have the gradient of the first batch"),
-    (OP_BACKWARD, "zip(whole, needs[1:3]", "zip(whole, needs[:2]", "dk for a trained q, dv for a trained k"),
+    (
+        OP_BACKWARD,
+        "(k, needs[1]), (v, needs[2])",
+        "(k, needs[0]), (v, needs[1])",
+        "dk for a trained q, dv for a trained k",
+    ),
     (
         BIAS,
         "shift_of(offsets_ptr, b,",

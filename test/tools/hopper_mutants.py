@@ -39,9 +39,15 @@ HOPPER = [
         "a warp group skips keys that it sees",
     ),
     (
+        FORWARD,
+        "if tiles > programs else None",
+        "if tiles < programs else None",
+        "tiles beyond the programs are left out",
+    ),
+    (
         ROWS,
-        "gl.num_programs(0) + gl.atomic_add",
-        "gl.num_programs(0) + 1 + gl.atomic_add",
+        "tile += gl.atomic_add",
+        "tile += 1 + gl.atomic_add",
         "a tile is not drawn",
     ),
     (

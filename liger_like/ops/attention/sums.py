@@ -11,13 +11,14 @@ BLOCK = 2048
 
 @triton.jit
 def _sum_parts(parts_ptr, out_ptr, block, N, splits, factor, BLOCK: tl.constexpr):
-    """Store one block of the sum of ``splits`` parts of N numbers each, times ``factor``."""
-    offs = block.to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
-    mask = offs < N
-    total = tl.zeros((BLOCK,), tl.float32)
-    for i in range(0, splits):
-        total += tl.load(parts_ptr + tl.cast(i, tl.int64) * N + offs, mask=mask, other=0.0)
-    tl.store(out_ptr + offs, total * factor, mask=mask)
+    """Store one block of the sum of ``splits`` parts of N numbers each, times ``factor``; skip None."""
+    if out_ptr is not None:
+        offs = block.to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
+        mask = offs < N
+        total = tl.zeros((BLOCK,), tl.float32)
+        for i in range(0, splits):
+            total += tl.load(parts_ptr + tl.cast(i, tl.int64) * N + offs, mask=mask, other=0.0)
+        tl.store(out_ptr + offs, total * factor, mask=mask)
 
 
 @triton.jit(do_not_specialize=["splits", "blocks_q", "blocks_k"])
@@ -27,15 +28,12 @@ def _round_sums_kernel(
 ):  # fmt: skip
     scale = tl.cast(scale, tl.float32)  # Inductor passes floats in fp64
     block = tl.program_id(0)
-    if dq_ptr is not None:
-        if block < blocks_q:
-            _sum_parts(dq_sum_ptr, dq_ptr, block, NQ, 1, scale, BLOCK)
-    if dk_ptr is not None:
-        if (block >= blocks_q) & (block < blocks_q + blocks_k):
-            _sum_parts(dk_parts_ptr, dk_ptr, block - blocks_q, NK, splits, 1.0, BLOCK)
-    if dv_ptr is not None:
-        if block >= blocks_q + blocks_k:
-            _sum_parts(dv_parts_ptr, dv_ptr, block - blocks_q - blocks_k, NV, splits, 1.0, BLOCK)
+    if block < blocks_q:
+        _sum_parts(dq_sum_ptr, dq_ptr, block, NQ, 1, scale, BLOCK)
+    elif block < blocks_q + blocks_k:
+        _sum_parts(dk_parts_ptr, dk_ptr, block - blocks_q, NK, splits, 1.0, BLOCK)
+    else:
+        _sum_parts(dv_parts_ptr, dv_ptr, block - blocks_q - blocks_k, NV, splits, 1.0, BLOCK)
 
 
 def round_sums(

@@ -13,7 +13,6 @@ one computes exponentials while the other multiplies.
 from typing import NamedTuple
 
 import triton
-import triton.language as tl
 from torch import Tensor
 
 from liger_like.ops.attention.choice import widths_of
