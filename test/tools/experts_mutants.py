@@ -29,7 +29,6 @@ EXPERTS = [
     (BLOCKS, "inner // size", "inner // GROUP", "the last group of tiles leaves columns out"),
     (BLOCKS, "return (u + 1.0) * g", "return u * g", "GPT-OSS' unit without the 1"),
     (BLOCKS, "tl.clamp(u, -limit, limit,", "tl.minimum(u, limit,", "up is clamped on one side"),
-    (BLOCKS, "u = tl.clamp", "u = g * 0.0 + tl.clamp", "an infinite gate makes up NaN"),
     (BLOCKS, "tl.where(g <= limit, dg, 0.0)", "dg", "a clamped gate has a gradient"),
     (BLOCKS, "tl.abs(u) <= limit", "u <= limit", "up that is clamped from below has a gradient"),
     (BLOCKS, "sigmoid * (1.0 + alpha * c *", "sigmoid * (1.0 + c *", "the slope of GPT-OSS' unit without alpha"),
