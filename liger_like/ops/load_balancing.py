@@ -1,8 +1,8 @@
 """Load balancing loss of routers: E sum_e f_e P_e   (Fedus, Zoph & Shazeer, arXiv:2101.03961)
 
 Over all rows of all layers' logits [..., E], f_e is the share of rows that choose expert e among their top K, and P_e
-the mean of their softmax probabilities for e; a mask [...] weights the rows. The loss is 1 times K if rows are spread
-evenly. The maths are in fp32. The forward reads the logits once, without a copy of all layers, and keeps dloss/dP [E].
+the mean of their softmax probabilities for e; a mask [...] weights the rows. The loss is K if rows are spread evenly.
+The maths are in fp32. The forward reads the logits of each layer once, and keeps dloss/dP [E] up to a constant.
 """
 
 from collections.abc import Sequence
@@ -72,7 +72,10 @@ def _load_balancing_loss_kernel(
     sums_ptr, loss_ptr, slope_ptr, P, rows,
     E: tl.constexpr, K: tl.constexpr, MASKED: tl.constexpr, BLOCK_P: tl.constexpr, BLOCK_N: tl.constexpr,
 ):  # fmt: skip
-    """Add the programs' sums; store the loss, and its derivative by the sum of the probabilities of each expert."""
+    """Add the programs' sums; store the loss, and its derivative by the sum of the probabilities of each expert.
+
+    The derivatives lack their maximum: the softmax cancels a common term, but not its rounding.
+    """
     offs_n = tl.arange(0, BLOCK_N)
     counts, probabilities = tl.zeros((BLOCK_P, BLOCK_N), tl.float32), tl.zeros((BLOCK_P, BLOCK_N), tl.float32)
     for p in range(0, P, BLOCK_P):
@@ -84,9 +87,10 @@ def _load_balancing_loss_kernel(
     if MASKED:
         rows = tl.sum(count, axis=0) / K
         rows = tl.where(rows == 0.0, 1.0, rows)
-    slope = count / rows * (E / rows)
+    factor = E / rows
+    slope = (count - tl.max(count, axis=0)) / rows * factor
     tl.store(slope_ptr + offs_n, slope, mask=offs_n < E)
-    tl.store(loss_ptr, tl.sum(slope * tl.sum(probabilities, axis=0), axis=0))
+    tl.store(loss_ptr, tl.sum(count / rows * factor * tl.sum(probabilities, axis=0), axis=0))
 
 
 @triton.jit(do_not_specialize=["M"])
@@ -113,7 +117,7 @@ def _fwd_outputs(logits: Tensor, *args: Any) -> tuple[Tensor, Tensor]:
     inlined=True,
 )
 def _load_balancing_fwd(logits: Tensor, others: list[Tensor], mask: Tensor | None, top_k: int) -> tuple[Tensor, Tensor]:
-    """Return the loss over the layers ``logits`` and ``others``, and its derivative by the experts' probabilities."""
+    """Return the loss over the layers ``logits`` and ``others``, and its derivative as the kernel stores it."""
     loss, slope = _fwd_outputs(logits)
     M, E = logits.shape[:-1].numel(), int(logits.shape[-1])
     layers = [with_stride(layer) for layer in (logits, *others)]

@@ -57,6 +57,8 @@ EXPERTS = {
 def compare(pair, device, *args):
     """Load the values of ours into theirs, which has the same names, and compare output and gradients."""
     ours, theirs = (make().to(device) for make in pair)
+    for correction in ours.buffers():
+        correction.normal_()
     theirs.load_state_dict(ours.state_dict())
     x, results = args[0], []
     for module in (ours, theirs):

@@ -67,6 +67,26 @@ def test_glu(op, **shape):
     check(op[0], shape, op[1])
 
 
+@given(
+    lead=leads,
+    E=st.integers(2, 30).map(lambda n: 4 * n),
+    bias=flags,
+    top_k=st.integers(1, 4),
+    score=st.sampled_from(["softmax", "sigmoid", "softmax_of_top"]),
+    normalize=flags,
+    eps=st.sampled_from([0.0, 1e-20, 0.1]),
+    scale=st.floats(0.1, 16),
+    groups=st.sampled_from([None, (1, 1, "top2"), (2, 1, "max"), (4, 2, "top2"), (4, 3, "max")]),
+)
+def test_moe_route(lead, E, bias, **options):
+    check("moe_route", {"lead": lead, "E": E, "bias": bias}, options)
+
+
+@given(lead=leads, E=st.integers(4, 60), mask=flags, top_k=st.integers(1, 4))
+def test_load_balancing_loss(top_k, **shape):
+    check("load_balancing_loss", shape, {"top_k": top_k})
+
+
 losses = st.fixed_dictionaries(
     {"reduction": st.sampled_from(["mean", "sum", "none"])},
     optional={

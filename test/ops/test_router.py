@@ -229,6 +229,13 @@ def test_even_and_uneven_loads(device):
     assert ops.load_balancing_loss(even[:1].expand(E, E), 1).item() == pytest.approx(E)
 
 
+def test_even_loads_have_no_gradient(device):
+    """The experts' shares are equal; rounding would leave noise."""
+    logits = torch.randn(50, 6, device=device, requires_grad=True)
+    (dlogits,) = torch.autograd.grad(0.3 * ops.load_balancing_loss(logits, 6), logits)
+    assert not dlogits.any()
+
+
 @pytest.mark.parametrize("rows", [0, 5])
 def test_no_rows_give_no_loss(rows, device):
     logits = torch.randn(rows, E, device=device, requires_grad=True)
