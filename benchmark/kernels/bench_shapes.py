@@ -27,6 +27,7 @@ def shapes(hidden: int, intermediate: int, heads: int, kv_heads: int, head: int,
         "qk_norm_rope": {**rope, "weights": True},
         "cross_entropy": {"lead": (TOKENS // 4,), "V": vocab},
         "fused_linear_cross_entropy": {"lead": (TOKENS // 2,), "H": hidden, "V": vocab},
+        "moe_experts": {**lead, "H": hidden, "I": intermediate, "E": 8, "K": 2},
         "flash_attention": {"B": BATCH, "S": S, "Sk": S, **per_head},
         "flash_attention_varlen": {**SPECS["flash_attention_varlen"].bench_shapes[0], **per_head},
     }

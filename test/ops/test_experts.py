@@ -9,7 +9,7 @@ from torch.utils.checkpoint import checkpoint
 from torch.utils.flop_counter import FlopCounterMode
 
 from liger_like import moe_experts
-from liger_like.ops.experts import moe_experts_ref
+from liger_like.ops.experts import moe_experts_ref, tiles
 from liger_like.ops.experts.routing import BINS, BLOCK, Routing, moe_rows
 from liger_like.runtime.support import use_kernel
 from liger_like.testing import SPECS, assert_accurate, run
@@ -60,10 +60,10 @@ def test_rows_are_sorted_stably_and_cut_into_tiles(T, E, dtype, device, poisoned
     place = torch.empty_like(order).scatter_(0, order, torch.arange(3 * T, device=device))
     assert routing.pos.flatten().tolist() == place.masked_fill(flat == E, -1).tolist()
     starts = (counts.cumsum(0) - counts).tolist()
-    tiles = [[e, starts[e] + i] for e in range(E) for i in range(0, int(counts[e]), 16)]
-    assert routing.offsets.tolist() == [*starts, len(tiles)]
-    assert routing.tiles.tolist()[: len(tiles)] == tiles
-    assert all(e == E for e, _ in routing.tiles.tolist()[len(tiles) :])
+    table = [[e, starts[e] + i] for e in range(E) for i in range(0, int(counts[e]), 16)]
+    assert routing.offsets.tolist() == [*starts, len(table)]
+    assert routing.tiles.tolist()[: len(table)] == table
+    assert all(e == E for e, _ in routing.tiles.tolist()[len(table) :])
 
 
 def test_ids_that_pass_32_bits_belong_to_nobody(device):
@@ -71,6 +71,17 @@ def test_ids_that_pass_32_bits_belong_to_nobody(device):
     expected = moe_experts(**given | {"index": torch.full_like(given["index"], -1)})
     assert not expected.any()
     assert torch.equal(moe_experts(**given | {"index": given["index"] + 2**32}), expected)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float16])
+@pytest.mark.parametrize("kind", tiles.TILES)
+@pytest.mark.parametrize("width", [64, 60])
+def test_all_products_take_tiles_of_the_same_rows(kind, dtype, width, monkeypatch):
+    monkeypatch.setattr(tiles, "INTERPRET", False)
+    monkeypatch.setattr(tiles, "gpu_class", lambda device: kind)
+    found = tiles.tiles_for(torch.empty(1, dtype=dtype), 64, width)
+    rows = {tile.block_m for tile in (found.gate_up, found.rows_times, found.down_bwd)}
+    assert rows == {tiles.tile_rows(dtype)}
 
 
 @pytest.mark.parametrize("options", [{}, GPT_OSS], ids=str)

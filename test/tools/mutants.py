@@ -22,6 +22,7 @@ from typing import NamedTuple
 import torch
 from attention_mutants import ATTENTION
 from exact_mutants import EXACT
+from experts_mutants import EXPERTS
 from hopper_mutants import HOPPER, HOPPER_TESTS
 from mutants_report import CAUGHT, NEEDS_GPU, SURVIVED, TIMED_OUT, Fate, keep, known
 from ops_mutants import OPS
@@ -31,6 +32,7 @@ from rich.progress import track
 ROOT = Path(__file__).parents[2]
 PACKAGE = "liger_like"
 FILES = (
+    "test/ops/test_experts.py",
     "test/patches/test_patches_experts_report.py",
     "test/patches/test_patches_experts.py",
     "test/patches/test_patches_attention.py",
@@ -91,6 +93,7 @@ TESTS = {
     "ops/losses/dw_sum/portable.py": "test_chunked_loss",
     **{file: "attention or compiled_graph" for file, *_ in ATTENTION},
     **{file: "patches" for file, *_ in PATCHES},
+    **{file: "experts and not patches" for file, *_ in EXPERTS},
     "ops/attention/choice.py": "attention",
     "ops/attention/portable/bias.py": "attention and (bias or parts or position) or compiled_graph",
     "ops/attention/tiles.py": "attention_programs",
@@ -98,7 +101,7 @@ TESTS = {
     "ops/attention/hopper/products.py": "parts_in_registers",
 }
 ON_HOPPER = [(file, *bug, HOPPER_TESTS[file]) for file, *bug in HOPPER]
-MUTANTS = [Mutant(*bug) for bug in (*OPS, *EXACT, *ATTENTION, *PATCHES, *ON_HOPPER)]
+MUTANTS = [Mutant(*bug) for bug in (*OPS, *EXACT, *EXPERTS, *ATTENTION, *PATCHES, *ON_HOPPER)]
 
 
 def plant(mutant: Mutant | None, folder: Path) -> None:

@@ -14,8 +14,9 @@ from liger_like.ops.experts.backward import moe_depth_product, moe_down_bwd, moe
 from liger_like.ops.experts.checks import Gate, check_experts, check_routing, checked_gate
 from liger_like.ops.experts.forward import moe_combine, moe_gate_up, moe_rows_times
 from liger_like.ops.experts.routing import Routing, moe_rows
-from liger_like.ops.experts.tiles import tiles_for
+from liger_like.ops.experts.tiles import tile_rows
 from liger_like.runtime.autograd import apply, once_differentiable
+from liger_like.runtime.layout import with_stride
 from liger_like.runtime.registry import on_shards
 from liger_like.runtime.support import autocast_dtype, use_kernel
 
@@ -67,7 +68,7 @@ class _Experts(torch.autograd.Function):
         ctx: Any, x: Tensor, gate_up: Tensor, down: Tensor, gate_up_bias: Tensor | None, down_bias: Tensor | None,
         weights: Tensor, index: Tensor, gate: Gate, keep_z: bool,
     ) -> tuple[Tensor, ...]:  # fmt: skip
-        routing = Routing(*moe_rows(index, len(gate_up), tiles_for(x).gate_up.block_m))
+        routing = Routing(*moe_rows(index, len(gate_up), tile_rows(x.dtype)))
         z, h = moe_gate_up(x, gate_up, gate_up_bias, *routing[:3], index.shape[1], *gate, keep_z)
         ctx.save_for_backward(x, gate_up, down, down_bias, weights, index, z, *routing)
         ctx.gate = gate
@@ -79,13 +80,11 @@ class _Experts(torch.autograd.Function):
     @once_differentiable
     def backward(ctx: Any, dout: Tensor, *_: None) -> Any:
         x, gate_up, down, down_bias, weights, index, z, *tensors = ctx.saved_tensors
+        dout, _ = with_stride(dout)  # three kernels read it: a copy, if it takes one, is made once
         row, offsets, tiles, pos = Routing(*tensors)
         needs_x, needs_gate_up, needs_down, needs_bias, needs_down_bias, needs_weights, *_ = ctx.needs_input_grad
-        needs, topk, transposed = (
-            [needs_x or needs_gate_up or needs_bias, needs_down, needs_weights],
-            pos.shape[1],
-            ctx.gate.transposed,
-        )
+        needs = [needs_x or needs_gate_up or needs_bias, needs_down, needs_weights]
+        topk, transposed = pos.shape[1], ctx.gate.transposed
         dx = dgate_up = ddown = dbias = ddown_bias = dweights = None
         if any(needs):
             dz, wh, dweights = moe_down_bwd(

@@ -45,8 +45,7 @@ def _experts_of(index_ptr, offs, S, E):
 def _count_kernel(index_ptr, counts_ptr, S, E, BLOCK: tl.constexpr, BINS: tl.constexpr):
     """Count the rows that each expert has in a block."""
     pid = tl.program_id(0)
-    offs = pid * BLOCK + tl.arange(0, BLOCK)
-    e = tl.where(offs < S, _experts_of(index_ptr, offs, S, E), -1)
+    e = _experts_of(index_ptr, pid * BLOCK + tl.arange(0, BLOCK), S, E)
     for first in range(0, E + 1, BINS):
         bins = first + tl.arange(0, BINS)
         count = tl.sum((e[:, None] == bins[None, :]).to(tl.int32), 0)

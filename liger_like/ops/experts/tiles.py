@@ -50,20 +50,22 @@ TILES = {
 }
 # rows of one or other number of bytes than 16, which are not loaded asynchronously: a tile takes more registers
 UNALIGNED = Tiles(Tile(128, 32, 32, 8, 2), Tile(128, 64, 32, 8, 2), Tile(128, 64, 32, 8, 2), Tile(128, 64, 32, 8, 2))
-FP32 = Tiles(Tile(64, 32, 32, 4, 2), Tile(64, 64, 32, 4, 2), Tile(64, 64, 32, 4, 2), Tile(64, 64, 32, 4, 2))
+FP32 = Tiles(Tile(64, 32, 32, 4, 2), Tile(64, 64, 32, 4, 2), Tile(64, 64, 32, 8, 2), Tile(64, 64, 32, 4, 2))
 INTERPRETED = Tiles(Tile(16, 16, 16, 4, 1), Tile(16, 32, 16, 4, 1), Tile(16, 16, 16, 4, 1), Tile(16, 32, 16, 4, 1))
 
 
 def tiles_for(x: Tensor, *widths: int) -> Tiles:
-    """Return the tiles for operands like ``x`` with rows of these widths; small ones in the interpreter.
-
-    ``block_m`` depends on the dtype only, so that the widths that an op sees do not change it.
-    """
+    """Return the tiles for operands like ``x`` with rows of these widths; small ones in the interpreter."""
     if INTERPRET:
         return INTERPRETED
     if x.dtype == torch.float32:
         return FP32
     return TILES[gpu_class(x.device)] if all(width % 8 == 0 for width in widths) else UNALIGNED
+
+
+def tile_rows(dtype: torch.dtype) -> int:
+    """Return the rows of a tile. They depend on the dtype only, since all products go through one table of tiles."""
+    return (INTERPRETED if INTERPRET else FP32 if dtype == torch.float32 else UNALIGNED).gate_up.block_m
 
 
 def programs(device: torch.device, tiles: int) -> tuple[int]:
