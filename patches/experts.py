@@ -207,7 +207,8 @@ class Experts(Recogniser):
         parameters, (E, *shape) = tuple(module.parameters()), module.down_proj.shape
         x = random_like(parameters[0], 6, shape[module.is_transposed])
         weights = random_like(parameters[0], 6, min(2, E)).abs()
-        index = (torch.arange(6)[:, None] + torch.arange(min(2, E))).to(x.device) % E
+        token, k = (torch.arange(n, device=x.device) for n in (6, min(2, E)))
+        index = (token[:, None] + k) % E
 
         def original(x: Tensor, weights: Tensor) -> Tensor:
             return eager(module, x, index, weights)  # type: ignore[no-any-return]

@@ -4,13 +4,13 @@
     python -m benchmark coverage --only LlamaForCausalLM --json FILE
 
 Each class is built tiny from its default config, never downloaded, and runs in fp32 on the CPU, unpatched and patched
-with verify="numeric"; there ops are their references, which have tests of their own: this is one of the patching. It
-is given images in the first layout that it takes of ``doctor.images``, and else words alone, or what its forward
-asks for.
+with verify="numeric"; there ops are their references, which have tests of their own, and experts run as before: this is
+a test of the patching. It is given images in the first layout that it takes of ``doctor.images``, and else words alone,
+or what its forward asks for.
 Of each class the row says
 
-* exact: loss, logits and all gradients are equal, and all that the report lists of norms, RoPE, gated MLPs and the head
-  with its loss is patched; attention that was left alone is listed, too, but does not count;
+* exact: loss, logits and all gradients are equal, and all that the report lists of norms, RoPE, gated MLPs, experts and
+  the head with its loss is patched; attention that was left alone is listed, too, but does not count;
 * partly: they are equal, and some of it was left alone, with the reason;
 * wrong: they differ, or the patched model crashes, or something was left alone silently, or unpatching leaves traces;
 * skipped: it could not be built, or does not run unpatched on these inputs.

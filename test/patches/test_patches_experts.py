@@ -186,17 +186,21 @@ def test_a_user_may_choose_another_implementation_and_come_back(device, defined)
     model = model_of("Mixtral", device)
     patch(model, **OTHERS)
     inputs = batch(device)
-    for chosen in ("grouped_mm", "eager"):
+    again = {
+        "eager": lambda: model.set_experts_implementation("liger_like"),
+        "grouped_mm": lambda: patch(model, **OTHERS),
+    }
+    for chosen, ours in again.items():
         defined.clear()
         model.set_experts_implementation(chosen)
         model(**inputs)
         assert not defined
-        patch(model, **OTHERS)
+        ours()
         defined.clear()
         model(**inputs)
         assert len(defined) == 2
     unpatch(model)
-    assert model.config._experts_implementation == "eager"
+    assert model.config._experts_implementation == "grouped_mm"
     model.set_experts_implementation("liger_like")  # the name is known, but no module has a gate
     defined.clear()
     model(**inputs)
@@ -220,6 +224,14 @@ def test_generate(family, device, defined, monkeypatch):
     assert torch.equal(got.sequences, expected.sequences)
     torch.testing.assert_close(got.logits, expected.logits)
     assert patched.config._experts_implementation == "liger_like"
+
+
+def test_few_rows_with_gradients_run_the_op(device, defined):
+    patched, original = pair("Mixtral", device)
+    ids = batch(device, rows=1, length=2)["input_ids"]  # 4 rows, as many as experts
+    defined.clear()
+    assert_exact(patched, original, {"input_ids": ids, "labels": ids})
+    assert len(defined) == 2
 
 
 @pytest.mark.parametrize("reentrant", [True, False])

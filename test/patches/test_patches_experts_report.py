@@ -14,6 +14,7 @@ from liger_like.patching import patch
 
 WRONG = {
     "limit": {"limit": 1.01},
+    "no limit": {"limit": None},  # also where the model's own limit is too high to show it
     "alpha": {"alpha": 1.6},
     "interleaved": {"interleaved": False},
     "down_bias": {"down_bias": None},
@@ -26,7 +27,7 @@ def test_a_wrong_replacement_is_refused(mistake, device, references, monkeypatch
     op, factor = experts.moe_experts, float("nan") if mistake == "NaN" else 1.0
     monkeypatch.setattr(liger_like.patching, "_confirmed", set())
     monkeypatch.setattr(experts, "moe_experts", lambda *args, **options: factor * op(*args, **options | WRONG[mistake]))
-    (row,) = rows(patch(model_of("GptOss", device), **OTHERS | {"norm": True}), "experts")
+    (row,) = rows(patch(model_of("GptOss", device, swiglu_limit=100.0), **OTHERS | {"norm": True}), "experts")
     assert row.status == "skipped"
     assert "differs by" in row.reason
 
