@@ -374,8 +374,9 @@ def test_several_tiles_of_each_expert(widths, options, dtype, poisoned):
 
 @pytest.mark.gpu
 def test_a_graph_takes_another_routing():
-    given, upstream = inputs("cuda", torch.bfloat16, lead=(600,), H=128, I=64, E=8), torch.randn(600, 128, device="cuda")
-    leaves, upstream = [t for t in given.values() if t.requires_grad], upstream.bfloat16()
+    given = inputs("cuda", torch.bfloat16, lead=(600,), H=128, I=64, E=8)
+    leaves = [t for t in given.values() if t.requires_grad]
+    upstream = torch.randn(600, 128, device="cuda", dtype=torch.bfloat16)
 
     def both():
         out = moe_experts(**given)

@@ -357,8 +357,8 @@ ATTENTION = [
     ),
     (
         PARTS,
-        "if SOFTCAP is None and bias is None and not EXACT:",
-        "if SOFTCAP is None and bias is None:",
+        "SOFTCAP is None and bias is None and not EXACT  #",
+        "SOFTCAP is None and bias is None  #",
         "scores in fp32 rounded to lse",
         "test_pairs_of_options and float32 and 192",
     ),
