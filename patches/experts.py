@@ -216,4 +216,5 @@ class Experts(Recogniser):
         def replacement(x: Tensor, weights: Tensor) -> Tensor:
             return compute(module, gate, x, index, weights)
 
-        return Trial(original, replacement, (x, weights), parameters, depth=max(shape))
+        # the gradient of x is that of three products, one after the other
+        return Trial(original, replacement, (x, weights), parameters, depth=3 * max(shape))

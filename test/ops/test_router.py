@@ -86,8 +86,8 @@ def test_routers_of_transformers(name, device, poisoned):
     results = []
     for module, args in ((ours, ()), (theirs, given)):
         leaf = x.clone().requires_grad_()
-        logits, *others = module(leaf, *args)  # their order depends on the version
-        index, weights = sorted(others, key=torch.is_floating_point)
+        outputs = module(leaf, *args)  # in an order that depends on the version
+        index, weights, logits = sorted(outputs, key=lambda t: (t.is_floating_point(), t.shape[-1]))
         chosen = dense(weights, index)
         dx, dw = torch.autograd.grad(chosen, (leaf, module.weight), upstream)
         results.append((logits, chosen, index.sort(-1).values, dx, dw))

@@ -3,7 +3,6 @@
 A module is imported at the first call that it accepts, since a Triton newer than the tested ones may fail to import it.
 """
 
-import functools
 from typing import Any
 
 import torch
@@ -28,7 +27,6 @@ SMALL = 2**34  # FLOPs of two products that take less time on a GPU than the hos
 NO_TMA = "a tensor is empty or expanded, or its rows do not start at multiples of 16 bytes, as TMA wants them to"
 
 
-@functools.cache
 def widths_of(D: int, Dv: int) -> tuple[int, int]:
     """Return the widths of the buffers for heads of D features with values of Dv; zeros if there are none.
 
