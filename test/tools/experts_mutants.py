@@ -52,9 +52,9 @@ EXPERTS = [
     (BACKWARD, "dw += _store_down_bwd", "dw = _store_down_bwd", "dw without the left half of a tile"),
     (
         BACKWARD,
-        "(first + offs < parts) & (place >= 0)",
-        "(first + offs < parts)",
-        "the weight of nobody has a gradient of memory that nothing wrote",
+        "(first + offs < N) & (place >= 0)",
+        "(first + offs < N)",
+        "the weight of nobody has a gradient of the first expert's bias",
     ),
     (BACKWARD, "acc += dout * tl.load(bias_ptr", "acc += 0.0 * tl.load(bias_ptr", "dw without the bias of down"),
     (BACKWARD, "tl.minimum(k + BLOCK_K + offs_k, last)", "tl.minimum(k + offs_k, last)", "dW gathers a block twice"),
