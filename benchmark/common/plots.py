@@ -32,6 +32,7 @@ MARKERS = {
     "torch, flash": "X",
     "torch, cuDNN": "s",
     "torch, loop": "X",
+    "transformers": "h",
     "torch.compile": "D",
     "flex_attention": "D",
     "Liger": "^",

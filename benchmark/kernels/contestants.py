@@ -7,6 +7,7 @@ from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field, replace
 from functools import partial
 from pkgutil import resolve_name
+from types import SimpleNamespace
 from typing import Any
 
 import torch
@@ -118,7 +119,7 @@ def weights_alone(op: testing.OpSpec) -> testing.OpSpec:
 
 
 def torch_experts(x: Tensor, gate_up: Tensor, down: Tensor, index: Tensor, weights: Tensor) -> Tensor:
-    """Sort the rows by expert and multiply them by ``F.grouped_mm``, as transformers does by default."""
+    """Sort the rows by expert and multiply them by ``F.grouped_mm``."""
     (T, K), E = index.shape, len(gate_up)
     experts, order = index.flatten().sort()
     ends = torch.searchsorted(experts, torch.arange(E, device=x.device), right=True, out_int32=True)
@@ -127,6 +128,16 @@ def torch_experts(x: Tensor, gate_up: Tensor, down: Tensor, index: Tensor, weigh
     place = torch.empty_like(order)
     place[order] = torch.arange(T * K, device=x.device)
     return y[place].view(T, K, -1).sum(1).to(x.dtype)
+
+
+def transformers_experts(x: Tensor, gate_up: Tensor, down: Tensor, index: Tensor, weights: Tensor) -> Tensor:
+    """Run the form of experts that transformers takes by default, with all that it does for other experts."""
+    from transformers.integrations.moe import grouped_mm_experts_forward
+
+    others = ("has_bias", "is_transposed", "has_post_expert_norm", "_is_expert_parallel")
+    experts: Any = SimpleNamespace(num_experts=len(gate_up), has_gate=True, **dict.fromkeys(others, False))
+    experts.gate_up_proj, experts.down_proj, experts._apply_gate = gate_up, down, torch_swiglu
+    return grouped_mm_experts_forward(experts, x, index, weights)  # type: ignore[no-any-return]
 
 
 def torch_experts_loop(x: Tensor, gate_up: Tensor, down: Tensor, index: Tensor, weights: Tensor) -> Tensor:
@@ -226,10 +237,11 @@ class Plain:
 
 @dataclass(frozen=True)
 class Experts(Plain):
-    """Experts, with a loop in torch as one more peer: it has sizes that a compiled graph does not know."""
+    """Experts, with two more peers: those of transformers, and a loop, whose sizes a compiled graph does not know."""
 
     def contestants(self) -> dict[str, Build]:
-        return super().contestants() | {"torch, loop": named(torch_experts_loop)}
+        more = {"transformers": transformers_experts, "torch, loop": torch_experts_loop}
+        return super().contestants() | {name: named(function) for name, function in more.items()}
 
 
 def heads_first(fn: Callable[..., Tensor], inputs: Inputs) -> Tensor:
