@@ -10,7 +10,7 @@ from test_attention import DTYPES, EVERYTHING, both_ways, check
 
 from liger_like import ops
 from liger_like.ops import attention
-from liger_like.ops.attention import attention_delta, sums, tiles
+from liger_like.ops.attention import attention_delta, choice, sums, tiles
 from liger_like.ops.attention import backward as attention_backward
 from liger_like.ops.attention import masking as masks
 from liger_like.ops.attention.hopper import buffers, products
@@ -357,3 +357,10 @@ def test_rows_of_the_backward_are_followed_by_a_whole_block():
     for S in (1, 127, 128, 129):
         out, lse = torch.empty(1, S, 1, 16, device="meta"), torch.empty(1, 1, S, device="meta")
         assert attention_delta(out, out, lse, None, None, None)[0].shape[3] >= S - 1 + longest
+
+
+def test_widths_follow_a_change_of_their_table(monkeypatch):
+    """Benchmarks empty the table, so that the portable kernels run."""
+    assert choice.widths_of(64, 64) == (64, 64)
+    monkeypatch.setattr(choice, "WIDTHS", ())
+    assert choice.widths_of(64, 64) == (0, 0)
