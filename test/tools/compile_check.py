@@ -221,7 +221,7 @@ def experts_calls(
     spec = next(spec for spec in testing.SPECS if spec.name == "moe_experts")
     widths, biases = ((2048, 768), (2880, 2880), (100, 75)), ({}, {"bias": True})
     for (H, I), bias, dtype, options in itertools.product(widths, biases, dtypes, spec.options):
-        yield spec, dtype, {"lead": (2,), "H": H, "I": I, "E": 8, "K": 4} | bias, options
+        yield spec, dtype, {"lead": (2,), "H": H, "I": I, "E": 2, "K": 2} | bias, options
 
 
 def attention_calls(
