@@ -5,6 +5,7 @@ Each has the parameter names, shapes and initial values of the Hugging Face or t
 
 import inspect
 from collections.abc import Callable
+from contextlib import nullcontext
 from typing import Any
 
 import torch
@@ -141,8 +142,9 @@ class Router(nn.Module):
     Maps x [..., hidden_size] to the logits [..., num_experts] and the weights and index [..., top_k] of ``moe_route``,
     whose options ``score``, ``normalize``, ``eps``, ``scale`` and ``groups`` are. ``bias=True`` adds a ``bias``
     [num_experts] to the logits. ``correction=True``: a buffer ``e_score_correction_bias`` [num_experts], which starts
-    at 0, is added to the scores for the choice only. The logits have the dtype of the weight, to which x is cast, or
-    with ``fp32=True`` are computed in fp32, as DeepSeek-V3 does.
+    at 0, is added to the scores for the choice only; keep it in fp32, as transformers does, if you cast the module. The
+    logits have the dtype of the weight, to which x is cast, or that of autocast. ``fp32=True`` computes them in fp32,
+    also under autocast, as DeepSeek-V3 does.
     """
 
     e_score_correction_bias: Tensor | None
@@ -179,7 +181,8 @@ class Router(nn.Module):
         """Return logits, weights and index of ``x`` [..., hidden_size], in the order of transformers' routers."""
         dtype = torch.float32 if self.fp32 else self.weight.dtype
         bias = None if self.bias is None else self.bias.to(dtype)
-        logits = nn.functional.linear(x.to(dtype), self.weight.to(dtype), bias)
+        with torch.autocast(x.device.type, enabled=False) if self.fp32 else nullcontext():
+            logits = nn.functional.linear(x.to(dtype), self.weight.to(dtype), bias)
         weights, index = ops.moe_route(logits, self.top_k, bias=self.e_score_correction_bias, **self.options)
         return logits, weights, index
 

@@ -364,7 +364,8 @@ def _examine_interface(recogniser: Recogniser, model: nn.Module, verify: str) ->
         for config, (_, row) in zip(ids, found, strict=True)
     ]
     patched = {module: row.variant for (module, _), row in zip(found, rows, strict=True) if row.status == PATCHED}
-    configs = {config: row.status == PATCHED for config, row in zip(ids, rows, strict=True)}
+    configs = dict.fromkeys(ids, False)
+    configs |= {config: True for config, row in zip(ids, rows, strict=True) if row.status == PATCHED}
     return _Found(_grouped(rows), patched, configs)
 
 

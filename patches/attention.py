@@ -284,7 +284,7 @@ def attend(
         mask = mask._replace(spans=_within_documents(mask.spans, query, key, cu_q, options.get("cu_seq_lens_k", cu_q)))
     if options.get("dropout") or options.get("output_attentions"):
         return _eager(module, query, key, value, mask, options)
-    if dtype := autocast_dtype(query.device):
+    if dtype := autocast_dtype(query):
         query, key, value = (t.to(dtype) for t in (query, key, value))
     q, k, v = (t.transpose(1, 2) for t in (query, key, value))
     scores: dict[str, Any] = {"scale": options.get("scaling"), "softcap": options.get("softcap")}

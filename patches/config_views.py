@@ -64,7 +64,11 @@ def _view(config: Any, named: tuple[str, ...], parts: dict[str, Any]) -> Any:
 
 def _implementation(attribute: str) -> property:
     def implementation(self: Any) -> Any:
-        return NAME if attribute in self._liger_like_named else vars(self)[attribute]
+        if attribute in self._liger_like_named:
+            return NAME
+        if attribute not in vars(self):
+            raise AttributeError(attribute)
+        return vars(self)[attribute]
 
     def choose(self: Any, name: Any) -> None:
         # the user's choice must outlive the view, so it is written to the shared attributes

@@ -111,7 +111,12 @@ def run(module: Any, hidden_states: Tensor, top_k_index: Tensor, top_k_weights: 
     from transformers.integrations.moe import ALL_EXPERTS_FUNCTIONS
 
     gate = getattr(module, "_liger_like_gate", None)
-    if gate is None or not use_kernel(hidden_states) or (gate.act and not runs(gate.kernel, getattr(module, gate.act))):
+    if (
+        gate is None
+        or "_apply_gate" in vars(module)
+        or not use_kernel(hidden_states)
+        or (gate.act and not runs(gate.kernel, getattr(module, gate.act)))
+    ):
         name = getattr(module.config, "_liger_like_original", module.config)._experts_implementation
         name = "grouped_mm" if name == NAME else name
     elif torch.is_grad_enabled() or top_k_index.numel() > module.num_experts:
@@ -167,6 +172,8 @@ class Experts(Recogniser):
             raise UnrecognisedError("it has no transformers config")
         if not module.has_gate:
             raise NothingToDoError("has no gate")
+        if "_apply_gate" in vars(module):
+            raise UnrecognisedError("its gate was replaced on the instance")
         if getattr(module, "has_post_expert_norm", False):  # transformers 5.17 has none
             raise UnrecognisedError("it normalises the outputs of its experts")
         if "float32" in _eager(cls).__code__.co_names and getattr(module.config, self.implementation) == "eager":

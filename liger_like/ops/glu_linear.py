@@ -117,4 +117,4 @@ def _is_plain(linear: Any, x: Tensor) -> bool:
         return False
     weight = linear.weight
     plain = weight.requires_grad and type(weight) in (Tensor, nn.Parameter) and type(x) is Tensor
-    return plain and weight.dtype == x.dtype and not autocast_dtype(x.device)
+    return plain and weight.dtype == x.dtype and not autocast_dtype(x)

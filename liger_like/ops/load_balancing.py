@@ -5,6 +5,7 @@ the mean of their softmax probabilities for e; a mask [...] weights the rows. Th
 The maths are in fp32. The forward reads the logits of each layer once, and keeps dloss/dP [E] up to a constant.
 """
 
+import math
 from collections.abc import Sequence
 from typing import Any
 
@@ -32,6 +33,7 @@ def load_balancing_loss_ref(logits: Tensor | Sequence[Tensor], top_k: int, *, ma
     counts = torch.zeros_like(z).scatter(-1, highest(z, top_k), 1.0)
     weight = z.new_ones(z.shape[1]) if mask is None else mask.reshape(-1).to(z.dtype)
     rows = weight.sum() * len(layers)
+    z = z.where(weight[:, None] != 0, 0)  # padding may hold NaN
     counts, probabilities = ((t * weight[:, None]).sum((0, 1)) for t in (counts, z.softmax(-1)))
     return (counts * probabilities).sum() * z.shape[-1] / rows.square().where(rows != 0, 1)
 
@@ -61,15 +63,15 @@ def _load_balancing_fwd_kernel(
         for _ in range(K):
             _, _, order = take_first(order, BLOCK_N)
         counts += tl.where(order == LEAST, weight, 0.0)  # columns past E, too, which are not stored
-        probabilities += softmax_of_rows(z) * weight
+        probabilities += tl.where(weight != 0.0, softmax_of_rows(z) * weight, 0.0)
     sums_ptr += tl.program_id(0).to(tl.int64) * 2 * E
     accumulate(sums_ptr, offs_n, offs_n < E, layer > 0, tl.sum(counts, axis=0))
     accumulate(sums_ptr + E, offs_n, offs_n < E, layer > 0, tl.sum(probabilities, axis=0))
 
 
-@triton.jit(do_not_specialize=["P"])
+@triton.jit(do_not_specialize=["P", "M", "layers"])
 def _load_balancing_loss_kernel(
-    sums_ptr, loss_ptr, slope_ptr, P, rows,
+    sums_ptr, loss_ptr, slope_ptr, P, M, layers,
     E: tl.constexpr, K: tl.constexpr, MASKED: tl.constexpr, BLOCK_P: tl.constexpr, BLOCK_N: tl.constexpr,
 ):  # fmt: skip
     """Add the programs' sums; store the loss, and its derivative by the sum of the probabilities of each expert.
@@ -83,7 +85,7 @@ def _load_balancing_loss_kernel(
         counts += load_tile(sums_ptr, 2 * E, offs_p, offs_n, P, E)
         probabilities += load_tile(sums_ptr + E, 2 * E, offs_p, offs_n, P, E)
     count = tl.sum(counts, axis=0)
-    rows = tl.cast(rows, tl.float32)  # Inductor passes floats in fp64
+    rows = tl.cast(M, tl.float32) * layers
     if MASKED:
         rows = tl.sum(count, axis=0) / K
         rows = tl.where(rows == 0.0, 1.0, rows)
@@ -102,8 +104,9 @@ def _load_balancing_bwd_kernel(
     offs_n = tl.arange(0, BLOCK_N)
     p = softmax_of_rows(load_logits(logits_ptr, stride_m, offs_m, offs_n[None, :], offs_n < E, M))
     slope = tl.load(slope_ptr + offs_n, mask=offs_n < E, other=0.0)[None, :]
-    weight = _row_weights(mask_ptr, offs_m, M) * tl.load(dloss_ptr)
-    dz = p * (slope - tl.sum(p * slope, axis=1)[:, None]) * weight
+    weight = _row_weights(mask_ptr, offs_m, M)
+    dz = p * (slope - tl.sum(p * slope, axis=1)[:, None]) * weight * tl.load(dloss_ptr)
+    dz = tl.where(weight != 0.0, dz, 0.0)  # padding may hold NaN
     store_tile(dlogits_ptr, E, offs_m, offs_n, M, E, dz)
 
 
@@ -119,7 +122,7 @@ def _fwd_outputs(logits: Tensor, *args: Any) -> tuple[Tensor, Tensor]:
 def _load_balancing_fwd(logits: Tensor, others: list[Tensor], mask: Tensor | None, top_k: int) -> tuple[Tensor, Tensor]:
     """Return the loss over the layers ``logits`` and ``others``, and its derivative as the kernel stores it."""
     loss, slope = _fwd_outputs(logits)
-    M, E = logits.shape[:-1].numel(), int(logits.shape[-1])
+    M, E = math.prod(logits.shape[:-1]), int(logits.shape[-1])
     layers = [with_stride(layer) for layer in (logits, *others)]
 
     def run(tile: Tile) -> None:
@@ -142,8 +145,7 @@ def _load_balancing_fwd(logits: Tensor, others: list[Tensor], mask: Tensor | Non
             _load_balancing_loss_kernel,
             (1,),
             (sums, loss, slope),
-            (programs,),
-            (float(M * len(layers)),),
+            (programs, M, len(layers)),
             E=E,
             K=top_k,
             MASKED=mask is not None,
@@ -165,7 +167,7 @@ def _load_balancing_fwd(logits: Tensor, others: list[Tensor], mask: Tensor | Non
 )
 def _load_balancing_bwd(logits: Tensor, dloss: Tensor, slope: Tensor, mask: Tensor | None) -> Tensor:
     dlogits = torch.empty_like(logits, memory_format=torch.contiguous_format)
-    M, E = logits.shape[:-1].numel(), int(logits.shape[-1])
+    M, E = math.prod(logits.shape[:-1]), int(logits.shape[-1])
     logits, stride_m = with_stride(logits)
 
     def run(tile: Tile) -> None:

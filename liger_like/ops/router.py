@@ -8,6 +8,7 @@ The kernels keep a row in registers and take its maximum K times, of integers in
 the first column is taken. The backward reads logits and index, and computes the scores again.
 """
 
+import math
 from typing import Any, NamedTuple
 
 import torch
@@ -48,8 +49,13 @@ SCHEMA = "int top_k, str score, bool normalize, float eps, float scale, int grou
 
 def highest(x: Tensor, k: int) -> Tensor:
     """Return the indices [..., k] of the highest numbers of ``x`` [..., N] in order; of equal ones the first leads."""
+    return order_of_all(x)[..., :k]
+
+
+def order_of_all(x: Tensor) -> Tensor:
+    """Return the indices of ``x`` [..., N] from its highest number to its lowest."""
     x = x.where(~x.isnan(), torch.nan)  # a GPU sorts NaN by its sign
-    return x.sort(dim=-1, descending=True, stable=True).indices[..., :k]
+    return x.sort(dim=-1, descending=True, stable=True).indices
 
 
 def moe_route_ref(
@@ -74,8 +80,12 @@ def moe_route_ref(
         by_group = choice.unflatten(-1, (n, -1))
         top = by_group.sort(-1, descending=True).values[..., : GROUP_SCORES.index(group_score) + 1]
         others = torch.ones_like(top[..., 0], dtype=torch.bool).scatter(-1, highest(top.sum(-1), chosen), False)
-        choice = by_group.masked_fill(others.unsqueeze(-1), -torch.inf).flatten(-2)
-    index = highest(choice, top_k)
+        excluded = others.unsqueeze(-1).expand_as(by_group).flatten(-2)
+        order = order_of_all(choice)
+        last = excluded.gather(-1, order).sort(dim=-1, stable=True).indices  # those of other groups, whatever their score
+        index = order.gather(-1, last)[..., :top_k]
+    else:
+        index = highest(choice, top_k)
     weights = scores.gather(-1, index)
     if score == "softmax_of_top":
         weights = weights.softmax(-1)
@@ -263,7 +273,7 @@ def _fwd_outputs(logits: Tensor, bias: Tensor | None, top_k: int, *args: Any) ->
 def _moe_route_fwd(logits: Tensor, bias: Tensor | None, *args: Any) -> tuple[Tensor, Tensor]:
     settings = Settings(*args)
     weights, index = _fwd_outputs(logits, bias, settings.top_k)
-    M, E = logits.shape[:-1].numel(), int(logits.shape[-1])
+    M, E = math.prod(logits.shape[:-1]), int(logits.shape[-1])
     logits, stride_m = with_stride(logits)
     block_g, block_s = _blocks(E, settings.groups)
     top2 = settings.groups > 1 and settings.group_score == "top2"
@@ -301,7 +311,7 @@ def _moe_route_fwd(logits: Tensor, bias: Tensor | None, *args: Any) -> tuple[Ten
 def _moe_route_bwd(dweights: Tensor, logits: Tensor, index: Tensor, *args: Any) -> Tensor:
     settings = Settings(*args)
     dlogits = torch.empty_like(logits, memory_format=torch.contiguous_format)
-    M, E = logits.shape[:-1].numel(), int(logits.shape[-1])
+    M, E = math.prod(logits.shape[:-1]), int(logits.shape[-1])
     dweights, stride_dm = with_stride(dweights)
     logits, stride_m = with_stride(logits)
 

@@ -101,11 +101,13 @@ def _inlining(launch: Callable[..., Any], inlined: bool | Callable[..., bool]) -
 
 
 def _heard(args: tuple[Any, ...]) -> bool:
-    """True if the call must go through the dispatcher: an active mode or profiler, a tensor subclass, or a meta first
-    argument.
+    """True if the call must go through the dispatcher: an active mode or profiler, a tensor subclass (also in a list),
+    or a meta first argument.
     """
     listens = torch._C._len_torch_dispatch_stack() or torch._C._autograd._profiler_enabled() or args[0].is_meta
-    return listens or not _PLAIN.issuperset(map(type, args))
+    if listens or not _PLAIN.issuperset(map(type, args)):
+        return True
+    return any(not _PLAIN.issuperset(map(type, arg)) for arg in args if type(arg) is list)
 
 
 def on_shards(rule: Callable[..., Any]) -> Callable[[F], F]:

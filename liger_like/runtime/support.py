@@ -109,7 +109,8 @@ def unhooked(module: torch.nn.Module) -> bool:
     return "forward" not in module.__dict__ and not any(getattr(module, hooks) for hooks in HOOKS)
 
 
-def autocast_dtype(device: torch.device) -> torch.dtype | None:
-    """Return the dtype that autocast casts to on ``device``; None where it is off, as it always is on "meta"."""
-    kind = device.type
-    return torch.get_autocast_dtype(kind) if kind != "meta" and torch.is_autocast_enabled(kind) else None
+def autocast_dtype(x: Tensor) -> torch.dtype | None:
+    """Return the dtype that autocast casts ``x`` to; None where it is off, as always on "meta", and for float64."""
+    kind = x.device.type
+    casts = kind != "meta" and torch.is_autocast_enabled(kind) and x.dtype != torch.float64
+    return torch.get_autocast_dtype(kind) if casts else None

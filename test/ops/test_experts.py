@@ -259,6 +259,13 @@ def test_autocast(device):
     close({n: t.half() for n, t in got.items()}, {n: t.half() for n, t in expected.items()}, rtol=0, atol=0)
 
 
+def test_autocast_leaves_float64(device):
+    given = inputs(device, torch.float64)
+    with torch.autocast(device, dtype=torch.bfloat16):
+        got = moe_experts(**given)
+    close({"out": got}, {"out": moe_experts(**given)}, rtol=0, atol=0)
+
+
 def test_without_kernels(device, references):
     given = inputs("cpu", bias=True)
     assert not use_kernel(given["x"])
@@ -340,6 +347,11 @@ GIVEN = {"x": X, "gate_up": W1, "down": W2, "index": INDEX, "weights": WEIGHTS}
         (TypeError, "down_bias must have the dtype of gate_up", {"down_bias": W2[:, :, 0].double()}),
         (TypeError, "index must be int32 or int64", {"index": WEIGHTS}),
         (TypeError, "index must be a tensor", {"index": [[0, 1]]}),
+        (
+            ValueError,
+            r"index must have less than 2\^31 numbers, got shape \[1, 2147483648\]",
+            {"x": X[:1], "index": INDEX[:1, :1].expand(1, 2**31), "weights": WEIGHTS[:1, :1].expand(1, 2**31)},
+        ),
         (ValueError, r"index must have shape \[3, K\]", {"index": INDEX[:2]}),
         (ValueError, "index must have shape .*K of at least 1", {"index": INDEX[:, :0], "weights": WEIGHTS[:, :0]}),
         (ValueError, "index must be on cpu", {"index": INDEX.to("meta")}),

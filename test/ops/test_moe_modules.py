@@ -100,6 +100,13 @@ def test_dtypes_of_a_router(device):
     assert nn.Router(H, E, K).to(device)(x)[0].dtype == torch.float32
 
 
+def test_a_router_in_fp32_stays_so_under_autocast(device):
+    router, x = nn.Router(32, 8, 2, fp32=True).to(device), torch.randn(20, 32, device=device)
+    with torch.autocast(device, torch.bfloat16):
+        logits, *_ = router(x)
+    assert torch.equal(logits, router(x)[0])
+
+
 def test_loss_of_the_logits_that_hooks_collect(device):
     logits = []
     model = torch.nn.Sequential(mixtral(), mixtral()).to(device)

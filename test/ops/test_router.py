@@ -144,6 +144,29 @@ def test_order_of_equal_scores(dtype, device):
     assert groups.tolist() == [[0, 1, 2]]
 
 
+def test_groups_with_experts_that_are_switched_off(device):
+    """An expert of a chosen group comes before all others, whatever its score."""
+    logits = torch.tensor([[0.0, 0.0, 5.0, -torch.inf]], device=device)
+    for dtype in (torch.float32, torch.float64):  # the kernel, and the reference
+        index = ops.moe_route(logits.to(dtype), 2, groups=(2, 1, "max"), normalize=False)[1]
+        assert index.tolist() == [[2, 3]]
+
+
+@pytest.mark.parametrize("bad", [torch.nan, -torch.inf])
+def test_padding_may_hold_anything(bad, device):
+    logits = torch.randn(40, 6, device=device)
+    logits[3] = bad
+    mask = torch.ones(40, device=device)
+    mask[3] = 0
+    for dtype in (torch.float32, torch.float64):
+        leaf = logits.detach().to(dtype).requires_grad_()
+        loss = ops.load_balancing_loss(leaf, 2, mask=mask)
+        loss.backward()
+        assert loss.isfinite()
+        assert leaf.grad.isfinite().all()
+        assert not leaf.grad[3].any()
+
+
 @pytest.mark.parametrize("bias", [0.0, 100.0])
 def test_logits_of_every_size(bias, device):
     """Neither do saturated scores lose their order, nor do chosen scores that underflow make 0 / 0."""

@@ -88,6 +88,10 @@ REASONS = {
     "hook": (lambda: alone(lambda m: m.act_fn.register_forward_hook(squared)), "its activation has a hook"),
     "activation": (lambda: alone(lambda m: setattr(m, "act_fn", nn.ReLU())), "no kernel for the activation ReLU"),
     "forward": (lambda: alone(lambda m: setattr(m, "forward", squared)), "its forward was replaced by test_patches_ex"),
+    "gate of the instance": (
+        lambda: alone(lambda m: setattr(m, "_apply_gate", squared.__get__(m))),
+        "its gate was replaced on the instance",
+    ),
     "norm": (
         lambda: alone(lambda m: setattr(m, "has_post_expert_norm", True)),
         "it normalises the outputs of its experts",
@@ -120,6 +124,40 @@ def test_experts_of_one_config_are_patched_together_or_not_at_all(device):
     assert first.status == second.status == "skipped"
     assert first.reason == "shares its config with MixtralExperts"
     assert model.config._experts_implementation == "eager"
+
+
+@pytest.mark.parametrize("gateless", [0, 1])
+def test_a_config_is_named_for_those_of_its_experts_that_have_a_gate(gateless, device):
+    model = model_of("Mixtral", device)
+    experts_of(model)[gateless].has_gate = False
+    patch(model)
+    assert {module.config._experts_implementation for module in experts_of(model)} == {"liger_like"}
+
+
+def test_a_gate_that_is_replaced_later_runs(device, references):
+    model, x = alone().to(device), torch.randn(6, 8, device=device)
+    module, index, weights = (
+        model[0],
+        torch.zeros(6, 1, dtype=torch.int64, device=device),
+        torch.ones(6, 1, device=device),
+    )
+    for weight in module.parameters():
+        nn.init.normal_(weight)
+    module._apply_gate = squared.__get__(module)
+    expected = module(x, index, weights)
+    del module._apply_gate
+    patch(model, strict=True)
+    module._apply_gate = squared.__get__(module)
+    torch.testing.assert_close(module(x, index, weights), expected)
+
+
+def test_a_config_without_an_implementation_of_experts(device):
+    model = model_of("Mixtral", device)
+    for module in model.modules():
+        vars(getattr(module, "config", model.config)).pop("_experts_implementation_internal", None)
+    patch(model)
+    view = experts_of(model)[0].config
+    assert not hasattr(view, "_experts_implementation_internal")
 
 
 def test_experts_that_a_family_runs_in_fp32_stay_so(device):

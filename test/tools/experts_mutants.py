@@ -81,6 +81,6 @@ EXPERTS = [
     (BACKWARD, "return out.zero_()", "return out", "dW without a token is memory that nothing wrote"),
     (INIT, "needs_x or needs_gate_up or needs_bias", "needs_x or needs_gate_up", "a bias that trains alone has no dz"),
     (INIT, "torch.is_grad_enabled() and any(", "any(", "z is kept where nothing will read it"),
-    (INIT, "autocast_dtype(x.device) or gate_up.dtype", "gate_up.dtype", "autocast is ignored"),
+    (INIT, "autocast_dtype(gate_up) or gate_up.dtype", "gate_up.dtype", "autocast is ignored"),
     ("ops/experts/checks.py", "or wide % 2 or", "or", "an odd number of rows of gate and up"),
 ]

@@ -3,7 +3,8 @@
     TRITON_INTERPRET=0 python test/tools/inlined_kernels.py
 
 Exit code 1, with a line for each finding: a graph holds a library op, torch takes a tensor that a kernel reads for one
-that it writes (and would copy it), or a kernel calculates in fp64, as which Inductor passes floats.
+that it writes (and would copy it), a kernel calculates in fp64, as which Inductor passes floats, or a graph of a router
+is for one number of tokens.
 """
 
 import itertools
@@ -141,6 +142,11 @@ def main() -> None:
             nodes = graph_nodes(rope_of_some, {"q": q, "angle": torch.randn(6, 8), "kept": kept}, {})
         if not any("liger_like" in str(node.target) for node in nodes):
             wrong.add("rope: a launch with a size that only the GPU knows")
+    for spec in (spec for spec in SPECS if spec.name in ("moe_route", "load_balancing_loss")):
+        with patch.object(sys.modules[getattr(ops, spec.name).__module__], "use_kernel", lambda x: True):
+            inputs = spec.inputs(torch.bfloat16, "cpu", **spec.test_shapes[0])
+            torch._dynamo.mark_dynamic(inputs["logits"], 0)  # raises if the graph is for one number of tokens
+            graph_nodes(spec.fn, inputs, {"top_k": 2})
     print(*sorted(wrong), f"{len(compiled)} variants of kernels compiled", sep="\n")
     sys.exit(bool(wrong))
 

@@ -20,6 +20,7 @@ from pathlib import Path
 from typing import NamedTuple
 
 import torch
+from attention_backward_mutants import ATTENTION_BACKWARD
 from attention_mutants import ATTENTION
 from exact_mutants import EXACT
 from experts_mutants import EXPERTS
@@ -97,7 +98,7 @@ TESTS = {
     "ops/losses/units.py": "test_losses",
     "ops/losses/dw_sum/__init__.py": "test_chunked_loss",
     "ops/losses/dw_sum/portable.py": "test_chunked_loss",
-    **{file: "attention or compiled_graph" for file, *_ in ATTENTION},
+    **{file: "attention or compiled_graph" for file, *_ in (*ATTENTION, *ATTENTION_BACKWARD)},
     **{file: "patches" for file, *_ in PATCHES},
     **{file: "experts and not patches" for file, *_ in EXPERTS},
     "ops/attention/choice.py": "attention",
@@ -107,7 +108,9 @@ TESTS = {
     "ops/attention/hopper/products.py": "parts_in_registers",
 }
 ON_HOPPER = [(file, *bug, HOPPER_TESTS[file]) for file, *bug in HOPPER]
-MUTANTS = [Mutant(*bug) for bug in (*OPS, *ROUTERS, *EXACT, *EXPERTS, *ATTENTION, *PATCHES, *ON_HOPPER)]
+MUTANTS = [
+    Mutant(*bug) for bug in (*OPS, *ROUTERS, *EXACT, *EXPERTS, *ATTENTION, *ATTENTION_BACKWARD, *PATCHES, *ON_HOPPER)
+]
 
 
 def plant(mutant: Mutant | None, folder: Path) -> None:

@@ -59,15 +59,25 @@ _LOSS = [
     ("(count - tl.max(count, axis=0)) / rows", "count / rows", "a common term cancels but for its rounding"),
     ("counts += load_tile(", "counts = load_tile(", "counts of the last programs alone"),
     ("slope - tl.sum(p * slope, axis=1)[:, None]", "slope", "the gradient of the softmax's sum is missing"),
-    ("offs_m, M) * tl.load(dloss_ptr)", "offs_m, M)", "the upstream gradient is ignored"),
-    ("[:, None]) * weight\n    store", "[:, None]) * tl.load(dloss_ptr)\n    store", "padding has a gradient"),
+    ("weight * tl.load(dloss_ptr)", "weight", "the upstream gradient is ignored"),
+    (
+        "* weight * tl.load(dloss_ptr)\n    dz = tl.where(weight != 0.0, dz, 0.0)",
+        "* tl.load(dloss_ptr)",
+        "padding has a gradient",
+    ),
+    ("dz = tl.where(weight != 0.0, dz, 0.0)", "pass", "NaN in padding reaches its gradient"),
+    (
+        "tl.where(weight != 0.0, softmax_of_rows(z) * weight, 0.0)",
+        "softmax_of_rows(z) * weight",
+        "NaN in padding reaches the loss",
+    ),
     (
         "tl.arange(0, BLOCK_M).to(tl.int64)\n        z",
         "tl.arange(0, BLOCK_M)\n        z",
         "int32 offsets of rows",
         "test_loss_of_more_than_2_31_elements",
     ),
-    ("float(M * len(layers))", "float(M)", "the rows of one layer only"),
+    ("(programs, M, len(layers))", "(programs, M, 1)", "the rows of one layer only"),
 ]
 _MODULES = [
     ("bias=self.e_score_correction_bias, **self", "bias=None, **self", "a router ignores its correction"),

@@ -156,7 +156,8 @@ def moe_experts(
     and up on both sides before. With ``alpha`` the unit is (up + 1) * gate * sigmoid(alpha * gate), as in GPT-OSS.
 
     All tensors but index are differentiable. The backward keeps x and z = x W1, and repeats bit for bit; nothing waits
-    for the GPU. x is cast to the dtype of the experts; under autocast all operands are cast. Kernels take bf16, fp16
+    for the GPU. x is cast to the dtype of the experts; under autocast x and
+    the experts are cast. Kernels take bf16, fp16
     and fp32; other dtypes and devices run the plain-torch reference, a loop over the experts.
 
     Raises TypeError if a tensor is not floating point, or index not an integer, or if the experts' dtypes differ,
@@ -165,7 +166,7 @@ def moe_experts(
     gate = checked_gate(act, limit, alpha, transposed, interleaved)
     check_experts(x, gate_up, down, gate_up_bias, down_bias, transposed)
     check_routing(x, index, weights)
-    dtype = autocast_dtype(x.device) or gate_up.dtype
+    dtype = autocast_dtype(gate_up) or gate_up.dtype
     operands = (None if t is None else t.to(dtype) for t in (x, gate_up, down, gate_up_bias, down_bias))
     rows, gate_up, down, gate_up_bias, down_bias = operands
     if not (x.is_meta or use_kernel(rows)):

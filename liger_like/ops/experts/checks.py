@@ -65,4 +65,6 @@ def check_routing(x: Tensor, index: Tensor, weights: Tensor) -> None:
     if index.dim() != x.dim() or index.shape[:-1] != x.shape[:-1] or index.shape[-1] == 0:
         form = ", ".join(map(str, (*x.shape[:-1], "K")))
         raise ValueError(f"index must have shape [{form}], with K of at least 1, got {list(index.shape)}")
+    if index.numel() >= 2**31:  # rows are numbered by int32
+        raise ValueError(f"index must have less than 2^31 numbers, got shape {list(index.shape)}")
     require("weights", weights, like=x, shape=index.shape)

@@ -44,7 +44,7 @@ def _experts_of(index_ptr, offs, S, E):
 @triton.jit(do_not_specialize=["S"])
 def _count_kernel(index_ptr, counts_ptr, S, E, BLOCK: tl.constexpr, BINS: tl.constexpr):
     """Count the rows that each expert has in a block."""
-    pid = tl.program_id(0)
+    pid = tl.program_id(0).to(tl.int64)
     e = _experts_of(index_ptr, pid * BLOCK + tl.arange(0, BLOCK), S, E)
     for first in range(0, E + 1, BINS):
         bins = first + tl.arange(0, BINS)
@@ -58,7 +58,7 @@ def _scan_kernel(counts_ptr, totals_ptr, blocks, E, BLOCK: tl.constexpr):
     e = tl.program_id(0)
     total = 0
     for first in range(0, blocks, BLOCK):
-        offs = first + tl.arange(0, BLOCK)
+        offs = first + tl.arange(0, BLOCK).to(tl.int64)
         ptrs, mask = counts_ptr + offs * (E + 1) + e, offs < blocks
         count = tl.load(ptrs, mask=mask, other=0)
         tl.store(ptrs, total + tl.cumsum(count, 0) - count, mask=mask)
@@ -91,7 +91,7 @@ def _tiles_kernel(
 @triton.jit(do_not_specialize=["S"])
 def _place_kernel(index_ptr, counts_ptr, offsets_ptr, row_ptr, pos_ptr, S, E, BLOCK: tl.constexpr):
     """Store the place of each row, behind the rows of its expert in earlier blocks and earlier in this block."""
-    pid = tl.program_id(0)
+    pid = tl.program_id(0).to(tl.int64)
     i = tl.arange(0, BLOCK)
     offs = pid * BLOCK + i
     e = _experts_of(index_ptr, offs, S, E)

@@ -396,7 +396,7 @@ def fused_linear_cross_entropy(
     lora, outputs = _checked_lora(lora), _checked_outputs(outputs)
     chunk_rows = None if chunk_rows is None else require_integer("chunk_rows", chunk_rows, 1)
     weight_dtype = x.dtype
-    if dtype := autocast_dtype(x.device):  # the kernel path casts the weight itself: its gradient needs no cast
+    if dtype := autocast_dtype(x):  # the kernel path casts the weight itself: its gradient needs no cast
         weight_dtype = weight.dtype
         x, bias = x.to(dtype), None if bias is None else bias.to(dtype)
         lora = None if lora is None else (lora[0].to(dtype), lora[1].to(dtype), *lora[2:])
