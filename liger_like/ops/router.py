@@ -82,7 +82,9 @@ def moe_route_ref(
         others = torch.ones_like(top[..., 0], dtype=torch.bool).scatter(-1, highest(top.sum(-1), chosen), False)
         excluded = others.unsqueeze(-1).expand_as(by_group).flatten(-2)
         order = order_of_all(choice)
-        last = excluded.gather(-1, order).sort(dim=-1, stable=True).indices  # those of other groups, whatever their score
+        last = (
+            excluded.gather(-1, order).sort(dim=-1, stable=True).indices
+        )  # those of other groups, whatever their score
         index = order.gather(-1, last)[..., :top_k]
     else:
         index = highest(choice, top_k)

@@ -134,7 +134,7 @@ def test_a_config_is_named_for_those_of_its_experts_that_have_a_gate(gateless, d
     assert {module.config._experts_implementation for module in experts_of(model)} == {"liger_like"}
 
 
-def test_a_gate_that_is_replaced_later_runs(device, references):
+def test_a_gate_that_is_replaced_later_runs(device):
     model, x = alone().to(device), torch.randn(6, 8, device=device)
     module, index, weights = (
         model[0],
