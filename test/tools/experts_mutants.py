@@ -37,7 +37,7 @@ EXPERTS = [
     (FORWARD, "first += BLOCK_N // 2", "first += BLOCK_N", "the right half is stored a tile further"),
     (FORWARD, "j // 8 % 2 * I", "j % 2 * I", "gate and up are taken for one another"),
     (FORWARD, "bias_ptr + expert * 2 * I +", "bias_ptr +", "the bias of the first expert for all"),
-    (FORWARD, "(offs_n < N) & (place >= 0)", "(offs_n < N)", "a row of nobody adds memory that nothing wrote"),
+    (FORWARD, "end = tl.where(place >= 0, N, 0)", "end = N", "a row of nobody adds memory that nothing wrote"),
     (
         FORWARD,
         "y = tl.where(place >= 0, y * tl.load(weights_ptr + t * TOPK + k).to(tl.float32), 0.0)",
@@ -52,8 +52,8 @@ EXPERTS = [
     (BACKWARD, "dw += _store_down_bwd", "dw = _store_down_bwd", "dw without the left half of a tile"),
     (
         BACKWARD,
-        "(first + offs < N) & (place >= 0)",
-        "(first + offs < N)",
+        "offs < tl.where(place >= 0, N, 0)",
+        "offs < N",
         "the weight of nobody has a gradient of the first expert's bias",
     ),
     (BACKWARD, "acc += dout * tl.load(bias_ptr", "acc += 0.0 * tl.load(bias_ptr", "dw without the bias of down"),

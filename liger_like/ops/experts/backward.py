@@ -100,12 +100,12 @@ def _dweights_kernel(
         place = tl.load(pos_ptr + t * TOPK + k).to(tl.int64)
         acc = tl.zeros((BLOCK,), tl.float32)
         for first in range(0, parts, BLOCK):
-            mask = (first + offs < parts) & (place >= 0)
+            mask = first + offs < tl.where(place >= 0, parts, 0)
             acc += tl.load(part_ptr + place * parts + first + offs, mask=mask, other=0.0)
         if bias_ptr is not None:
             expert = tl.where(place >= 0, tl.load(index_ptr + t * TOPK + k), 0).to(tl.int64)
             for first in range(0, N, BLOCK):
-                mask = (first + offs < N) & (place >= 0)
+                mask = first + offs < tl.where(place >= 0, N, 0)
                 dout = tl.load(dout_ptr + t * stride_dm + first + offs, mask=mask, other=0.0).to(tl.float32)
                 acc += dout * tl.load(bias_ptr + expert * N + first + offs, mask=mask, other=0.0).to(tl.float32)
         tl.store(dweights_ptr + t * TOPK + k, tl.sum(acc, 0))

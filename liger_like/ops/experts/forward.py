@@ -111,7 +111,8 @@ def _combine_kernel(y_ptr, weights_ptr, pos_ptr, out_ptr, N, TOPK: tl.constexpr,
     acc = tl.zeros((BLOCK_N,), tl.float32)
     for k in tl.static_range(TOPK):
         place = tl.load(pos_ptr + t * TOPK + k).to(tl.int64)
-        y = tl.load(y_ptr + place * N + offs_n, mask=(offs_n < N) & (place >= 0), other=0.0).to(tl.float32)
+        end = tl.where(place >= 0, N, 0)
+        y = tl.load(y_ptr + place * N + offs_n, mask=offs_n < end, other=0.0).to(tl.float32)
         if weights_ptr is not None:
             y = tl.where(place >= 0, y * tl.load(weights_ptr + t * TOPK + k).to(tl.float32), 0.0)
         acc += y
