@@ -139,12 +139,12 @@ class GeGLUMLP(SwiGLUMLP):
 class Router(nn.Module):
     """Router over ``liger_like.moe_route`` with a ``weight`` [num_experts, hidden_size].
 
-    Maps x [..., hidden_size] to the logits [..., num_experts] and the weights and index [..., top_k] of ``moe_route``,
-    whose options ``score``, ``normalize``, ``eps``, ``scale`` and ``groups`` are. ``bias=True`` adds a ``bias``
-    [num_experts] to the logits. ``correction=True``: a buffer ``e_score_correction_bias`` [num_experts], which starts
-    at 0, is added to the scores for the choice only; keep it in fp32, as transformers does, if you cast the module. The
-    logits have the dtype of the weight, to which x is cast, or that of autocast. ``fp32=True`` computes them in fp32,
-    also under autocast, as DeepSeek-V3 does.
+    Maps x [..., hidden_size] to the logits [..., num_experts], and to the weights and index [..., top_k] of
+    ``moe_route``. ``score``, ``normalize``, ``eps``, ``scale`` and ``groups`` are the options of that op. ``bias=True``
+    adds a ``bias`` [num_experts] to the logits. ``correction=True`` adds the buffer ``e_score_correction_bias``
+    [num_experts] to the scores, for the choice only. The buffer starts at 0; keep it in fp32 if you cast the module.
+    x is cast to the dtype of the weight, which is that of the logits unless autocast is on. ``fp32=True`` computes the
+    logits in fp32, also under autocast, as DeepSeek-V3 does.
     """
 
     e_score_correction_bias: Tensor | None

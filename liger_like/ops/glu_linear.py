@@ -47,10 +47,10 @@ def _glu_linear_fwd(gate: Tensor, up: Tensor | None, weight: Tensor, bias: Tenso
 
 
 class _GLULinear(torch.autograd.Function):
-    """Autograd node that saves the operands of linear(act(gate) * up) and returns it, or an empty tensor of its shape.
+    """Autograd node that saves the operands of linear(act(gate) * up), and returns the result if ``values``.
 
-    The latter is for a checkpoint: ``_GLULinearValues`` runs afterwards and computes the values. A recomputation stops
-    once all saved tensors are restored, so it skips the product and act(gate) * up.
+    In a checkpoint it returns an empty tensor of that shape, and ``_GLULinearValues`` computes the values afterwards. A
+    recomputation stops once all saved tensors are restored, so it skips the product and act(gate) * up.
     """
 
     @staticmethod

@@ -14,7 +14,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from liger_like.ops.router import LEAST, MAX_EXPERTS, highest, load_logits, order_of, softmax_of_rows, take_first
+from liger_like.ops.router import LEAST, MAX_EXPERTS, highest_first, load_logits, order_of, softmax_of_rows, take_first
 from liger_like.runtime.autograd import apply, once_differentiable
 from liger_like.runtime.blocks import accumulate, load_tile, store_tile
 from liger_like.runtime.checks import require, require_integer
@@ -30,7 +30,7 @@ def load_balancing_loss_ref(logits: Tensor | Sequence[Tensor], top_k: int, *, ma
     layers = [logits] if isinstance(logits, Tensor) else logits
     z = torch.stack([layer.reshape(-1, layer.shape[-1]) for layer in layers])
     z = z.to(torch.promote_types(z.dtype, torch.float32))
-    counts = torch.zeros_like(z).scatter(-1, highest(z, top_k), 1.0)
+    counts = torch.zeros_like(z).scatter(-1, highest_first(z)[..., :top_k], 1.0)
     weight = z.new_ones(z.shape[1]) if mask is None else mask.reshape(-1).to(z.dtype)
     rows = weight.sum() * len(layers)
     z = z.where(weight[:, None] != 0, 0)  # padding may hold NaN

@@ -47,13 +47,8 @@ class Settings(NamedTuple):
 SCHEMA = "int top_k, str score, bool normalize, float eps, float scale, int groups, int chosen, str group_score"
 
 
-def highest(x: Tensor, k: int) -> Tensor:
-    """Return the indices [..., k] of the highest numbers of ``x`` [..., N] in order; of equal ones the first leads."""
-    return order_of_all(x)[..., :k]
-
-
-def order_of_all(x: Tensor) -> Tensor:
-    """Return the indices of ``x`` [..., N] from its highest number to its lowest."""
+def highest_first(x: Tensor) -> Tensor:
+    """Return the indices [..., N] of ``x`` from its highest number to its lowest; of equal ones the first leads."""
     x = x.where(~x.isnan(), torch.nan)  # a GPU sorts NaN by its sign
     return x.sort(dim=-1, descending=True, stable=True).indices
 
@@ -75,19 +70,17 @@ def moe_route_ref(
     # without a bias and sums the logits have the order of the scores, and fewer of them are equal
     choice = scores if bias is not None or (groups and groups[2] == "top2") else z
     choice = choice.detach() if bias is None else choice.detach() + bias.detach().to(z.dtype)
+    order = highest_first(choice)
     if groups is not None:
         n, chosen, group_score = groups
         by_group = choice.unflatten(-1, (n, -1))
         top = by_group.sort(-1, descending=True).values[..., : GROUP_SCORES.index(group_score) + 1]
-        others = torch.ones_like(top[..., 0], dtype=torch.bool).scatter(-1, highest(top.sum(-1), chosen), False)
-        excluded = others.unsqueeze(-1).expand_as(by_group).flatten(-2)
-        order = order_of_all(choice)
-        last = (
-            excluded.gather(-1, order).sort(dim=-1, stable=True).indices
-        )  # those of other groups, whatever their score
-        index = order.gather(-1, last)[..., :top_k]
-    else:
-        index = highest(choice, top_k)
+        best = highest_first(top.sum(-1))[..., :chosen]
+        others = torch.ones_like(top[..., 0], dtype=torch.bool).scatter(-1, best, False)
+        others = others.unsqueeze(-1).expand_as(by_group).flatten(-2)
+        # experts of other groups come last, whatever their score
+        order = order.gather(-1, others.gather(-1, order).sort(dim=-1, stable=True).indices)
+    index = order[..., :top_k]
     weights = scores.gather(-1, index)
     if score == "softmax_of_top":
         weights = weights.softmax(-1)

@@ -100,14 +100,20 @@ def _inlining(launch: Callable[..., Any], inlined: bool | Callable[..., bool]) -
     return rule
 
 
+def _kinds(values: tuple[Any, ...]) -> set[type]:
+    """Return the types of ``values`` and of the items of their lists and tuples, such as the logits of layers."""
+    kinds = {*map(type, values)}
+    if tuple in kinds or list in kinds:
+        kinds |= {type(item) for value in values if isinstance(value, tuple | list) for item in value}
+    return kinds
+
+
 def _heard(args: tuple[Any, ...]) -> bool:
-    """True if the call must go through the dispatcher: an active mode or profiler, a tensor subclass (also in a list),
-    or a meta first argument.
+    """True if the call must go through the dispatcher: an active mode or profiler, a tensor subclass, or a meta first
+    argument.
     """
     listens = torch._C._len_torch_dispatch_stack() or torch._C._autograd._profiler_enabled() or args[0].is_meta
-    if listens or not _PLAIN.issuperset(map(type, args)):
-        return True
-    return any(not _PLAIN.issuperset(map(type, arg)) for arg in args if type(arg) is list)
+    return listens or not _kinds(args) <= _PLAIN
 
 
 def on_shards(rule: Callable[..., Any]) -> Callable[[F], F]:
@@ -136,11 +142,8 @@ def _for_dtensors(handle: Callable[..., Any]) -> Callable[[F], F]:
     def decorate(function: F) -> F:
         @functools.wraps(function)
         def run(*args: Any, **kwargs: Any) -> Any:
-            values = *args, *kwargs.values()
-            kinds = {*map(type, values)}
-            if tuple in kinds or list in kinds:  # of tensors, such as the logits of layers
-                kinds |= {type(item) for value in values if isinstance(value, tuple | list) for item in value}
-            if any(kind.__name__ == "DTensor" for kind in kinds - _PLAIN):  # by name: torch 2.11 can compile that
+            kinds = _kinds((*args, *kwargs.values())) - _PLAIN
+            if any(kind.__name__ == "DTensor" for kind in kinds):  # by name: torch 2.11 can compile that
                 return handle(function, args, kwargs)
             return function(*args, **kwargs)
 

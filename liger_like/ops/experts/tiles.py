@@ -37,18 +37,15 @@ class Tiles(NamedTuple):
     depth: Tile
 
 
+LARGE = Tiles(Tile(128, 128, 64, 8, 3), Tile(128, 256, 64, 8, 3), Tile(128, 128, 64, 8, 3), Tile(128, 256, 64, 8, 3))
 TILES = {
-    "hopper": Tiles(
-        Tile(128, 128, 64, 8, 3), Tile(128, 256, 64, 8, 3), Tile(128, 128, 64, 8, 3), Tile(128, 256, 64, 8, 3)
-    ),
-    "large": Tiles(
-        Tile(128, 128, 64, 8, 3), Tile(128, 256, 64, 8, 3), Tile(128, 128, 64, 8, 3), Tile(128, 256, 64, 8, 3)
-    ),
+    "hopper": LARGE,
+    "large": LARGE,
     "small": Tiles(
         Tile(128, 64, 32, 8, 3), Tile(128, 128, 32, 8, 3), Tile(128, 64, 32, 8, 3), Tile(128, 128, 32, 8, 3)
     ),
 }
-# rows of one or other number of bytes than 16, which are not loaded asynchronously: a tile takes more registers
+# no asynchronous load moves rows whose bytes are no multiple of 16: a tile takes more registers
 UNALIGNED = Tiles(Tile(128, 32, 32, 8, 2), Tile(128, 64, 32, 8, 2), Tile(128, 64, 32, 8, 2), Tile(128, 64, 32, 8, 2))
 FP32 = Tiles(Tile(64, 32, 32, 4, 2), Tile(64, 64, 32, 4, 2), Tile(64, 64, 32, 8, 2), Tile(64, 64, 32, 4, 2))
 INTERPRETED = Tiles(Tile(16, 16, 16, 4, 1), Tile(16, 32, 16, 4, 1), Tile(16, 16, 16, 4, 1), Tile(16, 32, 16, 4, 1))
