@@ -15,7 +15,7 @@ import triton.language as tl
 from torch import Tensor
 
 from liger_like.runtime.autograd import apply, once_differentiable
-from liger_like.runtime.blocks import load_tile, store_tile
+from liger_like.runtime.blocks import load_tile, sigmoid, store_tile
 from liger_like.runtime.checks import require, require_choice
 from liger_like.runtime.launcher import launch
 from liger_like.runtime.layout import with_stride
@@ -45,8 +45,9 @@ def geglu_ref(gate: Tensor, up: Tensor | None = None, *, approximate: str = "tan
 def act_and_slope(x, ACT: tl.constexpr):
     """Return act(x) and its derivative in fp32, for a key ``ACT`` of GLUS."""
     if ACT == "silu":
-        sigmoid = tl.sigmoid(x)
-        return x * sigmoid, sigmoid * (1.0 + x * (1.0 - sigmoid))
+        s = sigmoid(x)
+        act = x * s
+        return act, s + act * (1.0 - s)
     elif ACT == "gelu":
         # erf by Abramowitz & Stegun 7.1.26 (error 1.5e-7): reuses the slope's exponential, no cancellation in the tail
         density = tl.exp(-0.5 * x * x)
@@ -56,9 +57,9 @@ def act_and_slope(x, ACT: tl.constexpr):
         return x * cdf, cdf + x * density * 0.3989422804014327
     else:  # 0.5 (1 + tanh(u)) = sigmoid(2u), and the sigmoid has no cancellation
         tl.static_assert(ACT == "gelu_tanh")
-        sigmoid = tl.sigmoid(1.5957691216057308 * (x + 0.044715 * x * x * x))
+        s = sigmoid(1.5957691216057308 * (x + 0.044715 * x * x * x))
         slope = 1.5957691216057308 * (1.0 + 0.134145 * x * x)
-        return x * sigmoid, sigmoid * (1.0 + x * (1.0 - sigmoid) * slope)
+        return x * s, s + x * s * (1.0 - s) * slope
 
 
 @triton.jit

@@ -41,6 +41,13 @@ def load_vector(ptr, offs_n, N):
     return load_weight(ptr, offs_n, N).to(tl.float32)
 
 
+@triton.jit
+def sigmoid(x):
+    """Return 1 / (1 + exp(-x)) in fp32 by 5 instructions; those of ``tl.sigmoid`` are 11, to divide by huge numbers."""
+    root = tl.rsqrt(1.0 + tl.exp2(x * -1.4426950408889634))
+    return root * root
+
+
 @triton.jit(do_not_specialize=["P"])
 def sum_rows_kernel(x_ptr, out_ptr, P, N, BLOCK_P: tl.constexpr, BLOCK_N: tl.constexpr):
     """Sum P rows of N fp32 numbers, always in the same order."""

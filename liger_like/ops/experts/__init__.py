@@ -12,7 +12,8 @@ from torch import Tensor, nn
 
 from liger_like.ops.experts.backward import moe_depth_product, moe_down_bwd, moe_sum_rows
 from liger_like.ops.experts.checks import Gate, check_experts, check_routing, checked_gate
-from liger_like.ops.experts.forward import moe_combine, moe_gate_up, moe_rows_times
+from liger_like.ops.experts.choice import sorts_rows
+from liger_like.ops.experts.forward import moe_combine, moe_gate_up, moe_rows_times, moe_spread
 from liger_like.ops.experts.routing import Routing, moe_rows
 from liger_like.ops.experts.tiles import tile_rows
 from liger_like.runtime.autograd import apply, once_differentiable
@@ -56,6 +57,11 @@ def moe_experts_ref(
     return out.to(x.dtype).view(x.shape)
 
 
+def _in_order(x: Tensor, routing: Routing, weights: Tensor) -> tuple[Tensor, Tensor | None]:
+    """Return x [T, H] and the rows to gather, or the rows themselves [S, H] and None where products want them so."""
+    return (moe_spread(x, routing.pos), None) if sorts_rows(x, weights) else (x, routing.row)
+
+
 class _Experts(torch.autograd.Function):
     """Autograd node that computes z and h, saves the operands, and returns an empty tensor of the output's shape.
 
@@ -69,7 +75,8 @@ class _Experts(torch.autograd.Function):
         weights: Tensor, index: Tensor, gate: Gate, keep_z: bool,
     ) -> tuple[Tensor, ...]:  # fmt: skip
         routing = Routing(*moe_rows(index, len(gate_up), tile_rows(x.dtype)))
-        z, h = moe_gate_up(x, gate_up, gate_up_bias, *routing[:3], index.shape[1], *gate, keep_z)
+        rows, order = _in_order(x, routing, gate_up)
+        z, h = moe_gate_up(rows, gate_up, gate_up_bias, order, *routing[1:3], index.shape[1], *gate, keep_z)
         ctx.save_for_backward(x, gate_up, down, down_bias, weights, index, z, *routing)
         ctx.gate = gate
         ctx.mark_non_differentiable(h, *routing)
@@ -81,20 +88,23 @@ class _Experts(torch.autograd.Function):
     def backward(ctx: Any, dout: Tensor, *_: None) -> Any:
         x, gate_up, down, down_bias, weights, index, z, *tensors = ctx.saved_tensors
         dout, _ = with_stride(dout)  # three kernels read it: a copy, if it takes one, is made once
-        row, offsets, tiles, pos = Routing(*tensors)
+        row, offsets, tiles, pos = routing = Routing(*tensors)
         needs_x, needs_gate_up, needs_down, needs_bias, needs_down_bias, needs_weights, *_ = ctx.needs_input_grad
         needs = [needs_x or needs_gate_up or needs_bias, needs_down, needs_weights]
         topk, transposed = pos.shape[1], ctx.gate.transposed
         dx = dgate_up = ddown = dbias = ddown_bias = dweights = None
         if any(needs):
+            rows, order = _in_order(dout, routing, down)
             dz, wh, dweights = moe_down_bwd(
-                dout, down, down_bias, index, weights, z, row, offsets, tiles, pos, *ctx.gate, needs
+                dout, rows if order is None else None, down, down_bias, index, weights, z, *routing, *ctx.gate, needs
             )
             if needs_down:
-                ddown = moe_depth_product(wh, dout, row, offsets, topk, not transposed)
-            del wh
+                ddown = moe_depth_product(wh, rows, order, offsets, topk, not transposed)
+            del wh, rows
             if needs_gate_up:
-                dgate_up = moe_depth_product(dz, x, row, offsets, topk, transposed)
+                rows, order = _in_order(x, routing, gate_up)
+                dgate_up = moe_depth_product(dz, rows, order, offsets, topk, transposed)
+                del rows
             if needs_bias:
                 dbias = moe_sum_rows(dz, None, row, offsets, topk)
             if needs_x:

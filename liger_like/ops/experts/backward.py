@@ -13,6 +13,7 @@ from torch import Tensor
 
 from liger_like.ops.experts.blocks import columns, gated_and_grads, grouped, halves, product, rows_of
 from liger_like.ops.experts.checks import Gate
+from liger_like.ops.experts.choice import DEPTH, DOWN_BWD, hopper_kernels
 from liger_like.ops.experts.forward import GATE_SCHEMA, gate_arguments, matrix_strides
 from liger_like.ops.experts.tiles import programs, tiles_for
 from liger_like.runtime.launcher import launch
@@ -56,7 +57,7 @@ def _store_down_bwd(
 @triton.jit
 def _down_bwd_kernel(
     dout_ptr, w_ptr, weights_ptr, z_ptr, row_ptr, offsets_ptr, tiles_ptr, dz_ptr, wh_ptr, part_ptr,
-    stride_dm, stride_we, stride_wn, stride_wk, E, H, I, limit, alpha, TOPK: tl.constexpr,
+    stride_dm, stride_we, stride_wn, stride_wk, E, H, I, limit, alpha, TOPK: tl.constexpr, SORTED: tl.constexpr,
     ACT: tl.constexpr, LIMITED: tl.constexpr, INTERLEAVED: tl.constexpr, EVEN_N: tl.constexpr, EVEN_K: tl.constexpr,
     BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr, GROUP: tl.constexpr,
 ):  # fmt: skip
@@ -69,7 +70,8 @@ def _down_bwd_kernel(
         row = tl.load(row_ptr + within)
         offs_n = n * BLOCK_N + tl.arange(0, BLOCK_N)
         offs_k = tl.arange(0, BLOCK_K)
-        a_ptrs = dout_ptr + (row // TOPK).to(tl.int64)[:, None] * stride_dm + offs_k[None, :]
+        source = within if SORTED else (row // TOPK).to(tl.int64)
+        a_ptrs = dout_ptr + source[:, None] * stride_dm + offs_k[None, :]
         b_ptrs = w_ptr + expert * stride_we + offs_n.to(tl.int64)[None, :] * stride_wn + offs_k[:, None] * stride_wk
         acc = product(a_ptrs, b_ptrs, offs_n < I, stride_wk, H, EVEN_N, EVEN_K, BLOCK_M, BLOCK_N, BLOCK_K)
         weight = tl.load(weights_ptr + row).to(tl.float32)
@@ -112,9 +114,9 @@ def _dweights_kernel(
 
 
 def _down_bwd_outputs(
-    dout: Tensor, down: Tensor, bias: Tensor | None, index: Tensor, weights: Tensor, z: Tensor, row: Tensor,
-    offsets: Tensor, tiles: Tensor, pos: Tensor, act: str, limit: float | None, alpha: float | None, transposed: bool,
-    interleaved: bool, needs: list[bool],
+    dout: Tensor, rows: Tensor | None, down: Tensor, bias: Tensor | None, index: Tensor, weights: Tensor, z: Tensor,
+    row: Tensor, offsets: Tensor, tiles: Tensor, pos: Tensor, act: str, limit: float | None, alpha: float | None,
+    transposed: bool, interleaved: bool, needs: list[bool],
 ) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
     shapes = z.shape, (z.shape[0], z.shape[1] // 2), pos.shape
     dz, wh, dweights = (
@@ -124,37 +126,45 @@ def _down_bwd_outputs(
 
 
 @op(
-    "moe_down_bwd(Tensor dout, Tensor down, Tensor? bias, Tensor index, Tensor weights, Tensor z, Tensor row,"
-    f" Tensor offsets, Tensor tiles, Tensor pos, {GATE_SCHEMA}, bool[3] needs)"
+    "moe_down_bwd(Tensor dout, Tensor? rows, Tensor down, Tensor? bias, Tensor index, Tensor weights, Tensor z,"
+    f" Tensor row, Tensor offsets, Tensor tiles, Tensor pos, {GATE_SCHEMA}, bool[3] needs)"
     " -> (Tensor dz, Tensor wh, Tensor dweights)",
     _down_bwd_outputs,
-    flops=lambda dout, down, bias, index, weights, z, *_: 2 * z.shape[0] * down.shape[1:].numel(),
+    flops=lambda dout, rows, down, bias, index, weights, z, *_: 2 * z.shape[0] * down.shape[1:].numel(),
 )
 def moe_down_bwd(
-    dout: Tensor, down: Tensor, bias: Tensor | None, index: Tensor, weights: Tensor, z: Tensor, row: Tensor,
-    offsets: Tensor, tiles: Tensor, pos: Tensor, *options: Any,
+    dout: Tensor, rows: Tensor | None, down: Tensor, bias: Tensor | None, index: Tensor, weights: Tensor, z: Tensor,
+    row: Tensor, offsets: Tensor, tiles: Tensor, pos: Tensor, *options: Any,
 ) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
-    """Return dz [S, 2I], h times its weight [S, I] and dweights [T, K]; empty where the last option says so."""
-    outputs = _down_bwd_outputs(dout, down, bias, index, weights, z, row, offsets, tiles, pos, *options)
+    """Return dz [S, 2I], h times its weight [S, I] and dweights [T, K]; empty where the last option says so.
+
+    ``rows`` [S, H]: dout [T, H] in the order of the rows, or None if the product is to gather them.
+    """
+    outputs = _down_bwd_outputs(dout, rows, down, bias, index, weights, z, row, offsets, tiles, pos, *options)
     needs, gate, tile = options[-1], Gate(*options[:-1]), tiles_for(z, *down.shape[1:]).down_bwd
     dout, stride_dm = with_stride(dout)
     (T, topk), H, I, E = pos.shape, dout.shape[1], z.shape[1] // 2, len(down)
-    columns = -(-I // tile.block_n)
-    part = torch.empty(len(z), columns, dtype=torch.float32, device=z.device) if needs[2] else None
     dz, wh = (t if need else None for t, need in zip(outputs[:2], needs[:2], strict=True))
-    floats, constants = gate_arguments(gate)
-    launch(
-        _down_bwd_kernel,
-        programs(z.device, len(tiles) * columns),
-        (dout, down, weights.contiguous(), z, row, offsets, tiles, dz, wh, part),
-        (stride_dm, *matrix_strides(down, not gate.transposed), E, H, I),
-        floats,
-        TOPK=topk,
-        EVEN_N=I % tile.block_n == 0,
-        EVEN_K=H % tile.block_k == 0,
-        **constants,
-        **tile.constants(),
-    )
+    hopper, weights = hopper_kernels(DOWN_BWD, rows, down), weights.contiguous()
+    columns = -(-I // (hopper.COLUMNS if hopper else tile.block_n))
+    part = torch.empty(len(z), columns, dtype=torch.float32, device=z.device) if needs[2] else None
+    if hopper:
+        hopper.down_bwd(rows, down, weights, z, row, offsets, tiles, gate, dz, wh, part)
+    else:
+        floats, constants = gate_arguments(gate)
+        launch(
+            _down_bwd_kernel,
+            programs(z.device, len(tiles) * columns),
+            (dout if rows is None else rows, down, weights, z, row, offsets, tiles, dz, wh, part),
+            (stride_dm if rows is None else H, *matrix_strides(down, not gate.transposed), E, H, I),
+            floats,
+            TOPK=topk,
+            SORTED=rows is not None,
+            EVEN_N=I % tile.block_n == 0,
+            EVEN_K=H % tile.block_k == 0,
+            **constants,
+            **tile.constants(),
+        )
     if needs[2] and T:
         launch(
             _dweights_kernel,
@@ -166,6 +176,15 @@ def moe_down_bwd(
             num_warps=1 if bias is None else 4,
         )
     return outputs
+
+
+@triton.jit
+def _source(row_ptr, places, TOPK: tl.constexpr):
+    """Return the tokens of rows, or their places if they are sorted."""
+    if row_ptr is None:
+        return places.to(tl.int64)
+    else:  # Triton would also compile code after the return
+        return (tl.load(row_ptr + places) // TOPK).to(tl.int64)
 
 
 @triton.jit
@@ -198,17 +217,17 @@ def _depth_product_kernel(
             cols, inside = offs_n, offs_n < N
         own_ptrs = own_ptr + (start + offs_k).to(tl.int64)[:, None] * own_width + own_cols[None, :]
         gathered_ptrs = gathered_ptr + cols[None, :]
-        token = (tl.load(row_ptr + tl.minimum(start + offs_k, last)) // TOPK).to(tl.int64)
+        source = _source(row_ptr, tl.minimum(start + offs_k, last), TOPK)
         acc = tl.zeros((BLOCK_M, BLOCK_N), tl.float32)
         for k in range(start, end, BLOCK_K):
-            ptrs = gathered_ptrs + token[:, None] * stride_gm
+            ptrs = gathered_ptrs + source[:, None] * stride_gm
             if EVEN:
                 own = tl.load(own_ptrs, mask=(offs_k < end - k)[:, None], other=0.0)
                 gathered = tl.load(ptrs)
             else:
                 own = tl.load(own_ptrs, mask=(offs_k < end - k)[:, None] & own_inside[None, :], other=0.0)
                 gathered = tl.load(ptrs, mask=inside[None, :], other=0.0)
-            token = (tl.load(row_ptr + tl.minimum(k + BLOCK_K + offs_k, last)) // TOPK).to(tl.int64)
+            source = _source(row_ptr, tl.minimum(k + BLOCK_K + offs_k, last), TOPK)
             if GATHERED_FIRST:
                 acc = tl.dot(tl.trans(gathered), own, acc, input_precision="ieee")
             else:
@@ -219,30 +238,34 @@ def _depth_product_kernel(
 
 
 def _depth_product_outputs(
-    own: Tensor, gathered: Tensor, row: Tensor, offsets: Tensor, topk: int, gathered_first: bool
+    own: Tensor, gathered: Tensor, row: Tensor | None, offsets: Tensor, topk: int, gathered_first: bool
 ) -> Tensor:
     M, N = (gathered, own) if gathered_first else (own, gathered)
     return own.new_empty(offsets.shape[0] - 2, M.shape[1], N.shape[1])
 
 
 @op(
-    "moe_depth_product(Tensor own, Tensor gathered, Tensor row, Tensor offsets, int topk, bool gathered_first)"
+    "moe_depth_product(Tensor own, Tensor gathered, Tensor? row, Tensor offsets, int topk, bool gathered_first)"
     " -> Tensor",
     _depth_product_outputs,
     flops=lambda own, gathered, *_: 2 * own.numel() * gathered.shape[1],
 )
 def moe_depth_product(
-    own: Tensor, gathered: Tensor, row: Tensor, offsets: Tensor, topk: int, gathered_first: bool
+    own: Tensor, gathered: Tensor, row: Tensor | None, offsets: Tensor, topk: int, gathered_first: bool
 ) -> Tensor:
     """Return own^T gathered[token] over the rows of each expert, [E, M, N] for own [S, M] and gathered [T, N].
 
-    With ``gathered_first`` return its transpose, for gathered [T, M] and own [S, N].
+    With ``gathered_first`` return its transpose, for gathered [T, M] and own [S, N]. Without ``row``, ``gathered`` has
+    the rows of own in place of tokens.
     """
     out = _depth_product_outputs(own, gathered, row, offsets, topk, gathered_first)
     if not len(own):
         return out.zero_()
     gathered, stride_gm = with_stride(gathered)
     E, M, N = out.shape
+    if hopper := hopper_kernels(DEPTH, None if row is not None else gathered, own, out):
+        hopper.depth_product(*((gathered, own) if gathered_first else (own, gathered)), offsets, out)
+        return out
     tile = tiles_for(own, M, N).depth
     launch(
         _depth_product_kernel,

@@ -4,6 +4,7 @@ import triton
 import triton.language as tl
 
 from liger_like.ops.glu import act_and_slope
+from liger_like.runtime.blocks import sigmoid
 
 
 @triton.jit
@@ -76,7 +77,7 @@ def gated(g, u, limit, alpha, ACT: tl.constexpr, LIMITED: tl.constexpr):
     """Return act(gate) * up; ACT "scaled": (up + 1) * gate * sigmoid(alpha * gate)."""
     g, u = clamped(g, u, limit, LIMITED)
     if ACT == "scaled":
-        return (u + 1.0) * g * tl.sigmoid(alpha * g)
+        return (u + 1.0) * g * sigmoid(alpha * g)
     else:  # Triton would also compile code after the return
         act, _ = act_and_slope(g, ACT)
         return act * u
@@ -87,8 +88,9 @@ def gated_and_grads(g, u, dh, limit, alpha, ACT: tl.constexpr, LIMITED: tl.const
     """Return h, and the gradients of gate and up for the gradient of h."""
     c, v = clamped(g, u, limit, LIMITED)
     if ACT == "scaled":
-        sigmoid = tl.sigmoid(alpha * c)
-        act, slope, v = c * sigmoid, sigmoid * (1.0 + alpha * c * (1.0 - sigmoid)), v + 1.0
+        s = sigmoid(alpha * c)
+        act, v = c * s, v + 1.0
+        slope = s + alpha * act * (1.0 - s)
     else:
         act, slope = act_and_slope(c, ACT)
     dg, du = dh * v * slope, dh * act

@@ -1,6 +1,6 @@
 """Forward of the experts: z = x W1 + b1 and h in one kernel, y = h W2 + b2, and the weighted sum of a token's rows.
 
-Programs loop over the tiles that the routing lists. Rows of x are gathered by the product; they are never copied.
+Programs loop over the tiles that the routing lists. Rows of x are gathered by the product, unless they come sorted.
 """
 
 from typing import Any
@@ -11,6 +11,7 @@ from torch import Tensor
 
 from liger_like.ops.experts.blocks import columns, gated, grouped, halves, product, rows_of
 from liger_like.ops.experts.checks import Gate
+from liger_like.ops.experts.choice import ROWS, hopper_kernels
 from liger_like.ops.experts.tiles import programs, tiles_for
 from liger_like.runtime.launcher import launch
 from liger_like.runtime.layout import packed, with_stride
@@ -59,7 +60,9 @@ def _gate_up_kernel(
     for tile in range(tl.program_id(0), tiles_m * tiles_n, tl.num_programs(0)):
         m, n = grouped(tile, tiles_m, tiles_n, GROUP)
         expert, offs_m, within, mask_m = rows_of(tiles_ptr, offsets_ptr, m, BLOCK_M)
-        token = (tl.load(row_ptr + within) // TOPK).to(tl.int64)
+        source = within
+        if row_ptr is not None:
+            source = (tl.load(row_ptr + within) // TOPK).to(tl.int64)
         j = tl.arange(0, 2 * BLOCK_N)
         if INTERLEAVED:
             offs_n = 2 * n * BLOCK_N + j
@@ -69,7 +72,7 @@ def _gate_up_kernel(
             offs_n = col + j // 8 % 2 * I
             inside = col < I
         offs_k = tl.arange(0, BLOCK_K)
-        a_ptrs = x_ptr + token[:, None] * stride_xm + offs_k[None, :]
+        a_ptrs = x_ptr + source[:, None] * stride_xm + offs_k[None, :]
         b_ptrs = w_ptr + expert * stride_we + offs_n.to(tl.int64)[None, :] * stride_wn + offs_k[:, None] * stride_wk
         acc = product(a_ptrs, b_ptrs, inside, stride_wk, H, EVEN_N, EVEN_K, BLOCK_M, 2 * BLOCK_N, BLOCK_K)
         if bias_ptr is not None:
@@ -119,6 +122,17 @@ def _combine_kernel(y_ptr, weights_ptr, pos_ptr, out_ptr, N, TOPK: tl.constexpr,
     tl.store(out_ptr + t * N + offs_n, acc, mask=offs_n < N)
 
 
+@triton.jit
+def _spread_kernel(x_ptr, pos_ptr, out_ptr, stride_xm, N, TOPK: tl.constexpr, BLOCK_N: tl.constexpr):
+    """Copy the row of a token to the places of its rows; x is read once."""
+    t = tl.program_id(0).to(tl.int64)
+    offs_n = tl.program_id(1) * BLOCK_N + tl.arange(0, BLOCK_N)
+    x = tl.load(x_ptr + t * stride_xm + offs_n, mask=offs_n < N, other=0.0)
+    for k in tl.static_range(TOPK):
+        place = tl.load(pos_ptr + t * TOPK + k).to(tl.int64)
+        tl.store(out_ptr + place * N + offs_n, x, mask=offs_n < tl.where(place >= 0, N, 0))
+
+
 def gate_arguments(gate: Gate) -> tuple[tuple[float, float], dict[str, Any]]:
     """Return limit and alpha, and the constexprs of a kernel with a gated unit."""
     act = gate.act if gate.alpha is None else "scaled"
@@ -133,10 +147,10 @@ def matrix_strides(w: Tensor, transposed: bool) -> tuple[int, int, int]:
 
 
 def _gate_up_outputs(
-    x: Tensor, gate_up: Tensor, bias: Tensor | None, row: Tensor, offsets: Tensor, tiles: Tensor, topk: int, act: str,
-    limit: float | None, alpha: float | None, transposed: bool, interleaved: bool, keep_z: bool,
+    x: Tensor, gate_up: Tensor, bias: Tensor | None, row: Tensor | None, offsets: Tensor, tiles: Tensor, topk: int,
+    act: str, limit: float | None, alpha: float | None, transposed: bool, interleaved: bool, keep_z: bool,
 ) -> tuple[Tensor, Tensor]:  # fmt: skip
-    wide, S = gate_up.shape[2 if transposed else 1], row.shape[0]
+    wide, S = gate_up.shape[2 if transposed else 1], (x if row is None else row).shape[0]
     return x.new_empty((S, wide) if keep_z else (0,)), x.new_empty(S, wide // 2)
 
 
@@ -144,18 +158,24 @@ GATE_SCHEMA = "str act, float? limit, float? alpha, bool transposed, bool interl
 
 
 @op(
-    "moe_gate_up(Tensor x, Tensor gate_up, Tensor? bias, Tensor row, Tensor offsets, Tensor tiles, int topk,"
+    "moe_gate_up(Tensor x, Tensor gate_up, Tensor? bias, Tensor? row, Tensor offsets, Tensor tiles, int topk,"
     f" {GATE_SCHEMA}, bool keep_z) -> (Tensor z, Tensor h)",
     _gate_up_outputs,
-    flops=lambda x, gate_up, bias, row, *_: 2 * row.shape[0] * gate_up.shape[1:].numel(),
+    flops=lambda x, gate_up, bias, row, *_: 2 * len(x if row is None else row) * gate_up.shape[1:].numel(),
 )
 def moe_gate_up(
-    x: Tensor, gate_up: Tensor, bias: Tensor | None, row: Tensor, offsets: Tensor, tiles: Tensor, topk: int,
+    x: Tensor, gate_up: Tensor, bias: Tensor | None, row: Tensor | None, offsets: Tensor, tiles: Tensor, topk: int,
     *options: Any,
 ) -> tuple[Tensor, Tensor]:  # fmt: skip
-    """Return z [S, 2I] in the form of ``gate_up``, empty unless the last option says to keep it, and h [S, I]."""
+    """Return z [S, 2I] in the form of ``gate_up``, empty unless the last option says to keep it, and h [S, I].
+
+    ``x`` [T, H], or [S, H] in the order of the rows if ``row`` is None.
+    """
     z, h = _gate_up_outputs(x, gate_up, bias, row, offsets, tiles, topk, *options)
     gate, keep_z, tile = Gate(*options[:-1]), options[-1], tiles_for(x, x.shape[1], h.shape[1]).gate_up
+    if hopper := hopper_kernels(ROWS, x if row is None else None, gate_up):
+        hopper.gate_up(x, gate_up, bias, offsets, tiles, gate, z if keep_z else None, h)
+        return z, h
     x, stride_xm = with_stride(x)
     H, I, E = x.shape[-1], h.shape[1], len(gate_up)
     floats, constants = gate_arguments(gate)
@@ -191,6 +211,9 @@ def moe_rows_times(
     """Return a [S, K] times the matrix of each row's expert, w [E, N, K] or if ``transposed`` [E, K, N]: [S, N]."""
     out, tile = _rows_times_outputs(a, w, bias, offsets, tiles, transposed), tiles_for(a, *w.shape[1:]).rows_times
     K, N = a.shape[1], out.shape[1]
+    if hopper := hopper_kernels(ROWS, a, w):
+        hopper.rows_times(a, w, bias, offsets, tiles, transposed, out)
+        return out
     launch(
         _rows_times_kernel,
         programs(a.device, len(tiles) * -(-N // tile.block_n)),
@@ -214,4 +237,16 @@ def moe_combine(y: Tensor, weights: Tensor | None, pos: Tensor) -> Tensor:
     if T:
         grid = T, -(-N // block_n)
         launch(_combine_kernel, grid, (y, packed(weights), pos, out), (N,), TOPK=topk, BLOCK_N=block_n, num_warps=4)
+    return out
+
+
+@op("moe_spread(Tensor x, Tensor pos) -> Tensor", lambda x, pos: x.new_empty(pos.numel(), x.shape[1]))
+def moe_spread(x: Tensor, pos: Tensor) -> Tensor:
+    """Return the rows of x [T, N] in their places ``pos`` [T, K]: [S, N]. Rows of no expert are not written."""
+    (T, topk), N = pos.shape, x.shape[1]
+    out, block_n = x.new_empty(T * topk, N), min(1024, triton.next_power_of_2(N))
+    x, stride_xm = with_stride(x)
+    if T:
+        grid = T, -(-N // block_n)
+        launch(_spread_kernel, grid, (x, pos, out), (stride_xm, N), TOPK=topk, BLOCK_N=block_n, num_warps=4)
     return out

@@ -17,12 +17,8 @@ from torch import Tensor
 
 from liger_like.ops.attention.choice import widths_of
 from liger_like.ops.attention.hopper.buffers import (
-    FAR,
-    ROWS,
     Sequence,
     at,
-    barriers,
-    buffers,
     columns_of,
     descriptor,
     load_rows,
@@ -37,8 +33,6 @@ from liger_like.ops.attention.hopper.products import (
     start_add_product,
     start_contract,
     store_sums,
-    sum_layout,
-    zero_sum,
     zero_sums,
 )
 from liger_like.ops.attention.hopper.rows import Problem, bounds, hide, keys_of
@@ -60,6 +54,7 @@ from liger_like.runtime.gluon import (
     warpgroup_mma,
     warpgroup_mma_wait,
 )
+from liger_like.runtime.hopper import FAR, ROWS, barriers, buffers, sum_layout, zero_sum
 from liger_like.runtime.launcher import launch
 
 BLOCK_N = 2 * ROWS.value

@@ -14,27 +14,8 @@ import torch
 from torch import Tensor
 
 from liger_like.ops.attention.choice import widths_of
-from liger_like.ops.attention.hopper.buffers import (
-    ROWS,
-    Ring,
-    Sequence,
-    barriers,
-    buffers,
-    descriptor,
-    fill,
-    load_rows,
-    parts_of,
-    rows_of,
-)
-from liger_like.ops.attention.hopper.products import (
-    start_add_product,
-    start_contract,
-    store_sums,
-    sum_layout,
-    wait_for,
-    zero_sum,
-    zero_sums,
-)
+from liger_like.ops.attention.hopper.buffers import Sequence, descriptor, fill, load_rows, parts_of, rows_of
+from liger_like.ops.attention.hopper.products import start_add_product, start_contract, store_sums, zero_sums
 from liger_like.ops.attention.hopper.rows import Problem, bounds, hide, keys_of, tile_of
 from liger_like.ops.attention.masking import Masking, heads_in_l2, key_heads_together
 from liger_like.ops.attention.softmax import LOG2E, scores, unit_of_scores
@@ -48,6 +29,7 @@ from liger_like.runtime.gluon import (
     mbarrier,
     warpgroup_mma_wait,
 )
+from liger_like.runtime.hopper import ROWS, Ring, barriers, buffers, sum_layout, wait_for, zero_sum
 from liger_like.runtime.launcher import launch
 
 STAGES = gl.constexpr(2)

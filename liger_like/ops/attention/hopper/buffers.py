@@ -4,32 +4,18 @@ Sizes of a buffer are powers of 2. 192 features are held as three parts of 64. U
 multiplied as slices of 64 columns and, for the others, 16 or 32. A product over features is the sum of the products
 over the parts. A tensor in parts is a tuple.
 
-In a ring of STAGES buffers each buffer has a barrier for "full" and one for "empty". The use-th filling goes into
-buffer use % STAGES, and the parity of use // STAGES is the phase of its barriers.
-
 TMA loads zeros past the rows of a batch, and stores nothing there. The same holds past each packed sequence, whatever
-the next one holds, by an idea of Triton's tools/ragged_tma.py: addresses wrap around at 2^64 bytes, so that a
-descriptor of FAR rows ends wherever two more coordinates say.
+the next one holds: descriptors of packed tensors have FAR rows, see ``runtime.hopper``.
 """
 
-import functools
-import math
 from typing import NamedTuple
 
 import triton
 from torch import Tensor
 
 from liger_like.ops.attention.masking import Masking
-from liger_like.runtime.gluon import TensorDescriptor, gl, gluon, mbarrier, reinterpret, tma_load
-
-ROWS = gl.constexpr(64)  # of a warp group
-FAR = gl.constexpr(1 << 30)  # more rows than there are; FAR times the stride 2^34 is 0 modulo 2^64
-
-
-class _Descriptor(TensorDescriptor):
-    """A descriptor without Triton's checks: ``hopper_kernels`` has made them, and they take most of the host time."""
-
-    def __post_init__(self) -> None: ...
+from liger_like.runtime.gluon import TensorDescriptor, gl, gluon, mbarrier, tma_load
+from liger_like.runtime.hopper import FAR, ROWS, Descriptor, block
 
 
 def descriptor(x: Tensor, rows: int, width: int, masking: Masking) -> TensorDescriptor:
@@ -42,14 +28,7 @@ def descriptor(x: Tensor, rows: int, width: int, masking: Masking) -> TensorDesc
     if masking.cu_seqlens_q is not None:
         far = FAR.value
         shape, strides = [far + 1, far + 1, H, far, D], [2**34 - stride_s, stride_s, *strides[1:]]
-    return _Descriptor(x, shape, strides, *_block(rows, width & -width, x.element_size(), len(shape)))
-
-
-@functools.cache
-def _block(rows: int, part: int, itemsize: int, rank: int) -> tuple[list[int], gl.NVMMASharedLayout]:
-    """Return the shape of a block and its layout in shared memory."""
-    layout = gl.NVMMASharedLayout(min(128, part * itemsize), element_bitwidth=8 * itemsize, rank=rank)
-    return [1] * (rank - 2) + [rows, part], layout
+    return Descriptor(x, shape, strides, *block(rows, width & -width, x.element_size(), len(shape)))
 
 
 class Sequence(NamedTuple):
@@ -59,14 +38,6 @@ class Sequence(NamedTuple):
     end: gl.tensor
 
 
-class Ring(NamedTuple):
-    """Buffers, and their barriers for "full" and "empty"."""
-
-    buffers: gl.tensor
-    full: gl.tensor
-    empty: gl.tensor
-
-
 @gluon.jit
 def at(desc, sequence, h, row, col):
     """Return the coordinates of a row and a column of head ``h`` of a Sequence."""
@@ -74,37 +45,6 @@ def at(desc, sequence, h, row, col):
         return FAR, sequence.end, h, FAR - sequence.end + row, col
     else:
         return sequence.batch, h, row, col
-
-
-@triton.constexpr_function
-def _several(count, shape):
-    return [count, *shape]
-
-
-@gluon.jit
-def buffers(desc, COUNT: gl.constexpr):
-    """Allocate COUNT shared-memory buffers of one TMA block each."""
-    return gl.allocate_shared_memory(desc.dtype, _several(COUNT, desc.block_type.shape), desc.layout)
-
-
-@triton.constexpr_function
-def _as_many(shape, other):
-    return [math.prod(other) // math.prod(shape), *shape]
-
-
-@gluon.jit
-def buffers_in(desc, bufs):
-    """View the memory of ``bufs``, of the same dtype, as buffers of one TMA block of ``desc`` each."""
-    return reinterpret(bufs, desc.dtype, _as_many(desc.block_type.shape, bufs.shape), desc.layout)
-
-
-@gluon.jit
-def barriers(COUNT: gl.constexpr, ARRIVALS: gl.constexpr):
-    """Allocate COUNT barriers whose phases take ARRIVALS; a fence must follow before other warps use them."""
-    bars = gl.allocate_shared_memory(gl.int64, [COUNT, 1], mbarrier.MBarrierLayout())
-    for i in gl.static_range(COUNT):
-        mbarrier.init(bars.index(i), count=ARRIVALS)
-    return bars
 
 
 @gluon.jit

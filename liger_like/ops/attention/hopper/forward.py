@@ -19,28 +19,15 @@ from torch import Tensor
 
 from liger_like.ops.attention.choice import widths_of
 from liger_like.ops.attention.hopper.buffers import (
-    ROWS,
-    Ring,
     Sequence,
     at,
-    barriers,
-    buffers,
-    buffers_in,
     columns_of,
     descriptor,
     load_rows,
     parts_of,
     product_widths,
 )
-from liger_like.ops.attention.hopper.products import (
-    start_add_product,
-    start_contract,
-    sum_layout,
-    times_rows,
-    wait_for,
-    zero_sum,
-    zero_sums,
-)
+from liger_like.ops.attention.hopper.products import start_add_product, start_contract, times_rows, zero_sums
 from liger_like.ops.attention.hopper.rows import (
     Problem,
     TileQueue,
@@ -67,6 +54,7 @@ from liger_like.runtime.gluon import (
     tma_store_wait,
     warpgroup_mma_wait,
 )
+from liger_like.runtime.hopper import ROWS, Ring, barriers, buffers, buffers_in, sum_layout, wait_for, zero_sum
 from liger_like.runtime.launcher import launch
 from liger_like.runtime.support import num_programs
 

@@ -2,8 +2,8 @@
 
 import triton
 
-from liger_like.ops.attention.hopper.buffers import ROWS
-from liger_like.runtime.gluon import gl, gluon, warpgroup_mma, warpgroup_mma_wait
+from liger_like.runtime.gluon import gl, gluon, warpgroup_mma
+from liger_like.runtime.hopper import sum_layout, zero_sum
 
 # of the 240 registers of a thread, those for sums, products and operands; with more, Triton 3.9 spills
 MOST_REGISTERS = gl.constexpr(184)
@@ -37,18 +37,6 @@ def load_first(parts, COUNT: gl.constexpr, layout: gl.constexpr):
     return loaded
 
 
-@triton.constexpr_function
-def sum_layout(width):
-    """Return the layout of a sum of products [ROWS, width]."""
-    return gl.NVMMADistributedLayout([3, 0], [4, 1], [16, width, 16])
-
-
-@gluon.jit
-def zero_sum(WIDTH: gl.constexpr):
-    """Return zeros [ROWS, WIDTH]."""
-    return gl.zeros([ROWS, WIDTH], gl.float32, sum_layout(WIDTH))
-
-
 @gluon.jit
 def zero_sums(b):
     """Return zeros [ROWS, D] in parts, for ``start_add_product`` with ``b``."""
@@ -78,15 +66,6 @@ def times_rows(acc, factors):
     for i in gl.static_range(len(acc)):
         parts += (acc[i] * gl.convert_layout(factors, gl.SliceLayout(1, acc[i].type.layout))[:, None],)
     return parts
-
-
-@gluon.jit
-def wait_for(acc, later: gl.constexpr):
-    """Return a sum in parts once at most ``later`` products are unfinished; the product of each part counts."""
-    if len(acc) == 1:
-        return (warpgroup_mma_wait(later, deps=acc),)
-    else:
-        return warpgroup_mma_wait(later, deps=acc)
 
 
 @triton.constexpr_function

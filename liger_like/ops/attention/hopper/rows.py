@@ -2,9 +2,9 @@
 
 from typing import NamedTuple
 
-from liger_like.ops.attention.hopper.buffers import barriers
 from liger_like.ops.attention.visibility import bounds_of_spans, schedule, start_of, visible_range
 from liger_like.runtime.gluon import gl, gluon, mbarrier
+from liger_like.runtime.hopper import barriers
 
 QUAD = gl.constexpr(6)  # the bits of a column by which the threads that share a row differ
 

@@ -1,0 +1,52 @@
+"""Choose the experts' kernels for Hopper: the calls that they accept, and the modules that hold them.
+
+A module is imported at the first call that it accepts, since a Triton newer than the tested ones may fail to import it.
+"""
+
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from liger_like.runtime.fallback import BROKEN, gluon_module
+from liger_like.runtime.support import INTERPRET, architecture, refused
+
+DTYPES = torch.bfloat16, torch.float16
+ROWS, DOWN_BWD, DEPTH = (f"liger_like.ops.experts.hopper.{name}" for name in ("rows", "down_bwd", "depth"))
+NOT_SORTED = (
+    "the fastest experts' kernels are for Hopper GPUs, bfloat16 and float16, and widths that are multiples of 8"
+)
+NO_TMA = "a tensor is empty or expanded, or its rows do not start at multiples of 16 bytes, as TMA wants them to"
+
+
+def sorts_rows(x: Tensor, *weights: Tensor) -> bool:
+    """Return True if products of rows of ``x`` with ``weights`` [E, M, N] want the rows sorted, by a copy before.
+
+    TMA moves no rows that are elsewhere. Other kernels gather them in the product.
+    """
+    return _is_hopper(x.device) and x.dtype in DTYPES and all(n % 8 == 0 for t in (x, *weights) for n in t.shape[1:])
+
+
+@torch.compiler.assume_constant_result
+def _is_hopper(device: torch.device) -> bool:
+    return not INTERPRET and architecture(device) == 9
+
+
+def hopper_kernels(name: str, x: Tensor | None, *weights: Tensor) -> Any:
+    """Return the module ``name``, or False if its kernels do not accept sorted rows ``x`` and ``weights`` [E, M, N].
+
+    ``x`` is None if nobody sorted them.
+    """
+    return (
+        ((x is not None and sorts_rows(x, *weights)) or refused(NOT_SORTED))
+        and (all(map(_moved_by_tma, (x, *weights))) or refused(NO_TMA))
+        and (name not in BROKEN or refused(f"{name} {BROKEN[name]}"))
+        and gluon_module(name)
+    )
+
+
+def _moved_by_tma(x: Tensor) -> bool:
+    """Return True if TMA can move ``x``: its rows are dense, and its strides multiples of 16 bytes but not 0."""
+    *strides, dense = x.stride()
+    starts = [x.data_ptr(), *(stride * x.element_size() for stride in strides)]
+    return dense == 1 and x.numel() > 0 and all(strides) and not any(start & 15 for start in starts)

@@ -1,0 +1,1 @@
+"""The experts' products in Gluon, for Hopper GPUs."""

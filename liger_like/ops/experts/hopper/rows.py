@@ -1,0 +1,179 @@
+"""Rows times the matrix of their expert, for Hopper: z and h, y = h W2 + b2, and dx = dz W1^T.
+
+The rows of x are sorted before, by one copy: TMA gathers none, and a product with gathered rows takes longer than both.
+A tile's results leave by TMA during the next tile's products.
+"""
+
+from torch import Tensor
+
+from liger_like.ops.experts.blocks import gated, grouped
+from liger_like.ops.experts.checks import Gate
+from liger_like.ops.experts.forward import gate_arguments
+from liger_like.ops.experts.hopper.products import (
+    HALF,
+    STEP,
+    halves_of,
+    load_step,
+    multiply_steps,
+    operands,
+    rows_of_all,
+    rows_of_one,
+    start_store,
+    weights_of,
+    within,
+)
+from liger_like.ops.experts.tiles import GROUP, programs
+from liger_like.runtime.gluon import fence_async_shared, gl, gluon, tma_store, tma_store_wait
+from liger_like.runtime.hopper import ROWS, buffers, sum_layout
+from liger_like.runtime.launcher import launch
+from liger_like.runtime.layout import packed
+
+STAGES, PARTS = 3, gl.constexpr(1)
+
+
+@gluon.jit
+def _load(
+    a_desc, w_desc, offsets_ptr, tiles_ptr, E, N, K, ring, GLU: gl.constexpr, INTERLEAVED: gl.constexpr,
+    GROUP: gl.constexpr, STAGES: gl.constexpr,
+):  # fmt: skip
+    SPLIT: gl.constexpr = GLU and not INTERLEAVED  # gate on the left, up on the right
+    tiles_n = gl.cdiv(N, HALF if GLU else 2 * HALF)
+    tiles_m = gl.load(offsets_ptr + E + 1)
+    use = 0
+    for tile in range(gl.program_id(0), tiles_m * tiles_n, gl.num_programs(0)):
+        m, n = grouped(tile, tiles_m, tiles_n, GROUP)
+        expert = gl.load(tiles_ptr + 2 * m)
+        row = gl.load(tiles_ptr + 2 * m + 1)
+        left = n * HALF if SPLIT else n * 2 * HALF
+        right = N + left if SPLIT else HALF + left
+        for k in range(0, K, STEP):
+            if w_desc.block_type.shape[-1] == STEP:
+                load_step(a_desc, [row, k], w_desc, [expert, left, k], [expert, right, k], ring, use, STAGES)
+            else:
+                load_step(a_desc, [row, k], w_desc, [expert, k, left], [expert, k, right], ring, use, STAGES)
+            use += 1
+
+
+@gluon.jit
+def _bias(ptr, first, end, layout: gl.constexpr):
+    """Return HALF columns of a bias from ``first`` on, zeros from ``end`` on."""
+    cols = first + gl.arange(0, HALF, gl.SliceLayout(0, layout))
+    return gl.load(ptr + cols, mask=cols < end, other=0.0).to(gl.float32)[None, :]
+
+
+@gluon.jit
+def _multiply(
+    half: gl.constexpr, z_desc, h_desc, offsets_ptr, tiles_ptr, bias_ptr, E, N, K, limit, alpha, ring, out_s,
+    KEEP_Z: gl.constexpr, GLU: gl.constexpr, ACT: gl.constexpr, LIMITED: gl.constexpr, INTERLEAVED: gl.constexpr,
+    GROUP: gl.constexpr, STAGES: gl.constexpr,
+):  # fmt: skip
+    SPLIT: gl.constexpr = GLU and not INTERLEAVED
+    layout: gl.constexpr = sum_layout(HALF)
+    tiles_n = gl.cdiv(N, HALF if GLU else 2 * HALF)
+    tiles_m = gl.load(offsets_ptr + E + 1)
+    left_s = out_s.index(2 * half)
+    right_s = out_s.index(2 * half + 1)
+    use = 0
+    for tile in range(gl.program_id(0), tiles_m * tiles_n, gl.num_programs(0)):
+        m, n = grouped(tile, tiles_m, tiles_n, GROUP)
+        expert = gl.load(tiles_ptr + 2 * m)
+        row = gl.load(tiles_ptr + 2 * m + 1) + half * ROWS
+        end = gl.load(offsets_ptr + expert + 1)
+        acc, use = multiply_steps(half, ring, use, gl.cdiv(K, STEP), PARTS, STAGES)
+        left, right = halves_of(acc)
+        first = n * HALF if SPLIT else n * 2 * HALF
+        second = N + first if SPLIT else HALF + first
+        if bias_ptr is not None:
+            width = 2 * N if GLU else N
+            ptr = bias_ptr + expert.to(gl.int64) * width
+            left += _bias(ptr, first, width, layout)
+            right += _bias(ptr, second, width, layout)
+        tma_store_wait(0)  # the results of the tile before have left
+        if KEEP_Z:
+            start_store(z_desc, within(end, 0, row, first), left_s, left)
+            start_store(z_desc, within(end, 1 if SPLIT else 0, row, first if SPLIT else second), right_s, right)
+        if GLU:
+            if KEEP_Z:
+                tma_store_wait(1)  # the left half has left its buffer
+            if SPLIT:
+                start_store(h_desc, within(end, 0, row, first), left_s, gated(left, right, limit, alpha, ACT, LIMITED))
+            else:
+                h_s = left_s.reshape([ROWS, HALF])
+                for i in gl.static_range(2):
+                    gate, up = gl.split(gl.reshape((left, right)[i], [ROWS, HALF // 2, 2]))
+                    h = gated(gate, up, limit, alpha, ACT, LIMITED)
+                    h_s.slice(i * HALF // 2, HALF // 2, dim=1).store(h.to(h_desc.dtype))
+                fence_async_shared()
+                tma_store(h_desc, within(end, 0, row, n * HALF), left_s)
+    tma_store_wait(0)
+
+
+@gluon.jit
+def _experts_rows_hopper_kernel(
+    a_desc, w_desc, z_desc, h_desc, offsets_ptr, tiles_ptr, bias_ptr, E, N, K, limit, alpha,
+    KEEP_Z: gl.constexpr, GLU: gl.constexpr, ACT: gl.constexpr, LIMITED: gl.constexpr, INTERLEAVED: gl.constexpr,
+    GROUP: gl.constexpr, STAGES: gl.constexpr,
+):  # fmt: skip
+    """Store a w + bias in z if KEEP_Z, and with GLU the gated unit in h. N: the columns of w; of gate with GLU."""
+    ring = operands(a_desc, w_desc, STAGES)
+    out_s = buffers(h_desc, 4)
+    fence_async_shared()
+    gl.warp_specialize(
+        [
+            (_multiply, (0, z_desc, h_desc, offsets_ptr, tiles_ptr, bias_ptr, E, N, K, limit, alpha, ring, out_s,
+                         KEEP_Z, GLU, ACT, LIMITED, INTERLEAVED, GROUP, STAGES)),
+            (_multiply, (1, z_desc, h_desc, offsets_ptr, tiles_ptr, bias_ptr, E, N, K, limit, alpha, ring, out_s,
+                         KEEP_Z, GLU, ACT, LIMITED, INTERLEAVED, GROUP, STAGES)),
+            (_load, (a_desc, w_desc, offsets_ptr, tiles_ptr, E, N, K, ring, GLU, INTERLEAVED, GROUP, STAGES)),
+        ],
+        worker_num_warps=[4, 1],
+        worker_num_regs=[240, 24],
+    )  # fmt: skip
+
+
+def gate_up(
+    x: Tensor, w: Tensor, bias: Tensor | None, offsets: Tensor, tiles: Tensor, gate: Gate, z: Tensor | None, h: Tensor
+) -> None:
+    """Fill ``h`` and, unless it is None, ``z`` of ``moe_gate_up``, for sorted rows ``x`` [S, H]."""
+    I = h.shape[1]
+    floats, constants = gate_arguments(gate)
+    h_desc = rows_of_one(h, HALF.value)
+    launch(
+        _experts_rows_hopper_kernel,
+        programs(x.device, len(tiles) * -(-I // HALF.value)),
+        (offsets, tiles, packed(bias)),
+        (len(w), I, x.shape[1]),
+        floats,
+        (rows_of_all(x), weights_of(w, gate.transposed),
+         h_desc if z is None else rows_of_one(z, HALF.value, 1 if gate.interleaved else 2), h_desc),
+        KEEP_Z=z is not None,
+        GLU=True,
+        GROUP=GROUP,
+        STAGES=STAGES,
+        **constants,
+        num_warps=4,
+    )  # fmt: skip
+
+
+def rows_times(
+    a: Tensor, w: Tensor, bias: Tensor | None, offsets: Tensor, tiles: Tensor, transposed: bool, out: Tensor
+) -> None:
+    """Fill ``out`` of ``moe_rows_times``."""
+    N = out.shape[1]
+    descriptor = rows_of_one(out, HALF.value)
+    launch(
+        _experts_rows_hopper_kernel,
+        programs(a.device, len(tiles) * -(-N // (2 * HALF.value))),
+        (offsets, tiles, packed(bias)),
+        (len(w), N, a.shape[1]),
+        (0.0, 0.0),
+        (rows_of_all(a), weights_of(w, transposed), descriptor, descriptor),
+        KEEP_Z=True,
+        GLU=False,
+        ACT="silu",
+        LIMITED=False,
+        INTERLEAVED=False,
+        GROUP=GROUP,
+        STAGES=STAGES,
+        num_warps=4,
+    )
