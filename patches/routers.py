@@ -11,6 +11,7 @@ from torch.distributed.tensor import DTensor
 from torch.nn import functional as F  # noqa: N812  # as transformers has it
 
 from liger_like.ops.router import checked_settings, moe_route
+from liger_like.ops.router_logits import router_logits
 from liger_like.patches import (
     NothingToDoError,
     Recogniser,
@@ -171,7 +172,7 @@ LOGITS: dict[str, Callable[..., Tensor]] = {
     "product": F.linear,
     "product, then fp32": lambda *args: F.linear(*args).float(),
     "product in the weight's dtype": lambda x, weight, bias: F.linear(x.to(weight.dtype), weight),
-    FP32: lambda x, weight, bias: F.linear(x.float(), weight.float()),
+    FP32: lambda x, weight, bias: router_logits(x, weight),
 }
 OF_TOP = {"score": "softmax_of_top"}
 KINDS: dict[Callable[..., Any], Kind] = {
