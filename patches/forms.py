@@ -137,7 +137,7 @@ def _assign(statements: list[ast.stmt], function: FunctionType, owner: type[Any]
 
 
 def _owned(names: dict[str, Any], name: str, function: FunctionType) -> ast.expr:
-    """Return the value of ``name``, which is changed in place. Raises UnrecognisedError if another name may share it."""
+    """Return the value of a local ``name`` that is changed in place. Raises UnrecognisedError if it may be shared."""
     texts = [ast.unparse(value) for value in (names.get(name, ast.Name(name)), *names.values())]
     if name in inspect.signature(function).parameters or texts.count(texts[0]) != 2:
         raise UnrecognisedError(f"{where(function)} changes {name} in place, which may have another name")

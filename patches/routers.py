@@ -187,9 +187,7 @@ KINDS: dict[Callable[..., Any], Kind] = {
     softmax_of_top_with_bias: Kind("product", "logits", lambda p: OF_TOP),
     sigmoid: Kind("product in the weight's dtype", "fp32", lambda p: {"score": "sigmoid"}),
     sigmoid_with_argument: Kind("product in the weight's dtype", "fp32", lambda p: {"score": "sigmoid"}),
-    sigmoid_fp32_with_argument: Kind(
-        FP32, "fp32", lambda p: {"score": "sigmoid", "eps": 1e-20, "scale": p["scale"]}
-    ),
+    sigmoid_fp32_with_argument: Kind(FP32, "fp32", lambda p: {"score": "sigmoid", "eps": 1e-20, "scale": p["scale"]}),
     sigmoid_fp32_groups: Kind(
         FP32,
         "fp32",

@@ -93,7 +93,8 @@ def _product(a: Tensor, b: Tensor) -> Tensor:
 
 
 @op(
-    "router_logits_bwd(Tensor dlogits, Tensor x, Tensor weight, bool needs_dx, bool needs_dw) -> (Tensor dx, Tensor dw)",
+    "router_logits_bwd(Tensor dlogits, Tensor x, Tensor weight, bool needs_dx, bool needs_dw)"
+    " -> (Tensor dx, Tensor dw)",
     lambda dlogits, x, weight, needs_dx, needs_dw: (
         x.new_empty(x.shape if needs_dx else (0,)),
         weight.new_empty(weight.shape if needs_dw else (0,)),

@@ -59,7 +59,11 @@ def test_the_rule(shape):
     doubles = [t.detach().double().requires_grad_() for t in (x, weight)]
     dlogits = torch.randn(shape[0], shape[2], device="cuda")
     found = []
-    for function, leaves in ((op.router_logits, (x, weight)), (op.router_logits_ref, (x, weight)), (op.router_logits_ref, doubles)):
+    for function, leaves in (
+        (op.router_logits, (x, weight)),
+        (op.router_logits_ref, (x, weight)),
+        (op.router_logits_ref, doubles),
+    ):
         out = function(*leaves)
         found.append([out, *torch.autograd.grad(out, leaves, dlogits.to(out.dtype))])
     for name, a, b, c in zip(("logits", "dx", "dweight"), *found, strict=True):
@@ -67,14 +71,22 @@ def test_the_rule(shape):
         assert error(a, c) <= 1.1 * error(b, c) + 1e-6 * c.norm(), name
 
 
+@pytest.mark.gpu
+def test_more_rows_than_int32_offsets():
+    x = torch.zeros(2**20 + 64, 2048, dtype=torch.bfloat16, device="cuda")
+    x[-64:], weight = (t for t in operands(64, 2048, 8, "cuda"))
+    torch.testing.assert_close(op.router_logits(x, weight)[-64:], op.router_logits_ref(x[-64:], weight))
+
+
 def test_kept_and_flops(device):
     """Nothing in fp32 is kept for the backward, which may need one gradient alone."""
     x, weight = operands(6, 32, 4, device)
     weight.requires_grad_()
     kept = []
-    with torch.autograd.graph.saved_tensors_hooks(lambda t: kept.append(t) or t, lambda t: t), FlopCounterMode(
-        display=False
-    ) as flops:
+    with (
+        torch.autograd.graph.saved_tensors_hooks(lambda t: kept.append(t) or t, lambda t: t),
+        FlopCounterMode(display=False) as flops,
+    ):
         out = op.router_logits(x, weight)
         out.sum().backward()
     assert {(t.dtype, t.shape) for t in kept} == {(x.dtype, x.shape), (weight.dtype, weight.shape)}

@@ -103,7 +103,7 @@ def calls(monkeypatch):
     """Options of the calls of the op."""
     made, op = [], routers.moe_route
     monkeypatch.setattr(
-        routers, "moe_route", lambda *args, **options: made.append(args[1:] + (options,)) or op(*args, **options)
+        routers, "moe_route", lambda *args, **options: made.append((*args[1:], options)) or op(*args, **options)
     )
     return made
 
@@ -152,7 +152,7 @@ def test_dtypes_of_half_precision_and_autocast(pattern, device):
 
 
 def test_where_no_kernel_can_run_the_original_runs(references, device, calls):
-    patched, original, given = pair_of("sigmoid fp32 groups")
+    patched, original, _ = pair_of("sigmoid fp32 groups")
     calls.clear()
     x = torch.randn(4, 16)
     torch.testing.assert_close(patched(x), original(x), rtol=0, atol=0)
@@ -256,11 +256,32 @@ def test_models_and_their_auxiliary_loss(family, device, calls):
     inputs = batch(device) | ({"output_router_logits": True} if has_loss else {})
     calls.clear()
     assert_exact(patched, original, inputs)
-    assert len(calls) == (2 if has_loss else 1)
+    assert len(calls) == sum(type(module).__name__.endswith("Router") for module in patched.modules())
     if has_loss:
         got, expected = patched(**inputs), original(**inputs)
         torch.testing.assert_close(got.router_logits, expected.router_logits, rtol=1e-4, atol=1e-5)
         torch.testing.assert_close(got.aux_loss, expected.aux_loss)
+
+
+class SplitRouter:
+    """What expert parallelism of transformers 5.17 does behind a router: experts of other ranks get the id 4."""
+
+    def __call__(self, module, args, output):
+        logits, weights, index, *rest = output
+        other = index // 4 != 1
+        return logits, weights.masked_fill(other, 0.0), torch.fmod(index, 4).masked_fill(other, 4), *rest
+
+
+def test_hooks_of_expert_parallelism_see_the_outputs(device, calls):
+    patched, original, _ = pair_of("softmax normalised or not", device)
+    for router in (patched, original):
+        router.register_forward_hook(SplitRouter())
+    x = torch.randn(6, 16, device=device)
+    calls.clear()
+    got, expected = patched(x), original(x)
+    assert calls
+    torch.testing.assert_close(got, expected)
+    assert (got[2] == 4).any()
 
 
 @pytest.mark.parametrize("copied", [copy.deepcopy, lambda x: pickle.loads(pickle.dumps(x))], ids=["deepcopy", "pickle"])

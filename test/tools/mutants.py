@@ -36,6 +36,8 @@ PACKAGE = "liger_like"
 FILES = (
     "test/ops/test_experts.py",
     "test/patches/test_patches_experts_report.py",
+    "test/patches/test_patching_recognition.py",
+    "test/patches/test_patches_routers.py",
     "test/patches/test_patches_experts.py",
     "test/patches/test_patches_attention.py",
     "test/ops/test_glu_linear.py",
@@ -43,6 +45,7 @@ FILES = (
     "test/ops/test_losses.py",
     "test/ops/test_norms_and_rope.py",
     "test/ops/test_router.py",
+    "test/ops/test_router_logits.py",
     "test/ops/test_moe_modules.py",
     "test/runtime/test_tiles.py",
     "test/attention/test_attention_check.py",
