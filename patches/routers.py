@@ -264,7 +264,7 @@ class Router(Recogniser):
             autocast = kind.logits == FP32 and autocast_dtype(x) is not None
             if autocast or not use_kernel(x) or any(isinstance(t, DTensor) for t in (x, parts["weight"])):
                 return cls.forward(self, *args, **kwargs)
-            return route(kind, parts, x, *rest or [parts.get("correction")])
+            return route(kind, parts, x, rest[0] if rest else parts.get("correction"))
 
         return {"forward": forward}
 
