@@ -226,7 +226,7 @@ def always_set(self, x):
     y = x + self.a
     y /= y.sum()
     y.clamp_(0)
-    z = y if self.flag else x
+    z = y if self.flag else 0
     return y * z
 
 
