@@ -3,6 +3,7 @@
 EXPERTS = "patches/experts.py"
 VIEWS = "patches/config_views.py"
 ROUTERS = "patches/routers.py"
+BALANCE = "patches/balance.py"
 
 PATCHES = [
     (EXPERTS, '"gate_up_bias": module.gate_up_proj_bias, ', "", "the bias of gate and up is left out"),
@@ -152,4 +153,27 @@ PATCHES = [
     ("patches/forms.py", "or texts.count(texts[0]) != 2", "", "a value with two names is changed in place"),
     ("patches/forms.py", "name in inspect.signature(function).parameters or ", "", "an argument is changed in place"),
     ("patches/forms.py", 'or ast.Name("unset")', "or ast.Constant(0)", "a name that may be unset counts as 0"),
+    (BALANCE, "shape[-1] == num_experts and ", "", "another number of experts is ignored"),
+    (BALANCE, "and not sharded and use_kernel(layers[0])", "and not sharded", "our loss runs where no kernel can run"),
+    (BALANCE, "mask=None if mask is None else mask.detach().to(device)", "mask=None", "padding counts"),
+    (BALANCE, "len(kinds) == 1", "len(layers)", "layers of several shapes are taken for alike"),
+    (
+        BALANCE,
+        "if not isinstance(function, FunctionType) or not _agrees(function):",
+        "if function is None:",
+        "any function is taken for the loss",
+    ),
+    (BALANCE, "!= PARAMETERS", "== None", "a function of other arguments is tried"),
+    (
+        "patches/lm_head.py",
+        "            return balanced(self, *args",
+        "            return cls.forward(self, *args",
+        "the loss of evaluation is not balanced by ours",
+    ),
+    (
+        "patches/lm_head.py",
+        "output = balanced(self",
+        "output = cls.forward(self",
+        "the loss of training is not balanced by ours",
+    ),
 ]
