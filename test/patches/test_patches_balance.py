@@ -107,7 +107,9 @@ def test_another_function_is_left_alone(device, calls, monkeypatch):
     monkeypatch.setattr(modeling_mixtral, "load_balancing_loss_func", load_balancing_loss_func)
     model = tiny("Mixtral", device, **SIZES | {"num_hidden_layers": 1})
     assert [row.variant for row in rows(patch(model), "lm_head")] == ["fused loss", "lazy logits"]
-    for other in (lambda gate_logits: 0, lambda gate_logits, num_experts, top_k, attention_mask: 1 / 0):
+    other_names = lambda z, n, k, m: OWN(z, n, k, m)  # noqa: E731
+    raising = lambda gate_logits, num_experts, top_k, attention_mask: 1 / 0  # noqa: E731
+    for other in (other_names, raising):
         assert not balance._agrees(other)
 
 
