@@ -293,6 +293,27 @@ def test_hooks_of_expert_parallelism_see_the_outputs(device, calls):
     assert (got[2] == 4).any()
 
 
+@pytest.mark.parametrize("order", ["before", "after"])
+def test_expert_parallelism_of_old_versions(order, mesh, calls):
+    """transformers 5.17 replaces the forward of each router on the instance."""
+    parallel = pytest.importorskip("transformers.distributed.tensor_parallel")
+    if not hasattr(parallel, "EpRouterParallel"):
+        pytest.skip("transformers wraps routers in older versions")
+    original, _ = router_of("softmax normalised or not")
+    router = copy.deepcopy(original)
+    if order == "before":
+        patch(nn.Sequential(router), strict=True)
+    parallel.EpRouterParallel().install_forward(router, mesh)
+    if order == "after":
+        with pytest.warns(UserWarning, match="no module of Sequential runs a kernel"):
+            (row,) = rows(patch(nn.Sequential(router)), "router")
+        assert row.reason.startswith("its forward was replaced by transformers.")
+    calls.clear()
+    x = torch.randn(6, 16)
+    torch.testing.assert_close(router(x), original(x))
+    assert len(calls) == (order == "before")
+
+
 @pytest.mark.parametrize("copied", [copy.deepcopy, lambda x: pickle.loads(pickle.dumps(x))], ids=["deepcopy", "pickle"])
 def test_copies_of_a_patched_model(copied, device, calls):
     model, _ = pair("Mixtral", device, num_hidden_layers=1)
