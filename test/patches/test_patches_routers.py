@@ -151,6 +151,19 @@ def test_dtypes_of_half_precision_and_autocast(pattern, device):
     torch.testing.assert_close(got[0], expected[0])
 
 
+@pytest.mark.gpu
+@pytest.mark.parametrize("pattern", [name for name in CLASSES if "fp32 " in name])
+def test_logits_in_fp32_of_bf16(pattern):
+    """The logits differ from those of products in fp32 by the order of sums, and no input is kept in fp32."""
+    patched, original, given = pair_of(pattern, "cuda", torch.bfloat16)
+    x = torch.randn(512, 16, device="cuda", dtype=torch.bfloat16)
+    kept = []
+    with torch.autograd.graph.saved_tensors_hooks(lambda t: kept.append(t) or t, lambda t: t):
+        logits, *_ = patched(x.clone().requires_grad_(), *given)
+    torch.testing.assert_close(logits, original(x, *given)[0], rtol=1e-5, atol=1e-5)
+    assert all(t.dtype != torch.float32 for t in kept if t.shape == x.shape)
+
+
 def test_where_no_kernel_can_run_the_original_runs(references, device, calls):
     patched, original, _ = pair_of("sigmoid fp32 groups")
     calls.clear()
