@@ -20,6 +20,7 @@ from liger_like.patches import (
     bare,
     random_like,
     random_parameter,
+    where,
 )
 from liger_like.patches.forms import match
 from liger_like.runtime.support import autocast_dtype, use_kernel
@@ -306,6 +307,9 @@ def _known(cls: Any) -> tuple[str, Kind, dict[str, str]]:
         pattern, part = match(cls.forward, cls, PATTERNS)
     except UnrecognisedError as error:
         raise NothingToDoError(str(error)) from None
+    known = next(each for each in PATTERNS if each.__name__ == pattern)
+    if len(inspect.signature(cls.forward).parameters) != len(inspect.signature(known).parameters):
+        raise UnrecognisedError(f"{where(cls.forward)} has an argument that it does not read")
     return pattern, BY_NAME[pattern], part
 
 

@@ -220,6 +220,18 @@ def test_numbers_that_do_not_fit():
     assert row.reason == "its numbers do not fit: top_k must be at most the 4 experts of the chosen groups, got 5"
 
 
+def test_arguments_that_are_not_read():
+    class AnotherRouter(IndexFirstRouter):
+        def forward(self, hidden_states, position):
+            logits = F.linear(hidden_states, self.weight).float()
+            top, index = logits.topk(self.top_k, dim=-1)
+            return index, torch.softmax(top, dim=-1).type_as(hidden_states), logits
+
+    with pytest.warns(UserWarning, match="no module of Sequential runs a kernel"):
+        (row,) = rows(patch(nn.Sequential(AnotherRouter(CONFIG))), "router")
+    assert row.reason.endswith("AnotherRouter.forward has an argument that it does not read")
+
+
 def test_equal_scores_are_no_trial():
     router, _ = router_of("softmax normalised fp32")
     nn.init.zeros_(router.weight)

@@ -153,6 +153,12 @@ PATCHES = [
     ("patches/forms.py", "or texts.count(texts[0]) != 2", "", "a value with two names is changed in place"),
     ("patches/forms.py", "name in inspect.signature(function).parameters or ", "", "an argument is changed in place"),
     ("patches/forms.py", 'or ast.Name("unset")', "or ast.Constant(0)", "a name that may be unset counts as 0"),
+    (
+        ROUTERS,
+        "if len(inspect.signature(cls.forward).parameters) != len(inspect.signature(known).parameters):",
+        "if False:",
+        "an argument that is not read is taken for the correction",
+    ),
     (BALANCE, "shape[-1] == num_experts and ", "", "another number of experts is ignored"),
     (BALANCE, "and not sharded and use_kernel(layers[0])", "and not sharded", "our loss runs where no kernel can run"),
     (BALANCE, "mask=None if mask is None else mask.detach().to(device)", "mask=None", "padding counts"),
