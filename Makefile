@@ -17,9 +17,11 @@ TRITON := installed 3.6.0
 # a process for each core, or one on a GPU
 PARALLEL := --numprocesses auto --dist worksteal
 OLDEST := $(addprefix test/,benchmark/test_coverage.py patches/test_patches_vision.py patches/test_patching_recognition.py \
-	patches/test_patches_experts.py patches/test_patches_experts_report.py)
+	patches/test_patches_experts.py patches/test_patches_experts_report.py patches/test_patches_routers.py \
+	patches/test_patches_balance.py)
 NEWEST := $(addprefix test/,runtime/test_tiles.py ops/test_norms_and_rope.py ops/test_losses.py ops/test_chunked_loss.py \
-	attention/test_attention_programs.py) $(addprefix test/ops/test_ops.py::test_,zero_stride_upstream bitwise_repeatable)
+	ops/test_router_logits.py attention/test_attention_programs.py) \
+	$(addprefix test/ops/test_ops.py::test_,zero_stride_upstream bitwise_repeatable)
 
 .PHONY: demo test test-gpu test-oldest test-newest check compile-check mutants sanitize coverage tune
 .PHONY: bench bench-losses bench-ops bench-attention bench-attention-grid

@@ -33,6 +33,7 @@ from liger_like.patches.lm_head import LMHead
 from liger_like.patches.qk_norm_rope import QKNormRope
 from liger_like.patches.rms_norm import RMSNorm
 from liger_like.patches.rope import Rope
+from liger_like.patches.routers import Router
 from liger_like.patches.trials import compare
 
 ATTENTION, EXPERTS = attention.Attention(), Experts()
@@ -41,7 +42,8 @@ PATCHED, ALREADY, SKIPPED, ABSENT = "patched", "already patched", "skipped", "ab
 # The first recogniser that matches a module patches it. patches.add_rms_norm is left out: no measurement shows that it
 # makes a whole model faster.
 RECOGNISERS: dict[str, Recogniser] = {
-    recogniser.pattern: recogniser for recogniser in (RMSNorm(), LayerNorm(), QKNormRope(), Rope(), GLUMLP(), LMHead())
+    recogniser.pattern: recogniser
+    for recogniser in (RMSNorm(), LayerNorm(), QKNormRope(), Rope(), GLUMLP(), Router(), LMHead())
 }
 
 raise_errors = False  # the tests set it: there an unexpected exception is a bug, not a reason to skip the module

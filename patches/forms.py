@@ -2,6 +2,7 @@
 
 The reduction
 * substitutes assignments, and writes assignments under an ``if`` as conditional expressions;
+* writes a change in place of a local name (``x /= y``, ``x.scatter_(...)``) as the call whose result has that name;
 * inlines calls of the class's own methods and of functions of the same module;
 * sorts the operands of + and *, and unifies a few spellings;
 * leaves out parameters that are never read, and numbers the attributes of ``self`` in order of appearance.
@@ -111,6 +112,14 @@ def _assign(statements: list[ast.stmt], function: FunctionType, owner: type[Any]
                 names[name] = substitute(value)
             case ast.AnnAssign(target=ast.Name(id=name), value=ast.expr() as value):
                 names[name] = substitute(value)
+            case ast.AugAssign(target=ast.Name(id=name), op=operator, value=value):
+                own, method = _owned(names, name, function), f"__i{type(operator).__name__.lower()}__"
+                names[name] = ast.Call(ast.Attribute(own, method), [substitute(value)], [])
+            case ast.Expr(value=ast.Call(func=ast.Attribute(value=ast.Name(id=name), attr=method)) as value) if (
+                method.endswith("_")
+            ):
+                _owned(names, name, function)
+                names[name] = substitute(value)
             case ast.Assign(targets=[ast.Tuple(elts=targets)], value=value):
                 value = substitute(value)
                 names.update(_unpacked(targets, value, function))
@@ -118,12 +127,21 @@ def _assign(statements: list[ast.stmt], function: FunctionType, owner: type[Any]
                 condition, branches = substitute(test), (dict(names), dict(names))
                 for block, branch in zip((body, orelse), branches, strict=True):
                     _assign(block, function, owner, branch)
-                one, other = branches
-                for name in one.keys() & other.keys():
+                one, other = ({**dict.fromkeys(branches[1 - i]), **branch} for i, branch in enumerate(branches))
+                for name in one:
                     if one[name] is not other[name]:
-                        names[name] = ast.IfExp(condition, one[name], other[name])
+                        values = (branch[name] or ast.Name("unset") for branch in (one, other))
+                        names[name] = ast.IfExp(condition, *values)
             case _:
                 raise UnrecognisedError(f"{where(function)} contains more than assignments and a return")
+
+
+def _owned(names: dict[str, Any], name: str, function: FunctionType) -> ast.expr:
+    """Return the value of a local ``name`` that is changed in place. Raises UnrecognisedError if it may be shared."""
+    texts = [ast.unparse(value) for value in (names.get(name, ast.Name(name)), *names.values())]
+    if name in inspect.signature(function).parameters or texts.count(texts[0]) != 2:
+        raise UnrecognisedError(f"{where(function)} changes {name} in place, which may have another name")
+    return copy.deepcopy(names[name])  # type: ignore[no-any-return]
 
 
 def _unpacked(targets: list[ast.expr], value: ast.expr, function: FunctionType) -> dict[str, ast.expr]:

@@ -20,9 +20,10 @@ from torch.distributed.fsdp import FSDPModule
 from torch.nn import functional as F  # noqa: N812  # as torch has it
 
 from liger_like.patches import NothingToDoError, Recogniser, Trial, UnrecognisedError, original, random_like, where
+from liger_like.patches.balance import with_balance
 from liger_like.patches.heads import FORWARDS, LINEAR, hook_in, loss_of, obstacle, parts_of, small_head
 
-MODEL = "fused loss"
+MODEL, BALANCED = "fused loss", ", load balancing"
 ScaleAndSoftcap = tuple[float, float | None]
 NUMBER = (int, float)
 
@@ -291,7 +292,8 @@ class LMHead(Recogniser):
         """Return the model and the parts of its head, each with its variant."""
         if variant in FORWARDS:
             return [(module, variant)]
-        return [(module, MODEL), *parts_of(module.get_output_embeddings())]  # type: ignore[operator]
+        balanced = with_balance(forward := original(type(module)).forward) is not forward
+        return [(module, MODEL + BALANCED * balanced), *parts_of(module.get_output_embeddings())]  # type: ignore[operator]
 
     def methods(self, cls: type[Any], variant: str) -> dict[str, Any]:
         """Return the methods of a model or of a head, as ``variant`` says."""
@@ -335,6 +337,7 @@ def _head_methods(cls: type[Any], kind: str) -> dict[str, Any]:
 def _model_methods(cls: type[Any]) -> dict[str, Any]:
     index = [*inspect.signature(cls.forward).parameters].index("labels") - 1
     traceable = "loss_function" in inspect.unwrap(cls.forward).__code__.co_names
+    balanced = with_balance(cls.forward)
 
     @functools.wraps(cls.forward)
     def forward(self: Any, *args: Any, **kwargs: Any) -> Any:
@@ -353,10 +356,10 @@ def _model_methods(cls: type[Any]) -> dict[str, Any]:
             lazy = False
         # torch.compile does not trace torch's own cross_entropy into __torch_function__ of lazy logits
         if not lazy or (torch.compiler.is_compiling() and not traceable):
-            return cls.forward(self, *args, **kwargs)
+            return balanced(self, *args, **kwargs)
         outer, _training.head = _training.head, head
         try:
-            output = cls.forward(self, *args, **kwargs)
+            output = balanced(self, *args, **kwargs)
         finally:
             _training.head = outer
         if isinstance(output, tuple):

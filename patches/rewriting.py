@@ -2,7 +2,7 @@
 
 import ast
 import functools
-from types import CodeType, FunctionType
+from types import CellType, CodeType, FunctionType
 from typing import Any
 
 
@@ -16,6 +16,22 @@ def with_globals(function: FunctionType, changed: dict[str, Any], code: CodeType
     functools.update_wrapper(clone, function)
     clone.__kwdefaults__ = function.__kwdefaults__
     del clone.__dict__["__wrapped__"]
+    return clone
+
+
+def rewrapped(function: FunctionType, inner: FunctionType) -> FunctionType:
+    """Return ``inner`` in copies of the decorators of ``function``, each of which holds the function that it wraps."""
+    wrapped = getattr(function, "__wrapped__", None)
+    if wrapped is None:
+        return inner
+    again = rewrapped(wrapped, inner)
+    cells = (CellType(again) if cell.cell_contents is wrapped else cell for cell in function.__closure__ or ())
+    clone = FunctionType(
+        function.__code__, function.__globals__, function.__name__, function.__defaults__, tuple(cells)
+    )
+    functools.update_wrapper(clone, function)
+    clone.__kwdefaults__ = function.__kwdefaults__
+    clone.__wrapped__ = again  # type: ignore[attr-defined]
     return clone
 
 

@@ -16,6 +16,7 @@ COLUMNS = {
     "RoPE": ("rope",),
     "norm": ("norm",),
     "MLP": ("mlp", "expert"),
+    "router": ("router",),
     "attention": ("attention",),
 }
 

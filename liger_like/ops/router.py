@@ -373,7 +373,15 @@ def _checked_groups(groups: Any, E: int) -> tuple[int, int, str]:
     return (n, chosen, groups[2]) if n > 1 else (1, 1, "max")
 
 
-def checked_settings(E: int, top_k: Any, score: Any, normalize: Any, eps: Any, scale: Any, groups: Any) -> Settings:
+def checked_settings(
+    E: int,
+    top_k: Any,
+    score: Any = "softmax",
+    normalize: Any = True,
+    eps: Any = 0.0,
+    scale: Any = 1.0,
+    groups: Any = None,
+) -> Settings:
     """Return the options of ``moe_route`` as Python values. Raise unless they fit ``E`` experts."""
     top_k = int(require_integer("top_k", top_k, 1))
     require_choice("score", score, SCORES)

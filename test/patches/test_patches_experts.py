@@ -151,7 +151,8 @@ def test_a_model_without_experts_keeps_the_name_of_theirs(device):
 def test_experts_and_attention_share_a_view(device):
     model = model_of("Mixtral", device)
     report = patch(model)
-    assert {row.pattern for row in report.patched} == {"rms_norm", "rope", "experts", "attention", "lm_head"}
+    found = {row.pattern for row in report.patched}
+    assert found == {"rms_norm", "rope", "experts", "router", "attention", "lm_head"}
     assert model.config is experts_of(model)[0].config
     names = lambda: (model.config._attn_implementation, model.config._experts_implementation)  # noqa: E731
     assert names() == ("liger_like", "liger_like")

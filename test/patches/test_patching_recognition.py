@@ -10,7 +10,7 @@ from tiny_models import assert_exact, batch, rows, tiny
 from torch import nn
 from transformers.models.llama import modeling_llama
 
-from liger_like.patches import UnrecognisedError, glu_mlp, layer_norm, rms_norm, rotary_functions
+from liger_like.patches import UnrecognisedError, glu_mlp, layer_norm, rms_norm, rotary_functions, routers
 from liger_like.patches.forms import form_of, match
 from liger_like.patching import patch
 
@@ -182,6 +182,54 @@ def in_place(self, x):
     return self.a * x
 
 
+def in_place_later(self, x):
+    x = x.view(-1)
+    x /= self.a
+    return x
+
+
+def in_place_by_two_names(self, x):
+    y = x + self.a
+    z = y
+    y /= self.b
+    return z
+
+
+def changed(self, x):
+    y = x + self.a
+    y /= y.sum()
+    y.clamp_(0)
+    if self.flag:
+        z = y
+    return y * z
+
+
+def changed_spelt_otherwise(self, x):
+    result = self.shift + x
+    result /= result.sum()
+    result.clamp_(0)
+    if self.scaled:
+        other = result
+    return other * result
+
+
+def not_changed(self, x):
+    y = x + self.a
+    y = y / y.sum()
+    y = y.clamp(0)
+    if self.flag:
+        z = y
+    return y * z
+
+
+def always_set(self, x):
+    y = x + self.a
+    y /= y.sum()
+    y.clamp_(0)
+    z = y if self.flag else 0
+    return y * z
+
+
 def scoped(self, x):
     return sum(y * self.a for y in x)
 
@@ -201,11 +249,17 @@ def test_forms():
     }
     with pytest.raises(UnrecognisedError, match="matches no known form"):
         match(scale_by_difference, Owner, (add_then_scale,))
+    assert match(changed_spelt_otherwise, Owner, (not_changed, always_set, changed)) == (
+        "changed",
+        {"a": "shift", "flag": "scaled"},
+    )
     assert match(starred, Owner, (spelt_out,))[0] == "spelt_out"
     for function in (
         branching,
         attribute,
         in_place,
+        in_place_later,
+        in_place_by_two_names,
         scoped,
         functools.wraps(branching)(lambda *args: branching(*args)),
         len,
@@ -215,7 +269,8 @@ def test_forms():
 
 
 def test_patterns_are_told_apart():
-    for patterns in (rms_norm.PATTERNS, layer_norm.PATTERNS, glu_mlp.PATTERNS, rotary_functions.PATTERNS):
+    kinds = rms_norm, layer_norm, glu_mlp, routers, rotary_functions
+    for patterns in (kind.PATTERNS for kind in kinds):
         owner = None if patterns is rotary_functions.PATTERNS else object
         assert [match(pattern, owner, patterns)[0] for pattern in patterns] == [
             pattern.__name__ for pattern in patterns

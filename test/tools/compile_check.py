@@ -38,6 +38,7 @@ from triton.experimental.gluon._runtime import GluonASTSource
 from triton.runtime.jit import JITFunction, create_function_from_signature
 
 from liger_like import testing
+from liger_like.ops import router_logits
 from liger_like.ops.attention import choice
 from liger_like.ops.attention import tiles as attention_tiles
 from liger_like.ops.attention.hopper import backward as hopper_backward
@@ -268,6 +269,12 @@ def run_glu_linear(dtypes: Iterable[torch.dtype]) -> None:
         glu_linear(act, torch.nn.Linear(width, 8, dtype=dtype), *gates).sum().backward()
 
 
+def run_router_logits() -> None:
+    """Logits of few and many experts, of widths that fill their blocks, that do not, and that are not aligned."""
+    for E, H in itertools.product((8, 60, 256), (2048, 2880, 100, 75)):
+        router_logits.router_logits(*(torch.empty(rows, H, dtype=torch.bfloat16) for rows in (2, E)))
+
+
 def record() -> list[Launch]:
     """Run the ops over dtypes, options and widths; return their launches, each specialisation once."""
     launches: dict[tuple[Any, ...], Launch] = {}
@@ -290,6 +297,7 @@ def record() -> list[Launch]:
             if not made:
                 sys.exit(f"{spec.name} launched no kernel for {dtype}, {shape}, {options}")
         run_glu_linear(DTYPES)
+        run_router_logits()
         gpus = ("sm_90",)
         with patch.object(tiles, "architecture", lambda device: 9), patch.dict(tiles._CHOSEN, clear=True):
             for spec, dtype, shape, options in calls():

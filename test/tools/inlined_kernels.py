@@ -27,6 +27,7 @@ from triton.compiler import ASTSource
 from triton.runtime import Autotuner
 
 from liger_like import ops
+from liger_like.ops import router_logits
 from liger_like.testing import SPECS
 
 TARGET = GPUTarget("cuda", 90, 32)
@@ -45,6 +46,7 @@ WRITTEN = {
     "_attention_dkv_kernel": {"dk_ptr", "dv_ptr"},
     "_attention_dq_kernel": {"dq_ptr"},
     "_attention_dbias_kernel": {"dbias_ptr"},
+    "_router_logits_kernel": {"logits_ptr"},
     "_moe_route_fwd_kernel": {"weights_ptr", "index_ptr"},
     "_moe_route_bwd_kernel": {"dlogits_ptr"},
     "_load_balancing_fwd_kernel": {"sums_ptr"},
@@ -147,6 +149,14 @@ def main() -> None:
             inputs = spec.inputs(torch.bfloat16, "cpu", **spec.test_shapes[0])
             torch._dynamo.mark_dynamic(inputs["logits"], 0)  # raises if the graph is for one number of tokens
             graph_nodes(spec.fn, inputs, {"top_k": 2})
+    with patch.object(router_logits, "use_kernel", lambda x: True):
+        x, weight = (torch.randn(rows, 32, dtype=torch.bfloat16, requires_grad=True) for rows in (6, 4))
+        torch._dynamo.mark_dynamic(x, 0)
+        nodes = graph_nodes(router_logits.router_logits, {"x": x, "weight": weight}, {})
+        launches = [node for node in nodes if "triton_kernel_wrapper" in str(node.target)]
+        wrong.update(*(findings(node, compiled) for node in launches))
+        if len(launches) != 1:  # the backward is a library op
+            wrong.add(f"router_logits: {len(launches)} launches")
     print(*sorted(wrong), f"{len(compiled)} variants of kernels compiled", sep="\n")
     sys.exit(bool(wrong))
 

@@ -2,6 +2,8 @@
 
 EXPERTS = "patches/experts.py"
 VIEWS = "patches/config_views.py"
+ROUTERS = "patches/routers.py"
+BALANCE = "patches/balance.py"
 
 PATCHES = [
     (EXPERTS, '"gate_up_bias": module.gate_up_proj_bias, ', "", "the bias of gate and up is left out"),
@@ -112,5 +114,72 @@ PATCHES = [
         "if row.status == PATCHED and config in others",
         "if False",
         "modules of one config are patched one by one",
+    ),
+    (ROUTERS, "weights.to(dtype)", "weights", "weights of a router stay in fp32"),
+    (
+        ROUTERS,
+        "bias=correction, **kind.options(parts))\n    dtype",
+        "**kind.options(parts))\n    dtype",
+        "no correction",
+    ),
+    (ROUTERS, "tuple(outputs[name] for name in kind.order)", "tuple(outputs.values())", "the logits come first always"),
+    (ROUTERS, 'x.reshape(-1, parts["width"]) if "width" in parts else x', "x", "the tokens of a batch are not joined"),
+    (
+        ROUTERS,
+        "dict(zip(names, args, strict=False)) | kwargs",
+        "dict(zip(names, (*args, *kwargs.values())))",
+        "arguments by name come in their order",
+    ),
+    (ROUTERS, "if autocast or not use_kernel(x)", "if autocast", "routers run our op where no kernel can run"),
+    (ROUTERS, "if autocast or not", "if not", "routers in fp32 ignore autocast"),
+    (ROUTERS, "raise NothingToDoError(str(error)) from None", "raise", "routers of other forms are taken for lost"),
+    (
+        ROUTERS,
+        'raise UnrecognisedError(f"its numbers do not fit: {error}") from error',
+        "pass",
+        "numbers that do not fit are found out in training",
+    ),
+    (ROUTERS, "x[clear]", "x", "rounding decides a trial"),
+    (
+        ROUTERS,
+        "weights.new_zeros(logits.shape).scatter(-1, index, weights)",
+        "weights",
+        "the order of experts counts in a trial",
+    ),
+    (ROUTERS, '"topk" in getattr(code, "co_names", ())', "False", "routers are not found"),
+    (ROUTERS, '"groups": (p["groups"], p["chosen"], "top2")', '"groups": None', "groups are ignored"),
+    (ROUTERS, 'None if p["method"] == "greedy" else', "None if True else", "groups of DeepSeek-V2 are ignored"),
+    (ROUTERS, 'lambda p: {"normalize": bool(p["normalize"])}', "lambda p: {}", "always normalised"),
+    ("patches/forms.py", "or texts.count(texts[0]) != 2", "", "a value with two names is changed in place"),
+    ("patches/forms.py", "name in inspect.signature(function).parameters or ", "", "an argument is changed in place"),
+    ("patches/forms.py", 'or ast.Name("unset")', "or ast.Constant(0)", "a name that may be unset counts as 0"),
+    (
+        ROUTERS,
+        "if len(inspect.signature(cls.forward).parameters) != len(inspect.signature(known).parameters):",
+        "if False:",
+        "an argument that is not read is taken for the correction",
+    ),
+    (BALANCE, "shape[-1] == num_experts and ", "", "another number of experts is ignored"),
+    (BALANCE, "and not sharded and use_kernel(layers[0])", "and not sharded", "our loss runs where no kernel can run"),
+    (BALANCE, "mask=None if mask is None else mask.detach().to(device)", "mask=None", "padding counts"),
+    (BALANCE, "len(kinds) == 1", "len(layers)", "layers of several shapes are taken for alike"),
+    (
+        BALANCE,
+        "if not isinstance(function, FunctionType) or not _agrees(function):",
+        "if function is None:",
+        "any function is taken for the loss",
+    ),
+    (BALANCE, "!= PARAMETERS", "== None", "a function of other arguments is tried"),
+    (
+        "patches/lm_head.py",
+        "            return balanced(self, *args",
+        "            return cls.forward(self, *args",
+        "the loss of evaluation is not balanced by ours",
+    ),
+    (
+        "patches/lm_head.py",
+        "output = balanced(self",
+        "output = cls.forward(self",
+        "the loss of training is not balanced by ours",
     ),
 ]

@@ -85,7 +85,34 @@ _MODULES = [
     ("torch.sigmoid(self.shared_expert_gate(x))", "self.shared_expert_gate(x)", "no sigmoid of the shared gate"),
     ("(E, H, I), fan_in=I", "(E, H, I), fan_in=H", "initial values of another fan-in"),
 ]
+_LOGITS = [
+    ("part = tl.dot(a, b, part, input", "part = tl.dot(a, b, input", "only the last products of 64 count"),
+    ("(offs_m < M)[:, None] & (offs_k < H - first)[None, :]", "(offs_m < M)[:, None]", "features past the last in x"),
+    (
+        "(offs_k < H - first)[:, None] & (offs_n < E)[None, :]",
+        "(offs_n < E)[None, :]",
+        "features past the last in the weight",
+    ),
+    ("tl.program_id(0) // tiles_n", "tl.program_id(0) // 1", "rows of another tile"),
+    ("(stride_xm, weight.stride(0), M, E, H)", "(int(H), weight.stride(0), M, E, H)", "rows of x are read as dense"),
+    ("weight = dense(weight)", "weight = weight", "a transposed weight is read as dense"),
+    ("torch.cat((hi, (dz - hi).to(x.dtype))", "torch.cat((hi, hi * 0)", "the gradient is rounded to bf16"),
+    ("view(2, *weight.shape).sum(0).to(weight.dtype)", "view(2, *weight.shape)[0].to(weight.dtype)", "dw lacks lo"),
+    ("x.dtype == weight.dtype == torch.bfloat16", "x.dtype == torch.bfloat16", "a weight in fp32 is read as bf16"),
+    (
+        "x.dtype == weight.dtype == torch.bfloat16 and use_kernel(x)",
+        "x.dtype == weight.dtype == torch.bfloat16 and False",
+        "x is kept in fp32 for the backward",
+    ),
+    (
+        "(tl.program_id(0) // tiles_n).to(tl.int64)",
+        "(tl.program_id(0) // tiles_n)",
+        "int32 offsets of rows",
+        "test_more_rows_than_int32_offsets",
+    ),
+]
 ROUTERS = [
+    *(("ops/router_logits.py", *bug) for bug in _LOGITS),
     *(("ops/router.py", *bug) for bug in _ROUTER),
     *(("ops/load_balancing.py", *bug) for bug in _LOSS),
     *(("nn.py", *bug) for bug in _MODULES),
