@@ -3,8 +3,11 @@
 The function is registered with transformers as ``liger_like``; a config with that name makes its experts call it.
 """
 
+import ast
 import copy
+import functools
 import inspect
+import sys
 from types import FunctionType
 from typing import Any, NamedTuple
 
@@ -14,6 +17,7 @@ from torch.distributed.tensor import DTensor
 from torch.nn import functional as F  # noqa: N812  # as transformers has it
 
 from liger_like.ops.experts import moe_experts
+from liger_like.ops.experts.lora import Lora
 from liger_like.patches import (
     NothingToDoError,
     Recogniser,
@@ -26,7 +30,7 @@ from liger_like.patches import (
 )
 from liger_like.patches.attention import NAME
 from liger_like.patches.foreign import foreign_forward
-from liger_like.patches.forms import match
+from liger_like.patches.forms import definition_of, match
 from liger_like.patches.glu_mlp import KERNELS, is_experts, kernel_of, runs
 from liger_like.runtime.support import KERNEL_DTYPES, use_kernel
 
@@ -76,7 +80,14 @@ def scaled_interleaved(self: Any, x: Tensor) -> Any:
     return (up + 1) * (gate * torch.sigmoid(gate * self.alpha))
 
 
+def folded(self: Any, W: Tensor) -> Any:  # noqa: N803  # as PEFT has it
+    """Match PEFT's sum of packed weights and an adapter, whose factors its module holds."""
+    with torch.autocast(device_type=W.device.type, enabled=False):
+        return torch.baddbmm(W, self.lhs, self.rhs, alpha=self.scaling)
+
+
 PATTERNS = (plain, plain_float, clamped, clamped_silu, scaled, scaled_halves, scaled_interleaved)
+PACKED = ("gate_up_proj", "down_proj")
 DTYPES = (*KERNEL_DTYPES, torch.float64)  # any other dtype is that of quantised weights
 NAMES = {"clamped": "clamped {}", "scaled": "clamped {}, up + 1"}  # first word of a pattern: its variant
 
@@ -99,7 +110,44 @@ def compute(module: Any, gate: Gate, x: Tensor, index: Tensor, weights: Tensor) 
     numbers = {role: getattr(module, name) for role, name in (("limit", gate.limit), ("alpha", gate.alpha)) if name}
     form = {"transposed": module.is_transposed, "interleaved": gate.interleaved}
     act = KERNELS[gate.kernel]
-    return moe_experts(x, module.gate_up_proj, module.down_proj, index, weights, **biases, act=act, **numbers, **form)
+    (gate_up, gate_up_lora), (down, down_lora) = (_factored(module, name) for name in PACKED)
+    loras = {"gate_up_lora": gate_up_lora, "down_lora": down_lora}
+    return moe_experts(x, gate_up, down, index, weights, **biases, **loras, act=act, **numbers, **form)
+
+
+def _factored(module: Any, name: str) -> tuple[Tensor, Lora | None]:
+    """Return packed weights and PEFT's adapter of them, or their sum if PEFT does not keep the adapter's factors."""
+    if name not in getattr(module, "parametrizations", ()):
+        return getattr(module, name), None
+    added = module.parametrizations[name]
+    if len(added) > 1 or not is_folded(type(added[0])):
+        return getattr(module, name), None
+    lhs, rhs, scale = added[0].lhs, added[0].rhs, added[0].scaling
+    return added.original, (lhs.mT, rhs.mT, scale) if module.is_transposed else (rhs, lhs, scale)
+
+
+@functools.cache
+def is_folded(cls: Any) -> bool:
+    """Return True if ``cls`` is PEFT's class of an adapter whose factors it holds; only known code is."""
+    try:
+        return hasattr(cls, "forward") and _code(cls.forward) == _code(folded)
+    except UnrecognisedError:
+        return False
+
+
+def _code(function: Any) -> list[str]:
+    """Return the statements of ``function`` without its docstring."""
+    return [ast.unparse(part) for part in definition_of(function).body if not isinstance(part, ast.Expr)]
+
+
+def _adapters(module: nn.Module, model: nn.Module) -> str:
+    """Return how the report names PEFT's adapters of the packed weights of ``module``; empty without."""
+    wrappers: list[Any] = [m for m in model.modules() if getattr(m, "parameter_name", None) in PACKED]
+    active = [[a for a in m.active_adapters if a in m.lora_A] for m in wrappers if m.get_base_layer() is module]
+    layer = sys.modules.get("peft.tuners.lora.layer")
+    proxy = getattr(layer, "_LoraFactorsProxy", object)  # older versions of PEFT have none
+    split = is_folded(proxy) and module.num_experts > 1  # PEFT adds the adapter of a single expert as a linear layer's
+    return "" if not any(active) else ", LoRA" if split and all(len(a) < 2 for a in active) else ", LoRA added in full"
 
 
 def run(module: Any, hidden_states: Tensor, top_k_index: Tensor, top_k_weights: Tensor) -> Tensor:
@@ -186,7 +234,7 @@ class Experts(Recogniser):
             if not isinstance(number := getattr(module, part[role]), int | float) or (role == "limit" and number <= 0):
                 raise UnrecognisedError(f"the number {part[role]} of its gate is {number}")
         kernel = kernel_of(getattr(module, part["act"])) if "act" in part else "swiglu"
-        return NAMES.get(pattern.split("_")[0], "{}").format(kernel)
+        return NAMES.get(pattern.split("_")[0], "{}").format(kernel) + _adapters(module, model)
 
     def methods(self, cls: type[Any], variant: str) -> dict[str, Any]:
         """Return the gate, for the instance: ``run`` reads it."""

@@ -346,8 +346,8 @@ SPECS = (
     OpSpec(
         "moe_experts",
         "sum over k of w_k (act(x W_gate) * (x W_up)) W_down, for the K experts of each token",
-        with_transposed(ops.moe_experts),
-        with_transposed(moe_experts_ref),
+        with_lora(with_transposed(ops.moe_experts)),
+        with_lora(with_transposed(moe_experts_ref)),
         experts_inputs,
         (
             {},
@@ -361,6 +361,7 @@ SPECS = (
             {"lead": (30,), "H": 25, "I": 32, "E": 70, "K": 4},
             {"lead": (35,), "H": 32, "I": 24, "E": 4, "K": 3, "elsewhere": 3},
             {"lead": (4, 11), "H": 40, "I": 24, "E": 4, "K": 3, "bias": True},
+            {"lead": (35,), "H": 32, "I": 24, "E": 4, "K": 3, "bias": True, "rank": 4},
         ),
         tuple(
             {"lead": (t,), "H": h, "I": i, "E": e, "K": k}

@@ -17,7 +17,8 @@ from liger_like.testing.inputs import experts_inputs
 
 SPEC = next(spec for spec in SPECS if spec.name == "moe_experts")
 SIZES = {"lead": (30,), "H": 32, "I": 16, "E": 4, "K": 2}
-PARAMETERS = ("x", "gate_up", "down", "weights", "gate_up_bias", "down_bias")
+LORA = ("gate_up_lora_a", "gate_up_lora_b", "down_lora_a", "down_lora_b")
+PARAMETERS = ("x", "gate_up", "down", "weights", "gate_up_bias", "down_bias", *LORA)
 GPT_OSS = {"alpha": 1.702, "limit": 1.5, "transposed": True, "interleaved": True}
 
 
@@ -87,7 +88,7 @@ def test_all_products_take_tiles_of_the_same_rows(kind, dtype, width, monkeypatc
 @pytest.mark.parametrize("options", [{}, GPT_OSS], ids=str)
 def test_the_experts_of_two_ranks_add_up(options, device):
     """Each rank has half of the experts, and the ids of the others are outside of its own."""
-    given = inputs(device, bias=True)
+    given = inputs(device, bias=True, rank=3)
     whole = run(SPEC.fn, given, options)
     parts = []
     for first in (0, 2):
@@ -103,7 +104,7 @@ def test_the_experts_of_two_ranks_add_up(options, device):
 
 @pytest.mark.parametrize("options", SPEC.options, ids=str)
 def test_a_token_without_experts_touches_nothing(options, device, poisoned):
-    given = inputs(device, bias=True)
+    given = inputs(device, bias=True, rank=3)
     away = torch.zeros(30, dtype=torch.bool, device=device)
     away[[0, 7, 29]] = True
     given["index"][away] = torch.tensor([9, -1], device=device)
@@ -121,12 +122,12 @@ def test_a_token_without_experts_touches_nothing(options, device, poisoned):
 
 def test_nan_stays_with_its_expert(device):
     """Token 0, whose rows fill up the tiles of others, goes to expert 1 only."""
-    given = inputs(device, K=1)
+    given = inputs(device, K=1, rank=3)
     given["index"][given["index"] == 1] = 2
     given["index"][0] = 1
     given["x"].data[0] = torch.nan
-    got = run(moe_experts, given, {"limit": 3.0})
-    for name in ("dgate_up", "ddown"):
+    got = run(SPEC.fn, given, {"limit": 3.0})
+    for name in ("dgate_up", "ddown", *(f"d{name}" for name in LORA)):
         assert [bool(t.isfinite().all()) for t in got[name]] == [True, False, True, True], name
     for name in ("out0", "dweights"):
         assert [bool(t.isfinite().all()) for t in got[name]] == [False] + [True] * 29, name
@@ -134,10 +135,10 @@ def test_nan_stays_with_its_expert(device):
 
 
 def test_many_experts_without_tokens(device, poisoned):
-    given = inputs(device, lead=(3,), E=40)
-    got = run(moe_experts, given, {})
+    given = inputs(device, lead=(3,), E=40, rank=3)
+    got = run(SPEC.fn, given, {})
     used = set(given["index"].flatten().tolist())
-    for name in ("dgate_up", "ddown"):
+    for name in ("dgate_up", "ddown", *(f"d{name}" for name in LORA)):
         assert [bool(t.any()) for t in got[name]] == [e in used for e in range(40)]
 
 
@@ -147,18 +148,25 @@ def test_many_experts_without_tokens(device, poisoned):
 @pytest.mark.parametrize(
     ("trained", "calls"),
     [
-        (("x",), {"moe_down_bwd", "moe_rows_times", "moe_combine"}),
-        (("gate_up",), {"moe_down_bwd", "moe_depth_product"}),
-        (("down",), {"moe_down_bwd", "moe_depth_product"}),
-        (("weights",), {"moe_down_bwd"}),
-        (("gate_up_bias",), {"moe_down_bwd", "moe_sum_rows"}),
+        (("x",), {"moe_down_bwd", "moe_low_rank", "moe_rows_times", "moe_combine"}),
+        (("gate_up",), {"moe_down_bwd", "moe_low_rank", "moe_depth_product"}),
+        (("down",), {"moe_down_bwd", "moe_low_rank", "moe_depth_product"}),
+        (("weights",), {"moe_down_bwd", "moe_low_rank"}),
+        (("gate_up_bias",), {"moe_down_bwd", "moe_low_rank", "moe_sum_rows"}),
         (("down_bias",), {"moe_sum_rows"}),
-        (PARAMETERS, {"moe_down_bwd", "moe_rows_times", "moe_combine", "moe_depth_product", "moe_sum_rows"}),
+        (("gate_up_lora_a",), {"moe_down_bwd", "moe_low_rank", "moe_depth_product"}),
+        (("gate_up_lora_b",), {"moe_down_bwd", "moe_low_rank", "moe_depth_product"}),
+        (("down_lora_a",), {"moe_down_bwd", "moe_low_rank", "moe_depth_product"}),
+        (("down_lora_b",), {"moe_down_bwd", "moe_low_rank", "moe_depth_product"}),
+        (
+            PARAMETERS,
+            {"moe_down_bwd", "moe_low_rank", "moe_rows_times", "moe_combine", "moe_depth_product", "moe_sum_rows"},
+        ),
     ],
     ids=lambda names: "-".join(names) if isinstance(names, tuple) else "",
 )
 def test_frozen_parts_cost_nothing(trained, calls, device, poisoned):
-    given = inputs(device, bias=True)
+    given = inputs(device, bias=True, rank=3)
     full = run(SPEC.fn, given, GPT_OSS)
     given = {n: t.detach().requires_grad_(n in trained) for n, t in given.items()}
     out = SPEC.fn(**given, **GPT_OSS)
@@ -167,7 +175,7 @@ def test_frozen_parts_cost_nothing(trained, calls, device, poisoned):
     with Ops() as mode:
         out.backward(upstream)
     assert set(mode.calls) == calls
-    assert mode.calls.count("moe_depth_product") == len({"gate_up", "down"} & {*trained})
+    assert mode.calls.count("moe_depth_product") == len({"gate_up", "down", *LORA} & {*trained})
     for name in trained:
         assert torch.equal(given[name].grad, full[f"d{name}"]), name
 
@@ -225,6 +233,83 @@ def test_flops(device):
     with FlopCounterMode(display=False) as backward:
         out.sum().backward()
     assert (forward.get_total_flops(), backward.get_total_flops()) == (3 * unit, 6 * unit)
+
+
+# adapters
+
+
+def folded(gate_up, down, gate_up_lora_a, gate_up_lora_b, down_lora_a, down_lora_b, **kwargs):
+    """The experts with their adapters added to the weights, as PEFT does; the factors are those of ``SPEC.fn``."""
+    gate_up = torch.baddbmm(gate_up, gate_up_lora_b, gate_up_lora_a, alpha=0.7)
+    down = torch.baddbmm(down, down_lora_b, down_lora_a, alpha=1.2)
+    return SPEC.ref(gate_up=gate_up, down=down, **kwargs)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float16])
+@pytest.mark.parametrize("options", [{}, GPT_OSS | {"limit": None}], ids=str)  # a limit passes gradients by chance
+@pytest.mark.parametrize("rank", [1, 4, 16, 40])
+def test_adapters_are_as_exact_as_sums_of_weights(rank, options, dtype, device, poisoned):
+    make = lambda: inputs(device, dtype, lead=(60,), bias=True, elsewhere=1, rank=rank)  # noqa: E731
+    assert_accurate(SPEC.fn, folded, make, options, draws=3)
+
+
+def test_the_adapter_of_one_matrix(device):
+    whole = inputs(device, rank=4)
+    for names in (LORA[:2], LORA[2:]):
+        given = {n: t for n, t in whole.items() if n not in LORA or n in names}
+        close(run(SPEC.fn, given, {}), run(SPEC.ref, given, {}), rtol=1e-5, atol=1e-5)
+
+
+def test_adapters_take_no_memory_of_the_size_of_the_experts(device):
+    """Nothing is kept but z, the product of x and A, and the factors."""
+    given = {n: t.detach().requires_grad_(n in ("x", *LORA)) for n, t in inputs(device, H=64, I=48, E=16, rank=4).items()}
+    kept, largest = {}, []
+
+    class Sizes(TorchDispatchMode):
+        def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+            result = func(*args, **(kwargs or {}))
+            own = {t.untyped_storage().data_ptr() for t in given.values()}
+            made = [t for t in torch.utils._pytree.tree_leaves(result) if isinstance(t, torch.Tensor)]
+            largest.extend(t.numel() for t in made if t.untyped_storage().data_ptr() not in own)
+            return result
+
+    with Sizes(), torch.autograd.graph.saved_tensors_hooks(lambda t: kept.setdefault(t.data_ptr(), t), lambda t: t):
+        SPEC.fn(**given).sum().backward()
+    assert max(largest) < min(given[name].numel() for name in ("gate_up", "down"))
+    own = {t.data_ptr() for t in given.values()}
+    sizes = sorted(t.numel() for at, t in kept.items() if at not in own and t.is_floating_point())
+    assert sizes == sorted([*(16 * 16 * width for width in (64, 96, 48, 64)), 60 * 16, 60 * 96])
+
+
+def test_a_checkpoint_with_adapters(device):
+    given = inputs(device, rank=4)
+    expected = run(SPEC.fn, given, {})
+    with Ops() as mode:
+        got = run(lambda **kwargs: checkpoint(SPEC.fn, use_reentrant=False, **kwargs), given, {})
+    close(got, expected, rtol=0, atol=0)
+    assert [mode.calls.count(name) for name in ("moe_gate_up", "moe_low_rank", "moe_combine")] == [2, 6, 2]
+
+
+def test_flops_of_adapters(device):
+    given, unit = inputs(device, rank=16), 2 * 60 * 16
+    base = 2 * 60 * 32 * 16
+    given = {n: t.detach().requires_grad_(n in ("x", *LORA)) for n, t in given.items()}
+    with FlopCounterMode(display=False) as forward:
+        out = SPEC.fn(**given)
+    with FlopCounterMode(display=False) as backward:
+        out.sum().backward()
+    widths = 32 + 32 + 16 + 32
+    # backward: the two products with each factor, and the gradient of each; dB of down also the product with A again
+    assert forward.get_total_flops() == 3 * base + unit * widths
+    assert backward.get_total_flops() == 3 * base + unit * (2 * widths + 16)
+
+
+def test_factors_of_another_dtype(device):
+    given = inputs(device, torch.float16, rank=4)
+    wide = {n: given[n].detach().float().requires_grad_() for n in LORA}
+    got, expected = run(SPEC.fn, given | wide, {}), run(SPEC.fn, given, {})
+    assert {got[f"d{name}"].dtype for name in LORA} == {torch.float32}
+    close({n: t.half() for n, t in got.items()}, expected, rtol=0, atol=0)
 
 
 # dtypes and devices
@@ -325,6 +410,7 @@ def test_shards_of_experts_are_refused(mesh):
 # errors
 
 X, W1, W2 = torch.randn(3, 8), torch.randn(4, 12, 8), torch.randn(4, 8, 6)
+A1, B1 = torch.randn(4, 2, 8), torch.randn(4, 12, 2)
 INDEX, WEIGHTS = torch.zeros(3, 2, dtype=torch.int64), torch.ones(3, 2)
 GIVEN = {"x": X, "gate_up": W1, "down": W2, "index": INDEX, "weights": WEIGHTS}
 
@@ -358,6 +444,14 @@ GIVEN = {"x": X, "gate_up": W1, "down": W2, "index": INDEX, "weights": WEIGHTS}
         (ValueError, r"weights must have shape \[3, 2\]", {"weights": WEIGHTS[:, :1]}),
         (TypeError, "weights must be floating point", {"weights": INDEX}),
         (ValueError, "down must be on cpu", {"down": W2.to("meta")}),
+        (TypeError, r"gate_up_lora must be \(A, B, scale\), got Tensor", {"gate_up_lora": W1}),
+        (TypeError, r"down_lora must be \(A, B, scale\), got tuple", {"down_lora": (W1, W2)}),
+        (TypeError, "A of down_lora must be a tensor, got NoneType", {"down_lora": (None, W2, 1.0)}),
+        (ValueError, r"A of gate_up_lora must have shape \[4, R, 8\].*got \[4, 12, 2\]", {"gate_up_lora": (B1, B1, 1.0)}),
+        (ValueError, r"A of gate_up_lora must have shape .*got \[4, 0, 8\]", {"gate_up_lora": (A1[:, :0], B1, 1.0)}),
+        (ValueError, r"B of gate_up_lora must have shape \[4, 12, 2\]", {"gate_up_lora": (A1, A1, 1.0)}),
+        (ValueError, r"A of down_lora must have shape \[4, R, 6\]", {"down_lora": (A1, B1, 1.0)}),
+        (TypeError, "scale of gate_up_lora must be a number", {"gate_up_lora": (A1, B1, A1)}),
         (ValueError, "act must be one of", {"act": "relu"}),
         (ValueError, "limit must be positive", {"limit": 0}),
         (TypeError, "limit must be a number", {"limit": "7"}),

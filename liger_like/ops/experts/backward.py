@@ -11,9 +11,15 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from liger_like.ops.experts.blocks import columns, gated_and_grads, grouped, halves, product, rows_of
+from liger_like.ops.experts.blocks import add_low_rank, columns, gated_and_grads, grouped, halves, product, rows_of
 from liger_like.ops.experts.checks import Gate
-from liger_like.ops.experts.forward import GATE_SCHEMA, gate_arguments, matrix_strides
+from liger_like.ops.experts.forward import (
+    GATE_SCHEMA,
+    gate_arguments,
+    low_rank_flops,
+    rank,
+    matrix_strides,
+)
 from liger_like.ops.experts.tiles import programs, tiles_for
 from liger_like.runtime.launcher import launch
 from liger_like.runtime.layout import packed, with_stride
@@ -55,8 +61,8 @@ def _store_down_bwd(
 
 @triton.jit
 def _down_bwd_kernel(
-    dout_ptr, w_ptr, weights_ptr, z_ptr, row_ptr, offsets_ptr, tiles_ptr, dz_ptr, wh_ptr, part_ptr,
-    stride_dm, stride_we, stride_wn, stride_wk, E, H, I, limit, alpha, TOPK: tl.constexpr,
+    dout_ptr, w_ptr, u_ptr, v_ptr, weights_ptr, z_ptr, row_ptr, offsets_ptr, tiles_ptr, dz_ptr, wh_ptr, part_ptr,
+    stride_dm, stride_we, stride_wn, stride_wk, R, E, H, I, limit, alpha, TOPK: tl.constexpr,
     ACT: tl.constexpr, LIMITED: tl.constexpr, INTERLEAVED: tl.constexpr, EVEN_N: tl.constexpr, EVEN_K: tl.constexpr,
     BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr, GROUP: tl.constexpr,
 ):  # fmt: skip
@@ -72,6 +78,8 @@ def _down_bwd_kernel(
         a_ptrs = dout_ptr + (row // TOPK).to(tl.int64)[:, None] * stride_dm + offs_k[None, :]
         b_ptrs = w_ptr + expert * stride_we + offs_n.to(tl.int64)[None, :] * stride_wn + offs_k[:, None] * stride_wk
         acc = product(a_ptrs, b_ptrs, offs_n < I, stride_wk, H, EVEN_N, EVEN_K, BLOCK_M, BLOCK_N, BLOCK_K)
+        if u_ptr is not None:
+            acc = add_low_rank(acc, u_ptr, v_ptr, within, expert, offs_n, offs_n < I, R, I, EVEN_N)
         weight = tl.load(weights_ptr + row).to(tl.float32)
         left, right = halves(acc)  # half the columns at a time, for want of registers
         first = n * BLOCK_N
@@ -112,9 +120,9 @@ def _dweights_kernel(
 
 
 def _down_bwd_outputs(
-    dout: Tensor, down: Tensor, bias: Tensor | None, index: Tensor, weights: Tensor, z: Tensor, row: Tensor,
-    offsets: Tensor, tiles: Tensor, pos: Tensor, act: str, limit: float | None, alpha: float | None, transposed: bool,
-    interleaved: bool, needs: list[bool],
+    dout: Tensor, down: Tensor, bias: Tensor | None, u: Tensor | None, v: Tensor | None, index: Tensor, weights: Tensor,
+    z: Tensor, row: Tensor, offsets: Tensor, tiles: Tensor, pos: Tensor, act: str, limit: float | None,
+    alpha: float | None, transposed: bool, interleaved: bool, needs: list[bool],
 ) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
     shapes = z.shape, (z.shape[0], z.shape[1] // 2), pos.shape
     dz, wh, dweights = (
@@ -124,18 +132,20 @@ def _down_bwd_outputs(
 
 
 @op(
-    "moe_down_bwd(Tensor dout, Tensor down, Tensor? bias, Tensor index, Tensor weights, Tensor z, Tensor row,"
-    f" Tensor offsets, Tensor tiles, Tensor pos, {GATE_SCHEMA}, bool[3] needs)"
+    "moe_down_bwd(Tensor dout, Tensor down, Tensor? bias, Tensor? u, Tensor? v, Tensor index, Tensor weights, Tensor z,"
+    f" Tensor row, Tensor offsets, Tensor tiles, Tensor pos, {GATE_SCHEMA}, bool[3] needs)"
     " -> (Tensor dz, Tensor wh, Tensor dweights)",
     _down_bwd_outputs,
-    flops=lambda dout, down, bias, index, weights, z, *_: 2 * z.shape[0] * down.shape[1:].numel(),
+    flops=lambda dout, down, bias, u, v, index, weights, z, *_: (
+        2 * z.shape[0] * down.shape[1:].numel() + low_rank_flops(u, v)
+    ),
 )
 def moe_down_bwd(
-    dout: Tensor, down: Tensor, bias: Tensor | None, index: Tensor, weights: Tensor, z: Tensor, row: Tensor,
-    offsets: Tensor, tiles: Tensor, pos: Tensor, *options: Any,
+    dout: Tensor, down: Tensor, bias: Tensor | None, u: Tensor | None, v: Tensor | None, index: Tensor, weights: Tensor,
+    z: Tensor, row: Tensor, offsets: Tensor, tiles: Tensor, pos: Tensor, *options: Any,
 ) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
     """Return dz [S, 2I], h times its weight [S, I] and dweights [T, K]; empty where the last option says so."""
-    outputs = _down_bwd_outputs(dout, down, bias, index, weights, z, row, offsets, tiles, pos, *options)
+    outputs = _down_bwd_outputs(dout, down, bias, u, v, index, weights, z, row, offsets, tiles, pos, *options)
     needs, gate, tile = options[-1], Gate(*options[:-1]), tiles_for(z, *down.shape[1:]).down_bwd
     dout, stride_dm = with_stride(dout)
     (T, topk), H, I, E = pos.shape, dout.shape[1], z.shape[1] // 2, len(down)
@@ -146,8 +156,8 @@ def moe_down_bwd(
     launch(
         _down_bwd_kernel,
         programs(z.device, len(tiles) * columns),
-        (dout, down, weights.contiguous(), z, row, offsets, tiles, dz, wh, part),
-        (stride_dm, *matrix_strides(down, not gate.transposed), E, H, I),
+        (dout, down, u, packed(v), weights.contiguous(), z, row, offsets, tiles, dz, wh, part),
+        (stride_dm, *matrix_strides(down, not gate.transposed), rank(v), E, H, I),
         floats,
         TOPK=topk,
         EVEN_N=I % tile.block_n == 0,
@@ -243,7 +253,7 @@ def moe_depth_product(
         return out.zero_()
     gathered, stride_gm = with_stride(gathered)
     E, M, N = out.shape
-    tile = tiles_for(own, M, N).depth
+    tile = tiles_for(own, M, N).depth.narrowed(M, N)
     launch(
         _depth_product_kernel,
         programs(own.device, E * -(-M // tile.block_m) * -(-N // tile.block_n)),
