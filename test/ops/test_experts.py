@@ -352,7 +352,7 @@ def test_autocast_leaves_float64(device):
 
 
 def test_without_kernels(device, references):
-    given = inputs("cpu", bias=True)
+    given = inputs("cpu", bias=True, rank=2)
     assert not use_kernel(given["x"])
     close(run(SPEC.fn, given, GPT_OSS), run(SPEC.ref, given, GPT_OSS), rtol=0, atol=0)
 
@@ -398,6 +398,12 @@ def test_shards_of_tokens(mesh):
     for name, got, want in zip(names, grads, expected, strict=True):
         assert got.placements == ((Shard(0) if tokens[name] == Shard(0) else Partial()),), name
         assert torch.equal(got.to_local(), want)
+
+
+def test_factors_that_are_dtensors_are_refused(mesh):
+    sharded = {n: distribute_tensor(t.detach(), mesh, [Replicate()]) for n, t in inputs("cpu", rank=2).items()}
+    with pytest.raises(TypeError, match="A of gate_up_lora must not be a DTensor"):
+        SPEC.fn(**sharded)
 
 
 def test_shards_of_experts_are_refused(mesh):
