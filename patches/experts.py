@@ -3,7 +3,6 @@
 The function is registered with transformers as ``liger_like``; a config with that name makes its experts call it.
 """
 
-import ast
 import copy
 import functools
 import inspect
@@ -30,7 +29,7 @@ from liger_like.patches import (
 )
 from liger_like.patches.attention import NAME
 from liger_like.patches.foreign import foreign_forward
-from liger_like.patches.forms import definition_of, match
+from liger_like.patches.forms import code_of, match
 from liger_like.patches.glu_mlp import KERNELS, is_experts, kernel_of, runs
 from liger_like.runtime.support import KERNEL_DTYPES, use_kernel
 
@@ -110,12 +109,14 @@ def compute(module: Any, gate: Gate, x: Tensor, index: Tensor, weights: Tensor) 
     numbers = {role: getattr(module, name) for role, name in (("limit", gate.limit), ("alpha", gate.alpha)) if name}
     form = {"transposed": module.is_transposed, "interleaved": gate.interleaved}
     act = KERNELS[gate.kernel]
-    (gate_up, gate_up_lora), (down, down_lora) = (_factored(module, name) for name in PACKED)
+    (gate_up, gate_up_lora), (down, down_lora) = (
+        factored(module, name, module.is_transposed) for name in PACKED
+    )
     loras = {"gate_up_lora": gate_up_lora, "down_lora": down_lora}
     return moe_experts(x, gate_up, down, index, weights, **biases, **loras, act=act, **numbers, **form)
 
 
-def _factored(module: Any, name: str) -> tuple[Tensor, Lora | None]:
+def factored(module: Any, name: str, transposed: bool) -> tuple[Tensor, Lora | None]:
     """Return packed weights and PEFT's adapter of them, or their sum if PEFT does not keep the adapter's factors."""
     if name not in getattr(module, "parametrizations", ()):
         return getattr(module, name), None
@@ -123,24 +124,26 @@ def _factored(module: Any, name: str) -> tuple[Tensor, Lora | None]:
     if len(added) > 1 or not is_folded(type(added[0])):
         return getattr(module, name), None
     lhs, rhs, scale = added[0].lhs, added[0].rhs, added[0].scaling
-    return added.original, (lhs.mT, rhs.mT, scale) if module.is_transposed else (rhs, lhs, scale)
+    return added.original, (lhs.mT, rhs.mT, scale) if transposed else (rhs, lhs, scale)
 
 
 @functools.cache
 def is_folded(cls: Any) -> bool:
     """Return True if ``cls`` is PEFT's class of an adapter whose factors it holds; only known code is."""
     try:
-        return hasattr(cls, "forward") and _code(cls.forward) == _code(folded)
+        return code_of(getattr(cls, "forward", None)) == code_of(folded)
     except UnrecognisedError:
         return False
 
 
-def _code(function: Any) -> list[str]:
-    """Return the statements of ``function`` without its docstring."""
-    return [ast.unparse(part) for part in definition_of(function).body if not isinstance(part, ast.Expr)]
+def check_weights(module: Any) -> None:
+    """Raise UnrecognisedError if kernels cannot read the packed weights of ``module``, such as quantised ones."""
+    for weight in (module.gate_up_proj, module.down_proj):
+        if type(weight) not in (Tensor, nn.Parameter, DTensor) or weight.dtype not in DTYPES:
+            raise UnrecognisedError(f"its weight is a {where(type(weight))} of {weight.dtype}")
 
 
-def _adapters(module: nn.Module, model: nn.Module) -> str:
+def adapters(module: nn.Module, model: nn.Module) -> str:
     """Return how the report names PEFT's adapters of the packed weights of ``module``; empty without."""
     wrappers: list[Any] = [m for m in model.modules() if getattr(m, "parameter_name", None) in PACKED]
     active = [[a for a in m.active_adapters if a in m.lora_A] for m in wrappers if m.get_base_layer() is module]
@@ -227,14 +230,12 @@ class Experts(Recogniser):
         if "float32" in _eager(cls).__code__.co_names and getattr(module.config, self.implementation) == "eager":
             raise UnrecognisedError("its experts are run in fp32 by eager")
         pattern, part = match(cls._apply_gate, cls, PATTERNS)
-        for weight in (module.gate_up_proj, module.down_proj):
-            if type(weight) not in (Tensor, nn.Parameter, DTensor) or weight.dtype not in DTYPES:
-                raise UnrecognisedError(f"its weight is a {where(type(weight))} of {weight.dtype}")
+        check_weights(module)
         for role in part.keys() - {"act"}:
             if not isinstance(number := getattr(module, part[role]), int | float) or (role == "limit" and number <= 0):
                 raise UnrecognisedError(f"the number {part[role]} of its gate is {number}")
         kernel = kernel_of(getattr(module, part["act"])) if "act" in part else "swiglu"
-        return NAMES.get(pattern.split("_")[0], "{}").format(kernel) + _adapters(module, model)
+        return NAMES.get(pattern.split("_")[0], "{}").format(kernel) + adapters(module, model)
 
     def methods(self, cls: type[Any], variant: str) -> dict[str, Any]:
         """Return the gate, for the instance: ``run`` reads it."""

@@ -17,7 +17,7 @@ PATCHES = [
         "interleaved=False",
         "gate and up that take turns are taken for halves",
     ),
-    (EXPERTS, "(lhs.mT, rhs.mT, scale) if module.is_transposed else ", "", "factors of the other layout"),
+    (EXPERTS, "(lhs.mT, rhs.mT, scale) if transposed else ", "", "factors of the other layout"),
     (EXPERTS, "len(added) > 1 or ", "", "a parametrisation below PEFT's is left out"),
     (EXPERTS, " or not is_folded(type(added[0]))", "", "an adapter of unknown code is taken for known"),
     (EXPERTS, "all(len(a) < 2 for a in active)", "True", "two adapters are reported as split"),
