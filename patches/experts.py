@@ -4,7 +4,6 @@ The function is registered with transformers as ``liger_like``; a config with th
 """
 
 import copy
-import functools
 import inspect
 import sys
 from types import FunctionType
@@ -79,7 +78,7 @@ def scaled_interleaved(self: Any, x: Tensor) -> Any:
     return (up + 1) * (gate * torch.sigmoid(gate * self.alpha))
 
 
-def folded(self: Any, W: Tensor) -> Any:  # noqa: N803  # as PEFT has it
+def folded(self: Any, W: Tensor) -> Any:  # as PEFT has it
     """Match PEFT's sum of packed weights and an adapter, whose factors its module holds."""
     with torch.autocast(device_type=W.device.type, enabled=False):
         return torch.baddbmm(W, self.lhs, self.rhs, alpha=self.scaling)
@@ -109,10 +108,8 @@ def compute(module: Any, gate: Gate, x: Tensor, index: Tensor, weights: Tensor) 
     numbers = {role: getattr(module, name) for role, name in (("limit", gate.limit), ("alpha", gate.alpha)) if name}
     form = {"transposed": module.is_transposed, "interleaved": gate.interleaved}
     act = KERNELS[gate.kernel]
-    (gate_up, gate_up_lora), (down, down_lora) = (
-        factored(module, name, module.is_transposed) for name in PACKED
-    )
-    loras = {"gate_up_lora": gate_up_lora, "down_lora": down_lora}
+    (gate_up, lora), (down, down_lora) = (factored(module, name, module.is_transposed) for name in PACKED)
+    loras: dict[str, Any] = {"gate_up_lora": lora, "down_lora": down_lora}
     return moe_experts(x, gate_up, down, index, weights, **biases, **loras, act=act, **numbers, **form)
 
 
@@ -121,17 +118,17 @@ def factored(module: Any, name: str, transposed: bool) -> tuple[Tensor, Lora | N
     if name not in getattr(module, "parametrizations", ()):
         return getattr(module, name), None
     added = module.parametrizations[name]
-    if len(added) > 1 or not is_folded(type(added[0])):
+    last: Any = added[-1]
+    if len(added) > 1 or not is_folded(type(last).forward):
         return getattr(module, name), None
-    lhs, rhs, scale = added[0].lhs, added[0].rhs, added[0].scaling
+    lhs, rhs, scale = last.lhs, last.rhs, last.scaling
     return added.original, (lhs.mT, rhs.mT, scale) if transposed else (rhs, lhs, scale)
 
 
-@functools.cache
-def is_folded(cls: Any) -> bool:
-    """Return True if ``cls`` is PEFT's class of an adapter whose factors it holds; only known code is."""
+def is_folded(forward: Any) -> bool:
+    """Return True if ``forward`` is that of PEFT's adapter that holds its factors, word for word."""
     try:
-        return code_of(getattr(cls, "forward", None)) == code_of(folded)
+        return code_of(forward) == code_of(folded)
     except UnrecognisedError:
         return False
 
@@ -143,13 +140,13 @@ def check_weights(module: Any) -> None:
             raise UnrecognisedError(f"its weight is a {where(type(weight))} of {weight.dtype}")
 
 
-def adapters(module: nn.Module, model: nn.Module) -> str:
+def adapters(module: Any, model: nn.Module) -> str:
     """Return how the report names PEFT's adapters of the packed weights of ``module``; empty without."""
     wrappers: list[Any] = [m for m in model.modules() if getattr(m, "parameter_name", None) in PACKED]
     active = [[a for a in m.active_adapters if a in m.lora_A] for m in wrappers if m.get_base_layer() is module]
     layer = sys.modules.get("peft.tuners.lora.layer")
-    proxy = getattr(layer, "_LoraFactorsProxy", object)  # older versions of PEFT have none
-    split = is_folded(proxy) and module.num_experts > 1  # PEFT adds the adapter of a single expert as a linear layer's
+    proxy = getattr(layer, "_LoraFactorsProxy", None)  # older versions of PEFT have none, and none is for one expert
+    split = module.num_experts > 1 and is_folded(getattr(proxy, "forward", None))
     return "" if not any(active) else ", LoRA" if split and all(len(a) < 2 for a in active) else ", LoRA added in full"
 
 

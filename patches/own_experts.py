@@ -101,14 +101,14 @@ def block_forward(self: Any, hidden_states: Tensor, experts: Callable[..., Tenso
     scores, index = router_scores.topk(self.top_k, dim=1)
     out = self.shared_expert(x)
     rows = experts((x[:, None] * scores[..., None]).flatten(0, 1), index.reshape(-1, 1))
-    out.add_(rows.unflatten(0, (-1, self.top_k)).sum(1))
+    out.add_(rows.view(len(x), self.top_k, -1).sum(1))
     return out, router_logits
 
 
 def rows_forward(self: Any, x: Tensor, index: Tensor, kernel: str) -> Tensor:
     """Compute Llama 4's experts for rows that have an expert each."""
     (gate_up, gate_up_lora), (down, down_lora) = (factored(self, name, transposed=True) for name in PACKED)
-    loras = {"gate_up_lora": gate_up_lora, "down_lora": down_lora}
+    loras: dict[str, Any] = {"gate_up_lora": gate_up_lora, "down_lora": down_lora}
     weights = torch.ones_like(index, dtype=x.dtype)
     return moe_experts(x, gate_up, down, index, weights, act=KERNELS[kernel], transposed=True, **loras)
 
@@ -143,7 +143,7 @@ class OwnExperts(Recogniser):
         if experts is not module and not (matches(module.router, scored_router) and matches(experts, scored_experts)):
             raise UnrecognisedError(f"its router is a {type(module.router)}, its experts are a {type(experts)}")
         if experts is module and (type(module.identity_expert) is not nn.Identity or module.num_routed_experts == 0):
-            raise UnrecognisedError("it has no routed experts, or its other experts do not return their input")
+            raise UnrecognisedError("it has no routed experts, or its others do not return their input")
         check_weights(experts)
         return kernel_of(experts.act_fn) + (adapters(experts, model) if experts is not module else "")
 
@@ -200,9 +200,13 @@ class OwnExperts(Recogniser):
             row, total = torch.arange(6, device=x.device), module.total_experts
             index = torch.stack((row % total, total - 1 - row % total), 1)
             weights = random_like(x, 6, 2).abs()
-            original = lambda x, weights: forward(module, x, index, weights)  # noqa: E731
-            replacement = lambda x, weights: identities_forward(module, x, index, weights, kernel)  # noqa: E731
-            return Trial(original, replacement, (x, weights), parameters, depth)
+            return Trial(
+                lambda x, weights: forward(module, x, index, weights),
+                lambda x, weights: identities_forward(module, x, index, weights, kernel),
+                (x, weights),
+                parameters,
+                depth,
+            )
 
         def block(x: Tensor) -> tuple[Tensor, Tensor]:
             experts.forward = functools.partial(rows_forward, experts, kernel=kernel)  # PEFT's wrappers call it

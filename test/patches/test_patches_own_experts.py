@@ -22,21 +22,6 @@ LLAMA = {"num_local_experts": 4, "num_experts_per_tok": 2, "intermediate_size": 
 TARGETS = ["feed_forward.experts.gate_up_proj", "feed_forward.experts.down_proj"]
 
 
-@pytest.fixture
-def calls(monkeypatch):
-    """Calls of the op; on a CPU its definition runs, since its kernels have tests of their own."""
-    made, op = [], own_experts.moe_experts
-    monkeypatch.setattr(own_experts, "moe_experts", lambda *args, **options: made.append(options) or op(*args, **options))
-    return made
-
-
-@pytest.fixture
-def defined(references, calls, monkeypatch):
-    """Let the op run where no kernel can."""
-    monkeypatch.setattr(own_experts, "use_kernel", lambda x: True)
-    return calls
-
-
 def llama(device, **config):
     layers = config.get("num_hidden_layers", 2)
     config |= {"moe_layers": [*range(layers)], "layer_types": ["chunked_attention", "full_attention"][:layers]}
@@ -250,6 +235,14 @@ def test_blocks_that_are_left_alone_and_why(case, device):
     skipped = [row for row in report.rows if row.status == "skipped"]
     assert any(reason in row.reason for row in skipped), report
     assert not any(hasattr(type(part), "_liger_like") for part in (block, block.experts))
+
+
+def test_longcat_whose_other_experts_change_their_input(device, monkeypatch):
+    model = longcat(device, monkeypatch)
+    for block in blocks_of(model):
+        block.experts.identity_expert = nn.ReLU()
+    (row,) = rows(patch(model, **OTHERS), "experts")
+    assert (row.status, row.reason) == ("skipped", "it has no routed experts, or its others do not return their input")
 
 
 @pytest.mark.parametrize("family", FAMILIES)

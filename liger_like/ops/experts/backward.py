@@ -17,8 +17,8 @@ from liger_like.ops.experts.forward import (
     GATE_SCHEMA,
     gate_arguments,
     low_rank_flops,
-    rank,
     matrix_strides,
+    rank,
 )
 from liger_like.ops.experts.tiles import programs, tiles_for
 from liger_like.runtime.launcher import launch

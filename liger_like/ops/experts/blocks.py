@@ -46,6 +46,7 @@ def product(
 def add_product(
     acc, a_ptrs, b_ptrs, inside, stride_bk, K, EVEN_N: tl.constexpr, EVEN_K: tl.constexpr, BLOCK_K: tl.constexpr
 ):
+    """Return acc + a b; the arguments are those of ``product``."""
     offs_k = tl.arange(0, BLOCK_K)
     for k in range(0, K, BLOCK_K):
         a = tl.load(a_ptrs) if EVEN_K else tl.load(a_ptrs, mask=(offs_k < K - k)[None, :], other=0.0)

@@ -144,6 +144,7 @@ def rank(v: Tensor | None) -> int:
 
 
 def low_rank_flops(u: Tensor | None, v: Tensor | None) -> int:
+    """Return the FLOPs of u v."""
     return 0 if u is None or v is None else 2 * u.shape[0] * v.shape[1:].numel()
 
 

@@ -4,7 +4,6 @@ u = s x A^T [S, R] is rounded once. The product with W adds u B^T to its sum, an
 v = s dy B. Neither B A nor a gradient of its size is ever computed.
 """
 
-import math
 from typing import Any, NamedTuple
 
 import torch
@@ -121,4 +120,3 @@ def moe_low_rank(
         **tile.constants(),
     )
     return out
-
