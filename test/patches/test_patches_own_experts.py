@@ -71,11 +71,9 @@ def test_llama4(k, device, defined, monkeypatch):
     defined.clear()
     assert_exact(patched, original, inputs)
     assert len(defined) == 2
-    with torch.no_grad():
-        options = {**inputs, "output_router_logits": True}
-        got, expected = (model(**options).router_logits for model in (patched, original))
-    assert len(got) == 2
-    torch.testing.assert_close(got, expected)
+    x = torch.randn(2, 5, original.config.hidden_size, device=device)
+    for block, twin in zip(blocks_of(patched), blocks_of(original), strict=True):
+        torch.testing.assert_close(block(x), twin(x))
     assert {row.status for row in rows(patch(patched, **OTHERS), "experts")} == {"already patched"}
     unpatch(patched)
     assert [type(m) for m in patched.modules()] == [type(m) for m in original.modules()]
