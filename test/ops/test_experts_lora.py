@@ -26,6 +26,52 @@ def test_adapters_are_as_exact_as_sums_of_weights(rank, options, dtype, device, 
     assert_accurate(SPEC.fn, folded, make, options, draws=3)
 
 
+@pytest.mark.gpu
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
+@pytest.mark.parametrize("options", [{}, GPT_OSS | {"limit": None}], ids=str)
+@pytest.mark.parametrize("rank", [4, 64])
+@pytest.mark.parametrize("widths", [{"H": 512, "I": 256}, {"H": 456, "I": 328}, {"H": 100, "I": 75}], ids=str)
+def test_several_tiles_of_each_expert(widths, rank, options, dtype, poisoned):
+    make = lambda: inputs("cuda", dtype, lead=(1500,), E=5, K=3, bias=True, elsewhere=1, rank=rank, **widths)  # noqa: E731
+    assert_accurate(SPEC.fn, folded, make, options)
+
+
+def test_the_same_bits_compiled_and_again(device, poisoned):
+    given = inputs(device, rank=4, bias=True)
+    torch._dynamo.reset()
+    compiled = torch.compile(SPEC.fn, fullgraph=True, backend="aot_eager")
+    expected = run(SPEC.fn, given, GPT_OSS)
+    for fn in (SPEC.fn, compiled):
+        close(run(fn, given, GPT_OSS), expected, rtol=0, atol=0)
+
+
+def test_a_second_derivative_raises(device):
+    given = inputs(device, rank=4)
+    (grad,) = torch.autograd.grad(SPEC.fn(**given).sum(), given["down_lora_b"], create_graph=True)
+    with pytest.raises(RuntimeError, match="differentiate twice"):
+        torch.autograd.grad(grad.sum(), given["down_lora_a"])
+
+
+class Recorded(TorchDispatchMode):
+    """Notes the arguments of each of the library's ops."""
+
+    def __init__(self):
+        super().__init__()
+        self.calls = []
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        if func.namespace == "liger_like":
+            self.calls.append((func, args))
+        return func(*args, **(kwargs or {}))
+
+
+def test_opcheck(device):
+    with Recorded() as mode:
+        SPEC.fn(**inputs(device, rank=4)).sum().backward()
+    for func, args in mode.calls:
+        torch.library.opcheck(func, tuple(a.detach() if isinstance(a, torch.Tensor) else a for a in args))
+
+
 def test_the_adapter_of_one_matrix(device):
     whole = inputs(device, rank=4)
     for names in (LORA[:2], LORA[2:]):
