@@ -5,12 +5,14 @@ import copy
 import peft
 import pytest
 import torch
+import torch.distributed as dist
 import transformers
 from test_patches_experts import OTHERS
 from test_patches_experts_lora import are_split
 from test_patches_mlp import CHANGES
 from tiny_models import assert_exact, batch, results, rows, tiny
 from torch import nn
+from torch.distributed.fsdp import fully_shard
 
 import liger_like.patching
 from liger_like.doctor import tiny as doctored
@@ -159,6 +161,27 @@ def test_autocast(family, dtype, device, defined, monkeypatch):
     assert {name: t.dtype for name, t in got.items()} == {name: t.dtype for name, t in expected.items()}
     for name, t in expected.items():
         assert (got[name] - t).norm() <= 16 * torch.finfo(dtype).eps * t.norm(), name
+
+
+@pytest.mark.parametrize("order", ["before", "after"])
+def test_fully_sharded(order, defined):
+    original = llama("cpu")
+    model = copy.deepcopy(original)
+    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+    try:
+        if order == "before":
+            patch(model, strict=True, **OTHERS)
+        for module in (*(block.experts for block in blocks_of(model)), model):
+            fully_shard(module, mesh=dist.init_device_mesh("cpu", (1,)))
+        patch(model, strict=True, **OTHERS)
+        inputs = batch("cpu")
+        defined.clear()
+        got, expected = results(model, inputs), results(original, inputs)
+        assert len(defined) == 2
+        for name, t in expected.items():
+            torch.testing.assert_close(got[name].full_tensor() if name != "loss" else got[name], t)
+    finally:
+        dist.destroy_process_group()
 
 
 @pytest.mark.parametrize("order", ["before", "after"])
