@@ -146,7 +146,8 @@ def adapters(module: Any, model: nn.Module) -> str:
     active = [[a for a in m.active_adapters if a in m.lora_A] for m in wrappers if m.get_base_layer() is module]
     layer = sys.modules.get("peft.tuners.lora.layer")
     proxy = getattr(layer, "_LoraFactorsProxy", None)  # older versions of PEFT have none, and none is for one expert
-    split = module.num_experts > 1 and is_folded(getattr(proxy, "forward", None))
+    others = {*PACKED} & {*getattr(module, "parametrizations", ())}  # PEFT's are there within its forward only
+    split = not others and module.num_experts > 1 and is_folded(getattr(proxy, "forward", None))
     return "" if not any(active) else ", LoRA" if split and all(len(a) < 2 for a in active) else ", LoRA added in full"
 
 

@@ -232,6 +232,29 @@ def test_other_parametrisations_stay(device, defined):
     defined.clear()
     torch.testing.assert_close(*(model(**inputs).loss for model in models))
     assert are_split(defined) == {(False, True)}
+    assert variant_of(models[0]) == "swiglu, LoRA added in full"
+
+
+class Dequantised(torch.nn.Module):
+    """Weights that are stored in 8 bits and made in each forward, as bitsandbytes does."""
+
+    def forward(self, stored):
+        return (stored.float() - 128) / 300
+
+
+def test_weights_that_are_made_in_each_forward(device, defined):
+    original = model_of("Qwen3Moe", device, num_hidden_layers=1)
+    for module in experts_of(original):
+        for name in experts.PACKED:
+            weight = getattr(module, name)
+            setattr(module, name, torch.nn.Parameter((weight * 300 + 128).clamp(0, 255).byte(), requires_grad=False))
+            torch.nn.utils.parametrize.register_parametrization(module, name, Dequantised(), unsafe=True)
+    patched = copy.deepcopy(original)
+    patch(patched, **OTHERS)
+    inputs = batch(device)
+    defined.clear()
+    torch.testing.assert_close(results(patched, inputs), results(original, inputs))
+    assert are_split(defined) == {(False, False)}
 
 
 def test_peft_is_as_the_pattern_knows_it():

@@ -31,6 +31,7 @@ PATCHES = [
     (EXPERTS, "(lhs.mT, rhs.mT, scale) if transposed else ", "", "factors of the other layout"),
     (EXPERTS, "len(added) > 1 or ", "", "a parametrisation below PEFT's is left out"),
     (EXPERTS, " or not is_folded(type(last).forward)", "", "an adapter of unknown code is taken for known"),
+    (EXPERTS, "split = not others and ", "split = ", "another parametrisation is reported as split"),
     (EXPERTS, "all(len(a) < 2 for a in active)", "True", "two adapters are reported as split"),
     (EXPERTS, '("limit", gate.limit), ', "", "the live limit of the gate is left out"),
     (EXPERTS, ', ("alpha", gate.alpha)', "", "the live alpha of the gate is left out"),
