@@ -294,13 +294,14 @@ def test_leading_dimensions(device):
     assert moe_experts(**one).shape == (32,)
 
 
-def test_lengths_do_not_recompile(device):
+@pytest.mark.parametrize("rank", [0, 4])
+def test_lengths_do_not_recompile(rank, device):
     torch._dynamo.reset()
     counter = CompileCounterWithBackend("aot_eager")
-    compiled = torch.compile(moe_experts, fullgraph=True, backend=counter)
+    compiled = torch.compile(SPEC.fn, fullgraph=True, backend=counter)
     for rows in (20, 21, 24, 32):
-        given = inputs(device, lead=(rows,))
-        close(run(compiled, given, {}), run(moe_experts, given, {}), rtol=0, atol=0)
+        given = inputs(device, lead=(rows,), rank=rank)
+        close(run(compiled, given, {}), run(SPEC.fn, given, {}), rtol=0, atol=0)
     assert counter.frame_count <= 2
 
 

@@ -110,7 +110,7 @@ class _Experts(torch.autograd.Function):
         t, needs = Operands(*tensors), Operands(*ctx.needs_input_grad[4:])
         dout, _ = with_stride(dout)  # several kernels read it: a copy, if it takes one, is made once
         topk, transposed, scales = pos.shape[1], ctx.gate.transposed, ctx.scales
-        own = torch.arange(len(row), dtype=row.dtype, device=row.device) if needs.b1 or needs.a2 else None
+        own = torch.arange(row.shape[0], dtype=row.dtype, device=row.device) if needs.b1 or needs.a2 else None
         needs_dz = needs.x or needs.gate_up or needs.gate_up_bias or needs.a1 or needs.b1
         wanted = [needs_dz, needs.down or needs.a2 or needs.b2, needs.weights]
         grads: dict[str, Tensor] = {}
