@@ -30,6 +30,7 @@ from liger_like.patches.foreign import foreign_forward, rebind_forward, replaced
 from liger_like.patches.glu_mlp import GLUMLP
 from liger_like.patches.layer_norm import LayerNorm
 from liger_like.patches.lm_head import LMHead
+from liger_like.patches.own_experts import OwnExperts
 from liger_like.patches.qk_norm_rope import QKNormRope
 from liger_like.patches.rms_norm import RMSNorm
 from liger_like.patches.rope import Rope
@@ -43,7 +44,16 @@ PATCHED, ALREADY, SKIPPED, ABSENT = "patched", "already patched", "skipped", "ab
 # makes a whole model faster.
 RECOGNISERS: dict[str, Recogniser] = {
     recogniser.pattern: recogniser
-    for recogniser in (RMSNorm(), LayerNorm(), QKNormRope(), Rope(), GLUMLP(), Router(), LMHead())
+    for recogniser in (
+        RMSNorm(),
+        LayerNorm(),
+        QKNormRope(),
+        Rope(),
+        OwnExperts(),
+        GLUMLP(),
+        Router(),
+        LMHead(),
+    )
 }
 
 raise_errors = False  # the tests set it: there an unexpected exception is a bug, not a reason to skip the module
@@ -169,7 +179,7 @@ def patch(
             rows += _grouped([row for row, _ in found])
             swaps.update(swap for _, swap in found if swap is not None)
         if len(rows) == before:
-            patterns = ", ".join(recogniser.pattern for recogniser in recognisers)
+            patterns = ", ".join({recogniser.pattern: None for recogniser in recognisers})
             rows.append(Row(patterns, "", "", 0, ABSENT, "the model has none"))
     report = PatchReport(model, tuple(rows))
     if strict and any(row.status == SKIPPED for row in rows):

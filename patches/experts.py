@@ -5,6 +5,7 @@ The function is registered with transformers as ``liger_like``; a config with th
 
 import copy
 import inspect
+import sys
 from types import FunctionType
 from typing import Any, NamedTuple
 
@@ -14,6 +15,7 @@ from torch.distributed.tensor import DTensor
 from torch.nn import functional as F  # noqa: N812  # as transformers has it
 
 from liger_like.ops.experts import moe_experts
+from liger_like.ops.experts.lora import Lora
 from liger_like.patches import (
     NothingToDoError,
     Recogniser,
@@ -26,7 +28,7 @@ from liger_like.patches import (
 )
 from liger_like.patches.attention import NAME
 from liger_like.patches.foreign import foreign_forward
-from liger_like.patches.forms import match
+from liger_like.patches.forms import code_of, match
 from liger_like.patches.glu_mlp import KERNELS, is_experts, kernel_of, runs
 from liger_like.runtime.support import KERNEL_DTYPES, use_kernel
 
@@ -76,7 +78,14 @@ def scaled_interleaved(self: Any, x: Tensor) -> Any:
     return (up + 1) * (gate * torch.sigmoid(gate * self.alpha))
 
 
+def folded(self: Any, W: Tensor) -> Any:  # as PEFT has it
+    """Match PEFT's sum of packed weights and an adapter, whose factors its module holds."""
+    with torch.autocast(device_type=W.device.type, enabled=False):
+        return torch.baddbmm(W, self.lhs, self.rhs, alpha=self.scaling)
+
+
 PATTERNS = (plain, plain_float, clamped, clamped_silu, scaled, scaled_halves, scaled_interleaved)
+PACKED = ("gate_up_proj", "down_proj")
 DTYPES = (*KERNEL_DTYPES, torch.float64)  # any other dtype is that of quantised weights
 NAMES = {"clamped": "clamped {}", "scaled": "clamped {}, up + 1"}  # first word of a pattern: its variant
 
@@ -99,7 +108,47 @@ def compute(module: Any, gate: Gate, x: Tensor, index: Tensor, weights: Tensor) 
     numbers = {role: getattr(module, name) for role, name in (("limit", gate.limit), ("alpha", gate.alpha)) if name}
     form = {"transposed": module.is_transposed, "interleaved": gate.interleaved}
     act = KERNELS[gate.kernel]
-    return moe_experts(x, module.gate_up_proj, module.down_proj, index, weights, **biases, act=act, **numbers, **form)
+    (gate_up, lora), (down, down_lora) = (factored(module, name, module.is_transposed) for name in PACKED)
+    loras: dict[str, Any] = {"gate_up_lora": lora, "down_lora": down_lora}
+    return moe_experts(x, gate_up, down, index, weights, **biases, **loras, act=act, **numbers, **form)
+
+
+def factored(module: Any, name: str, transposed: bool) -> tuple[Tensor, Lora | None]:
+    """Return packed weights and PEFT's adapter of them, or their sum if PEFT does not keep the adapter's factors."""
+    if name not in getattr(module, "parametrizations", ()):
+        return getattr(module, name), None
+    added = module.parametrizations[name]
+    last: Any = added[-1]
+    if len(added) > 1 or not is_folded(type(last).forward):
+        return getattr(module, name), None
+    lhs, rhs, scale = last.lhs, last.rhs, last.scaling
+    return added.original, (lhs.mT, rhs.mT, scale) if transposed else (rhs, lhs, scale)
+
+
+def is_folded(forward: Any) -> bool:
+    """Return True if ``forward`` is that of PEFT's adapter that holds its factors, word for word."""
+    try:
+        return code_of(forward) == code_of(folded)
+    except UnrecognisedError:
+        return False
+
+
+def check_weights(module: Any) -> None:
+    """Raise UnrecognisedError if kernels cannot read the packed weights of ``module``, such as quantised ones."""
+    for weight in (module.gate_up_proj, module.down_proj):
+        if type(weight) not in (Tensor, nn.Parameter, DTensor) or weight.dtype not in DTYPES:
+            raise UnrecognisedError(f"its weight is a {where(type(weight))} of {weight.dtype}")
+
+
+def adapters(module: Any, model: nn.Module) -> str:
+    """Return how the report names PEFT's adapters of the packed weights of ``module``; empty without."""
+    wrappers: list[Any] = [m for m in model.modules() if getattr(m, "parameter_name", None) in PACKED]
+    active = [[a for a in m.active_adapters if a in m.lora_A] for m in wrappers if m.get_base_layer() is module]
+    layer = sys.modules.get("peft.tuners.lora.layer")
+    proxy = getattr(layer, "_LoraFactorsProxy", None)  # older versions of PEFT have none, and none is for one expert
+    others = {*PACKED} & {*getattr(module, "parametrizations", ())}  # PEFT's are there within its forward only
+    split = not others and module.num_experts > 1 and is_folded(getattr(proxy, "forward", None))
+    return "" if not any(active) else ", LoRA" if split and all(len(a) < 2 for a in active) else ", LoRA added in full"
 
 
 def run(module: Any, hidden_states: Tensor, top_k_index: Tensor, top_k_weights: Tensor) -> Tensor:
@@ -179,14 +228,12 @@ class Experts(Recogniser):
         if "float32" in _eager(cls).__code__.co_names and getattr(module.config, self.implementation) == "eager":
             raise UnrecognisedError("its experts are run in fp32 by eager")
         pattern, part = match(cls._apply_gate, cls, PATTERNS)
-        for weight in (module.gate_up_proj, module.down_proj):
-            if type(weight) not in (Tensor, nn.Parameter, DTensor) or weight.dtype not in DTYPES:
-                raise UnrecognisedError(f"its weight is a {where(type(weight))} of {weight.dtype}")
+        check_weights(module)
         for role in part.keys() - {"act"}:
             if not isinstance(number := getattr(module, part[role]), int | float) or (role == "limit" and number <= 0):
                 raise UnrecognisedError(f"the number {part[role]} of its gate is {number}")
         kernel = kernel_of(getattr(module, part["act"])) if "act" in part else "swiglu"
-        return NAMES.get(pattern.split("_")[0], "{}").format(kernel)
+        return NAMES.get(pattern.split("_")[0], "{}").format(kernel) + adapters(module, model)
 
     def methods(self, cls: type[Any], variant: str) -> dict[str, Any]:
         """Return the gate, for the instance: ``run`` reads it."""

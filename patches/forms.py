@@ -87,6 +87,21 @@ def definition_of(function: FunctionType) -> ast.FunctionDef:
     return definition
 
 
+@functools.cache
+def code_of(function: Any) -> list[str]:
+    """Return the statements of ``function`` without comments and docstring.
+
+    Raises UnrecognisedError if it has none, or is decorated. They are compared where code has no form.
+    """
+    if not isinstance(function, FunctionType) or hasattr(function, "__wrapped__"):
+        raise UnrecognisedError(f"{where(function)} is decorated, or is not a Python function")
+    return [ast.unparse(part) for part in definition_of(function).body if not _is_text(part)]
+
+
+def _is_text(part: ast.stmt) -> bool:
+    return isinstance(part, ast.Expr) and isinstance(part.value, ast.Constant)
+
+
 def _read(function: FunctionType) -> set[str]:
     """Return the names that occur in the body of ``function``."""
     return {node.id for part in definition_of(function).body for node in ast.walk(part) if isinstance(node, ast.Name)}

@@ -96,8 +96,9 @@ def linear_loss_inputs(
 
 def with_lora(fn: Callable[..., Any]) -> Callable[..., Any]:
     def call(**kwargs: Any) -> Any:
-        if "lora_a" in kwargs:
-            kwargs["lora"] = kwargs.pop("lora_a"), kwargs.pop("lora_b"), 0.5
+        for name, scale in (("lora", 0.5), ("gate_up_lora", 0.7), ("down_lora", 1.2)):
+            if f"{name}_a" in kwargs:
+                kwargs[name] = kwargs.pop(f"{name}_a"), kwargs.pop(f"{name}_b"), scale
         return fn(**kwargs)
 
     return call
@@ -201,8 +202,12 @@ def experts_inputs(
     K: int,
     bias: bool = False,
     elsewhere: int = 0,
+    rank: int = 0,
 ) -> Inputs:
-    """Return random arguments of ``moe_experts``; ``elsewhere``: how many of the ids drawn from are no experts here."""
+    """Return random arguments of ``moe_experts``, and with ``rank`` of its adapters.
+
+    ``elsewhere``: how many of the ids drawn from are no experts here.
+    """
     randn = partial(_randn, dtype=dtype, device=device)
     inputs = {"x": randn(*lead, H), "gate_up": randn(E, 2 * I, H, scale=H**-0.5)}
     inputs["down"] = randn(E, H, I, scale=I**-0.5)
@@ -210,6 +215,10 @@ def experts_inputs(
     inputs["weights"] = torch.rand(*lead, K, device=device).to(dtype).requires_grad_()
     if bias:
         inputs |= {"gate_up_bias": randn(E, 2 * I), "down_bias": randn(E, H)}
+    if rank:
+        for name, wide, depth in (("gate_up_lora", 2 * I, H), ("down_lora", H, I)):
+            inputs[f"{name}_a"] = randn(E, rank, depth, scale=depth**-0.5)
+            inputs[f"{name}_b"] = randn(E, wide, rank, scale=rank**-0.5)
     return inputs
 
 

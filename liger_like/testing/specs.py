@@ -346,8 +346,8 @@ SPECS = (
     OpSpec(
         "moe_experts",
         "sum over k of w_k (act(x W_gate) * (x W_up)) W_down, for the K experts of each token",
-        with_transposed(ops.moe_experts),
-        with_transposed(moe_experts_ref),
+        with_lora(with_transposed(ops.moe_experts)),
+        with_lora(with_transposed(moe_experts_ref)),
         experts_inputs,
         (
             {},

@@ -17,7 +17,8 @@ from liger_like.testing.inputs import experts_inputs
 
 SPEC = next(spec for spec in SPECS if spec.name == "moe_experts")
 SIZES = {"lead": (30,), "H": 32, "I": 16, "E": 4, "K": 2}
-PARAMETERS = ("x", "gate_up", "down", "weights", "gate_up_bias", "down_bias")
+LORA = ("gate_up_lora_a", "gate_up_lora_b", "down_lora_a", "down_lora_b")
+PARAMETERS = ("x", "gate_up", "down", "weights", "gate_up_bias", "down_bias", *LORA)
 GPT_OSS = {"alpha": 1.702, "limit": 1.5, "transposed": True, "interleaved": True}
 
 
@@ -87,7 +88,7 @@ def test_all_products_take_tiles_of_the_same_rows(kind, dtype, width, monkeypatc
 @pytest.mark.parametrize("options", [{}, GPT_OSS], ids=str)
 def test_the_experts_of_two_ranks_add_up(options, device):
     """Each rank has half of the experts, and the ids of the others are outside of its own."""
-    given = inputs(device, bias=True)
+    given = inputs(device, bias=True, rank=3)
     whole = run(SPEC.fn, given, options)
     parts = []
     for first in (0, 2):
@@ -103,7 +104,7 @@ def test_the_experts_of_two_ranks_add_up(options, device):
 
 @pytest.mark.parametrize("options", SPEC.options, ids=str)
 def test_a_token_without_experts_touches_nothing(options, device, poisoned):
-    given = inputs(device, bias=True)
+    given = inputs(device, bias=True, rank=3)
     away = torch.zeros(30, dtype=torch.bool, device=device)
     away[[0, 7, 29]] = True
     given["index"][away] = torch.tensor([9, -1], device=device)
@@ -121,12 +122,12 @@ def test_a_token_without_experts_touches_nothing(options, device, poisoned):
 
 def test_nan_stays_with_its_expert(device):
     """Token 0, whose rows fill up the tiles of others, goes to expert 1 only."""
-    given = inputs(device, K=1)
+    given = inputs(device, K=1, rank=3)
     given["index"][given["index"] == 1] = 2
     given["index"][0] = 1
     given["x"].data[0] = torch.nan
-    got = run(moe_experts, given, {"limit": 3.0})
-    for name in ("dgate_up", "ddown"):
+    got = run(SPEC.fn, given, {"limit": 3.0})
+    for name in ("dgate_up", "ddown", *(f"d{name}" for name in LORA)):
         assert [bool(t.isfinite().all()) for t in got[name]] == [True, False, True, True], name
     for name in ("out0", "dweights"):
         assert [bool(t.isfinite().all()) for t in got[name]] == [False] + [True] * 29, name
@@ -134,10 +135,10 @@ def test_nan_stays_with_its_expert(device):
 
 
 def test_many_experts_without_tokens(device, poisoned):
-    given = inputs(device, lead=(3,), E=40)
-    got = run(moe_experts, given, {})
+    given = inputs(device, lead=(3,), E=40, rank=3)
+    got = run(SPEC.fn, given, {})
     used = set(given["index"].flatten().tolist())
-    for name in ("dgate_up", "ddown"):
+    for name in ("dgate_up", "ddown", *(f"d{name}" for name in LORA)):
         assert [bool(t.any()) for t in got[name]] == [e in used for e in range(40)]
 
 
@@ -147,18 +148,25 @@ def test_many_experts_without_tokens(device, poisoned):
 @pytest.mark.parametrize(
     ("trained", "calls"),
     [
-        (("x",), {"moe_down_bwd", "moe_rows_times", "moe_combine"}),
-        (("gate_up",), {"moe_down_bwd", "moe_depth_product"}),
-        (("down",), {"moe_down_bwd", "moe_depth_product"}),
-        (("weights",), {"moe_down_bwd"}),
-        (("gate_up_bias",), {"moe_down_bwd", "moe_sum_rows"}),
+        (("x",), {"moe_down_bwd", "moe_low_rank", "moe_rows_times", "moe_combine"}),
+        (("gate_up",), {"moe_down_bwd", "moe_low_rank", "moe_depth_product"}),
+        (("down",), {"moe_down_bwd", "moe_low_rank", "moe_depth_product"}),
+        (("weights",), {"moe_down_bwd", "moe_low_rank"}),
+        (("gate_up_bias",), {"moe_down_bwd", "moe_low_rank", "moe_sum_rows"}),
         (("down_bias",), {"moe_sum_rows"}),
-        (PARAMETERS, {"moe_down_bwd", "moe_rows_times", "moe_combine", "moe_depth_product", "moe_sum_rows"}),
+        (("gate_up_lora_a",), {"moe_down_bwd", "moe_low_rank", "moe_depth_product"}),
+        (("gate_up_lora_b",), {"moe_down_bwd", "moe_low_rank", "moe_depth_product"}),
+        (("down_lora_a",), {"moe_down_bwd", "moe_low_rank", "moe_depth_product"}),
+        (("down_lora_b",), {"moe_down_bwd", "moe_low_rank", "moe_depth_product"}),
+        (
+            PARAMETERS,
+            {"moe_down_bwd", "moe_low_rank", "moe_rows_times", "moe_combine", "moe_depth_product", "moe_sum_rows"},
+        ),
     ],
     ids=lambda names: "-".join(names) if isinstance(names, tuple) else "",
 )
 def test_frozen_parts_cost_nothing(trained, calls, device, poisoned):
-    given = inputs(device, bias=True)
+    given = inputs(device, bias=True, rank=3)
     full = run(SPEC.fn, given, GPT_OSS)
     given = {n: t.detach().requires_grad_(n in trained) for n, t in given.items()}
     out = SPEC.fn(**given, **GPT_OSS)
@@ -167,7 +175,7 @@ def test_frozen_parts_cost_nothing(trained, calls, device, poisoned):
     with Ops() as mode:
         out.backward(upstream)
     assert set(mode.calls) == calls
-    assert mode.calls.count("moe_depth_product") == len({"gate_up", "down"} & {*trained})
+    assert mode.calls.count("moe_depth_product") == len({"gate_up", "down", *LORA} & {*trained})
     for name in trained:
         assert torch.equal(given[name].grad, full[f"d{name}"]), name
 
@@ -267,7 +275,7 @@ def test_autocast_leaves_float64(device):
 
 
 def test_without_kernels(device, references):
-    given = inputs("cpu", bias=True)
+    given = inputs("cpu", bias=True, rank=2)
     assert not use_kernel(given["x"])
     close(run(SPEC.fn, given, GPT_OSS), run(SPEC.ref, given, GPT_OSS), rtol=0, atol=0)
 
@@ -286,13 +294,14 @@ def test_leading_dimensions(device):
     assert moe_experts(**one).shape == (32,)
 
 
-def test_lengths_do_not_recompile(device):
+@pytest.mark.parametrize("rank", [0, 4])
+def test_lengths_do_not_recompile(rank, device):
     torch._dynamo.reset()
     counter = CompileCounterWithBackend("aot_eager")
-    compiled = torch.compile(moe_experts, fullgraph=True, backend=counter)
+    compiled = torch.compile(SPEC.fn, fullgraph=True, backend=counter)
     for rows in (20, 21, 24, 32):
-        given = inputs(device, lead=(rows,))
-        close(run(compiled, given, {}), run(moe_experts, given, {}), rtol=0, atol=0)
+        given = inputs(device, lead=(rows,), rank=rank)
+        close(run(compiled, given, {}), run(SPEC.fn, given, {}), rtol=0, atol=0)
     assert counter.frame_count <= 2
 
 
@@ -325,6 +334,7 @@ def test_shards_of_experts_are_refused(mesh):
 # errors
 
 X, W1, W2 = torch.randn(3, 8), torch.randn(4, 12, 8), torch.randn(4, 8, 6)
+A1, B1 = torch.randn(4, 2, 8), torch.randn(4, 12, 2)
 INDEX, WEIGHTS = torch.zeros(3, 2, dtype=torch.int64), torch.ones(3, 2)
 GIVEN = {"x": X, "gate_up": W1, "down": W2, "index": INDEX, "weights": WEIGHTS}
 
@@ -358,6 +368,14 @@ GIVEN = {"x": X, "gate_up": W1, "down": W2, "index": INDEX, "weights": WEIGHTS}
         (ValueError, r"weights must have shape \[3, 2\]", {"weights": WEIGHTS[:, :1]}),
         (TypeError, "weights must be floating point", {"weights": INDEX}),
         (ValueError, "down must be on cpu", {"down": W2.to("meta")}),
+        (TypeError, r"gate_up_lora must be \(A, B, scale\), got Tensor", {"gate_up_lora": W1}),
+        (TypeError, r"down_lora must be \(A, B, scale\), got tuple", {"down_lora": (W1, W2)}),
+        (TypeError, "A of down_lora must be a tensor, got NoneType", {"down_lora": (None, W2, 1.0)}),
+        (ValueError, r"A of gate_up_lora must have shape \[4, R, 8\].*\[4, 12, 2\]", {"gate_up_lora": (B1, B1, 1.0)}),
+        (ValueError, r"A of gate_up_lora must have shape .*got \[4, 0, 8\]", {"gate_up_lora": (A1[:, :0], B1, 1.0)}),
+        (ValueError, r"B of gate_up_lora must have shape \[4, 12, 2\]", {"gate_up_lora": (A1, A1, 1.0)}),
+        (ValueError, r"A of down_lora must have shape \[4, R, 6\]", {"down_lora": (A1, B1, 1.0)}),
+        (TypeError, "scale of gate_up_lora must be a number", {"gate_up_lora": (A1, B1, A1)}),
         (ValueError, "act must be one of", {"act": "relu"}),
         (ValueError, "limit must be positive", {"limit": 0}),
         (TypeError, "limit must be a number", {"limit": "7"}),

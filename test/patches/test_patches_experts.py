@@ -37,21 +37,6 @@ OTHER_FORMS = {  # of experts that doctor's models have
 }
 
 
-@pytest.fixture
-def calls(monkeypatch):
-    """Calls of the op; on a CPU its definition runs, since its kernels have tests of their own."""
-    made, op = [], experts.moe_experts
-    monkeypatch.setattr(experts, "moe_experts", lambda *args, **options: made.append(options) or op(*args, **options))
-    return made
-
-
-@pytest.fixture
-def defined(references, calls, monkeypatch):
-    """Let the op run where no kernel can."""
-    monkeypatch.setattr(experts, "use_kernel", lambda x: True)
-    return calls
-
-
 def model_of(family, device, **config):
     model = tiny(family, device, **SIZES | FAMILIES[family] | {"experts_implementation": "eager"} | config)
     return model.train(family != "Phimoe")  # its router samples in training

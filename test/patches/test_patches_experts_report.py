@@ -61,6 +61,10 @@ def quantised(module):
     module.down_proj = nn.Parameter(module.down_proj.data.to(torch.float8_e4m3fn), requires_grad=False)
 
 
+def in_bytes(module):
+    module.down_proj = nn.Parameter(module.down_proj.data.byte(), requires_grad=False)
+
+
 def with_limit(limit):
     """Give experts the gate of DeepSeek-V4."""
 
@@ -82,6 +86,7 @@ REASONS = {
     ),
     "no config": (lambda: alone(lambda module: delattr(module, "config")), "it has no transformers config"),
     "quantised": (lambda: alone(quantised), "its weight is a torch.nn.parameter.Parameter of torch.float8_e4m3fn"),
+    "bytes": (lambda: alone(in_bytes), "its weight is a torch.nn.parameter.Parameter of torch.uint8"),
     "packed": (lambda: alone(packed), "its weight is a test_patches_experts_report.Int8Tensor of torch.float32"),
     "no limit": (with_limit(None), "the number limit of its gate is None"),
     "limit of zero": (with_limit(0.0), "the number limit of its gate is 0.0"),

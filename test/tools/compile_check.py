@@ -218,11 +218,11 @@ def calls() -> Iterator[tuple[testing.OpSpec, torch.dtype, dict[str, Any], dict[
 def experts_calls(
     dtypes: Iterable[torch.dtype],
 ) -> Iterator[tuple[testing.OpSpec, torch.dtype, dict[str, Any], dict[str, Any]]]:
-    """Experts with and without biases, of widths that fill their tiles, that do not, and that are not aligned."""
+    """Experts with and without biases and adapters, of widths that fill their tiles, do not, and are not aligned."""
     spec = next(spec for spec in testing.SPECS if spec.name == "moe_experts")
-    widths, biases = ((2048, 768), (2880, 2880), (100, 75)), ({}, {"bias": True})
-    for (H, I), bias, dtype, options in itertools.product(widths, biases, dtypes, spec.options):
-        yield spec, dtype, {"lead": (2,), "H": H, "I": I, "E": 2, "K": 2} | bias, options
+    widths, more = ((2048, 768), (2880, 2880), (100, 75)), ({}, {"bias": True}, {"rank": 4})
+    for (H, I), parts, dtype, options in itertools.product(widths, more, dtypes, spec.options):
+        yield spec, dtype, {"lead": (2,), "H": H, "I": I, "E": 2, "K": 2} | parts, options
 
 
 def attention_calls(

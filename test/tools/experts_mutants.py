@@ -1,7 +1,7 @@
 """Bugs, as in mutants.py, in the experts of a mixture: file, old, new, why."""
 
-BLOCKS, ROUTING, FORWARD, BACKWARD, INIT = (
-    f"ops/experts/{name}.py" for name in ("blocks", "routing", "forward", "backward", "__init__")
+BLOCKS, ROUTING, FORWARD, BACKWARD, LORA, INIT = (
+    f"ops/experts/{name}.py" for name in ("blocks", "routing", "forward", "backward", "lora", "__init__")
 )
 
 EXPERTS = [
@@ -79,7 +79,25 @@ EXPERTS = [
     (BACKWARD, "source, mask = offs_m, offs_m < end", "source, mask = offs_m, offs_m <= end", "db of the next expert"),
     (BACKWARD, "source = row // TOPK", "source = row", "db of down gathers rows in place of tokens"),
     (BACKWARD, "return out.zero_()", "return out", "dW without a token is memory that nothing wrote"),
-    (INIT, "needs_x or needs_gate_up or needs_bias", "needs_x or needs_gate_up", "a bias that trains alone has no dz"),
+    (INIT, "needs.gate_up or needs.gate_up_bias", "needs.gate_up", "a bias that trains alone has no dz"),
+    (BLOCKS, "v_ptr + expert * R * N + offs_r", "v_ptr + offs_r", "all rows take the adapter of the first expert"),
+    (LORA, "// TOPK).to(tl.int64)", ").to(tl.int64)", "an adapter gathers rows in place of tokens"),
+    (LORA, "acc * scale, mask", "acc, mask", "an adapter without its scale"),
+    (LORA, "-t.shape[1] % DEPTH.value", "0", "ranks that are no multiple of a product's least depth"),
+    (LORA, "t.to(dtype), (0, 0", "t, (0, 0", "factors keep another dtype than the experts"),
+    (LORA, 'if hasattr(matrix, "placements"):', "if False:", "a DTensor among the factors"),
+    (INIT, " or needs.a1 or needs.b1", "", "an adapter of gate_up that trains alone has no dz"),
+    (INIT, "needs.down or needs.a2 or needs.b2", "needs.down", "an adapter of down that trains alone has no w h"),
+    (INIT, "needs.x or needs.a1", "needs.x", "A of gate_up that trains alone has no product of dz and B"),
+    (INIT, "None, v, t.a1, offsets", "None, None, None, offsets", "dx without the adapter"),
+    (INIT, "v, t.a2, index", "None, None, index", "dz without the adapter of down"),
+    (
+        INIT,
+        "moe_low_rank(wh, t.a2, None, offsets, tiles, 1, scales.down)",
+        "moe_low_rank(wh, t.a2, None, offsets, tiles, 1, 1.0)",
+        "dB of down without its scale",
+    ),
+    (INIT, '"down_lora": loras[1]', '"down_lora": None', "the reference gets no adapter of down"),
     (INIT, "torch.is_grad_enabled() and any(", "any(", "z is kept where nothing will read it"),
     (INIT, "autocast_dtype(gate_up) or gate_up.dtype", "gate_up.dtype", "autocast is ignored"),
     ("ops/experts/checks.py", "or wide % 2 or", "or", "an odd number of rows of gate and up"),

@@ -35,11 +35,14 @@ ROOT = Path(__file__).parents[2]
 PACKAGE = "liger_like"
 FILES = (
     "test/ops/test_experts.py",
+    "test/ops/test_experts_lora.py",
     "test/patches/test_patches_experts_report.py",
     "test/patches/test_patching_recognition.py",
     "test/patches/test_patches_routers.py",
     "test/patches/test_patches_balance.py",
     "test/patches/test_patches_experts.py",
+    "test/patches/test_patches_experts_lora.py",
+    "test/patches/test_patches_own_experts.py",
     "test/patches/test_patches_attention.py",
     "test/ops/test_glu_linear.py",
     "test/ops/test_chunked_loss.py",

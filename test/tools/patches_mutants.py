@@ -1,11 +1,22 @@
 """Bugs, as in mutants.py, in the patches: file, old, new, why."""
 
 EXPERTS = "patches/experts.py"
+OWN = "patches/own_experts.py"
 VIEWS = "patches/config_views.py"
 ROUTERS = "patches/routers.py"
 BALANCE = "patches/balance.py"
 
 PATCHES = [
+    (OWN, "(x[:, None] * scores[..., None])", "(x[:, None] + 0 * scores[..., None])", "Llama 4's scores are left out"),
+    (OWN, ".sum(1))", "[:, 0])", "a token of Llama 4 has one expert"),
+    (OWN, "matches(module.router, scored_router) and ", "", "another router than Llama 4's is taken for known"),
+    (OWN, " and matches(experts, scored_experts)", "", "other experts than Llama 4's are taken for known"),
+    (OWN, "name, transposed=True)", "name, transposed=False)", "factors of Llama 4's experts of another layout"),
+    (OWN, "check_weights(experts)", "pass", "quantised experts with code of their own are taken for known"),
+    (OWN, " and runs(kernel, experts.act_fn)", "", "another activation of Llama 4's experts is not seen"),
+    (OWN, "runs(kernel, self.act_fn) and ", "", "another activation of LongCat's experts is not seen"),
+    (OWN, "index < E", "index < E - 1", "LongCat's last expert returns its input, too"),
+    (OWN, "type(module.identity_expert) is not nn.Identity", "False", "any module is taken for an identity"),
     (EXPERTS, '"gate_up_bias": module.gate_up_proj_bias, ', "", "the bias of gate and up is left out"),
     (
         EXPERTS,
@@ -19,6 +30,11 @@ PATCHES = [
         "interleaved=False",
         "gate and up that take turns are taken for halves",
     ),
+    (EXPERTS, "(lhs.mT, rhs.mT, scale) if transposed else ", "", "factors of the other layout"),
+    (EXPERTS, "len(added) > 1 or ", "", "a parametrisation below PEFT's is left out"),
+    (EXPERTS, " or not is_folded(type(last).forward)", "", "an adapter of unknown code is taken for known"),
+    (EXPERTS, "split = not others and ", "split = ", "another parametrisation is reported as split"),
+    (EXPERTS, "all(len(a) < 2 for a in active)", "True", "two adapters are reported as split"),
     (EXPERTS, '("limit", gate.limit), ', "", "the live limit of the gate is left out"),
     (EXPERTS, ', ("alpha", gate.alpha)', "", "the live alpha of the gate is left out"),
     (EXPERTS, "        or not use_kernel(hidden_states)\n", "", "experts run the op where no kernel can run"),

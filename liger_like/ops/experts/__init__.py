@@ -5,7 +5,7 @@ x and out [..., H], index and weights [..., K], gate_up [E, 2I, H], down [E, H, 
 experts, all other maths are in fp32; z = [gate | up], h, h W2 and the gradients are rounded to that dtype.
 """
 
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
@@ -14,6 +14,7 @@ from liger_like.ops.experts.backward import moe_depth_product, moe_down_bwd, moe
 from liger_like.ops.experts.checks import Gate, check_experts, check_routing, checked_gate
 from liger_like.ops.experts.choice import sorts_rows
 from liger_like.ops.experts.forward import moe_combine, moe_gate_up, moe_rows_times, moe_spread
+from liger_like.ops.experts.lora import Lora, Scales, checked_lora, each_lora, factors, moe_low_rank
 from liger_like.ops.experts.routing import Routing, moe_rows
 from liger_like.ops.experts.tiles import tile_rows
 from liger_like.runtime.autograd import apply, once_differentiable
@@ -37,10 +38,19 @@ def _gated(z: Tensor, gate: Gate) -> Tensor:
     return nn.functional.gelu(g, approximate=APPROXIMATE[gate.act]) * u
 
 
+def _linear(x: Tensor, w: Tensor, bias: Tensor | None, lora: Lora | None) -> Tensor:
+    y = nn.functional.linear(x, w, bias)
+    if lora is None:
+        return y
+    a, b, scale = lora
+    return y + scale * nn.functional.linear(nn.functional.linear(x, a), b)
+
+
 def moe_experts_ref(
     x: Tensor, gate_up: Tensor, down: Tensor, index: Tensor, weights: Tensor, *, gate_up_bias: Tensor | None = None,
-    down_bias: Tensor | None = None, act: str = "silu", limit: float | None = None, alpha: float | None = None,
-    transposed: bool = False, interleaved: bool = False,
+    down_bias: Tensor | None = None, gate_up_lora: Lora | None = None, down_lora: Lora | None = None,
+    act: str = "silu", limit: float | None = None, alpha: float | None = None, transposed: bool = False,
+    interleaved: bool = False,
 ) -> Tensor:  # fmt: skip
     """Compute ``moe_experts`` in plain torch, for operands of one dtype; this defines the op."""
     gate, acc = Gate(act, limit, alpha, transposed, interleaved), torch.promote_types(x.dtype, torch.float32)
@@ -49,17 +59,39 @@ def moe_experts_ref(
     out = torch.zeros_like(rows, dtype=acc)
     matrices = ((w.mT if transposed else w).unbind() for w in (gate_up, down))
     biases = ([None] * E if b is None else b.unbind() for b in (gate_up_bias, down_bias))
-    for e, (w1, w2, b1, b2) in enumerate(zip(*matrices, *biases, strict=True)):
+    loras = (each_lora(lora, E, x.dtype) for lora in (gate_up_lora, down_lora))
+    for e, (w1, w2, b1, b2, lora1, lora2) in enumerate(zip(*matrices, *biases, *loras, strict=True)):
         token, k = (index == e).nonzero(as_tuple=True)
-        h = _gated(nn.functional.linear(rows[token], w1, b1), gate).to(x.dtype)
-        y = nn.functional.linear(h, w2, b2).to(acc)
+        h = _gated(_linear(rows[token], w1, b1, lora1), gate).to(x.dtype)
+        y = _linear(h, w2, b2, lora2).to(acc)
         out = out.index_add(0, token, y * weights[token, k, None].to(acc))
     return out.to(x.dtype).view(x.shape)
 
 
-def _in_order(x: Tensor, routing: Routing, weights: Tensor) -> tuple[Tensor, Tensor | None]:
-    """Return x [T, H] and the rows to gather, or the rows themselves [S, H] and None where products want them so."""
-    return (moe_spread(x, routing.pos), None) if sorts_rows(x, weights) else (x, routing.row)
+class Operands(NamedTuple):
+    """The tensors that may have gradients. ``a1`` and ``b1`` are the factors of gate_up's adapter, ``a2`` and ``b2``
+    those of down's, all [E, R, width] (see ``lora``).
+    """
+
+    x: Any
+    gate_up: Any
+    down: Any
+    gate_up_bias: Any
+    down_bias: Any
+    weights: Any
+    a1: Any
+    b1: Any
+    a2: Any
+    b2: Any
+
+
+def _in_order(x: Tensor, routing: Routing, weights: Tensor, factor: Tensor | None) -> tuple[Tensor, Tensor | None]:
+    """Return x [T, H] and the rows to gather, or the rows themselves [S, H] and None where products want them so.
+
+    The products that want them so take no adapter; ``factor`` is None without.
+    """
+    sorts = factor is None and sorts_rows(x, weights)
+    return (moe_spread(x, routing.pos), None) if sorts else (x, routing.row)
 
 
 class _Experts(torch.autograd.Function):
@@ -70,48 +102,65 @@ class _Experts(torch.autograd.Function):
     """
 
     @staticmethod
-    def forward(
-        ctx: Any, x: Tensor, gate_up: Tensor, down: Tensor, gate_up_bias: Tensor | None, down_bias: Tensor | None,
-        weights: Tensor, index: Tensor, gate: Gate, keep_z: bool,
-    ) -> tuple[Tensor, ...]:  # fmt: skip
-        routing = Routing(*moe_rows(index, len(gate_up), tile_rows(x.dtype)))
-        rows, order = _in_order(x, routing, gate_up)
-        z, h = moe_gate_up(rows, gate_up, gate_up_bias, order, *routing[1:3], index.shape[1], *gate, keep_z)
-        ctx.save_for_backward(x, gate_up, down, down_bias, weights, index, z, *routing)
-        ctx.gate = gate
+    def forward(ctx: Any, index: Tensor, gate: Gate, scales: Scales, keep_z: bool, *tensors: Any) -> tuple[Tensor, ...]:
+        t = Operands(*tensors)
+        routing, topk = Routing(*moe_rows(index, len(t.gate_up), tile_rows(t.x.dtype))), index.shape[1]
+        u = None if t.a1 is None else moe_low_rank(t.x, t.a1, *routing[:3], topk, scales.gate_up)
+        rows, order = _in_order(t.x, routing, t.gate_up, t.a1)
+        z, h = moe_gate_up(rows, t.gate_up, t.gate_up_bias, u, t.b1, order, *routing[1:3], topk, *gate, keep_z)
+        ctx.save_for_backward(*t._replace(gate_up_bias=None), index, z, u, *routing)
+        ctx.gate, ctx.scales = gate, scales
         ctx.mark_non_differentiable(h, *routing)
         ctx.set_materialize_grads(False)
-        return x.new_empty(()).expand(x.shape), h, *routing
+        return t.x.new_empty(()).expand(t.x.shape), h, *routing
 
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, dout: Tensor, *_: None) -> Any:
-        x, gate_up, down, down_bias, weights, index, z, *tensors = ctx.saved_tensors
-        dout, _ = with_stride(dout)  # three kernels read it: a copy, if it takes one, is made once
-        row, offsets, tiles, pos = routing = Routing(*tensors)
-        needs_x, needs_gate_up, needs_down, needs_bias, needs_down_bias, needs_weights, *_ = ctx.needs_input_grad
-        needs = [needs_x or needs_gate_up or needs_bias, needs_down, needs_weights]
-        topk, transposed = pos.shape[1], ctx.gate.transposed
-        dx = dgate_up = ddown = dbias = ddown_bias = dweights = None
-        if any(needs):
-            rows, order = _in_order(dout, routing, down)
+        *tensors, index, z, u, row, offsets, tiles, pos = ctx.saved_tensors
+        t, needs = Operands(*tensors), Operands(*ctx.needs_input_grad[4:])
+        dout, _ = with_stride(dout)  # several kernels read it: a copy, if it takes one, is made once
+        topk, transposed, scales = pos.shape[1], ctx.gate.transposed, ctx.scales
+        routing = Routing(row, offsets, tiles, pos)
+        needs_dz = needs.x or needs.gate_up or needs.gate_up_bias or needs.a1 or needs.b1
+        wanted = [needs_dz, needs.down or needs.a2 or needs.b2, needs.weights]
+        grads: dict[str, Tensor] = {}
+        if any(wanted):
+            v = None if t.b2 is None else moe_low_rank(dout, t.b2, row, offsets, tiles, topk, scales.down)
+            rows, order = _in_order(dout, routing, t.down, t.b2)
+            in_order = rows if order is None else None
             dz, wh, dweights = moe_down_bwd(
-                dout, rows if order is None else None, down, down_bias, index, weights, z, *routing, *ctx.gate, needs
+                dout, in_order, t.down, t.down_bias, v, t.a2, index, t.weights, z, *routing, *ctx.gate, wanted
             )
-            if needs_down:
-                ddown = moe_depth_product(wh, rows, order, offsets, topk, not transposed)
-            del wh, rows
-            if needs_gate_up:
-                rows, order = _in_order(x, routing, gate_up)
-                dgate_up = moe_depth_product(dz, rows, order, offsets, topk, transposed)
+            if needs.weights:
+                grads["weights"] = dweights
+            if needs.down:
+                grads["down"] = moe_depth_product(wh, rows, order, offsets, topk, not transposed)
+            if needs.a2:
+                grads["a2"] = moe_depth_product(v, wh, None, offsets, 1, False)
+            if needs.b2:
+                u2 = moe_low_rank(wh, t.a2, None, offsets, tiles, 1, scales.down)
+                grads["b2"] = moe_depth_product(u2, rows, order, offsets, topk, False)
+            del wh, rows, in_order
+            if needs.gate_up:
+                rows, order = _in_order(t.x, routing, t.gate_up, t.a1)
+                grads["gate_up"] = moe_depth_product(dz, rows, order, offsets, topk, transposed)
                 del rows
-            if needs_bias:
-                dbias = moe_sum_rows(dz, None, row, offsets, topk)
-            if needs_x:
-                dx = moe_combine(moe_rows_times(dz, gate_up, None, offsets, tiles, not transposed), None, pos)
-        if needs_down_bias:
-            ddown_bias = moe_sum_rows(dout, weights, row, offsets, topk)
-        return dx, dgate_up, ddown, dbias, ddown_bias, dweights if needs_weights else None, None, None, None
+            if needs.gate_up_bias:
+                grads["gate_up_bias"] = moe_sum_rows(dz, None, row, offsets, topk)
+            if needs.b1:
+                grads["b1"] = moe_depth_product(u, dz, None, offsets, 1, False)
+            v = None
+            if t.b1 is not None and (needs.x or needs.a1):
+                v = moe_low_rank(dz, t.b1, None, offsets, tiles, 1, scales.gate_up)
+            if needs.a1:
+                grads["a1"] = moe_depth_product(v, t.x, row, offsets, topk, False)
+            if needs.x:
+                dx = moe_rows_times(dz, t.gate_up, None, v, t.a1, offsets, tiles, not transposed)
+                grads["x"] = moe_combine(dx, None, pos)
+        if needs.down_bias:
+            grads["down_bias"] = moe_sum_rows(dout, t.weights, row, offsets, topk)
+        return *(None,) * 4, *map(grads.get, Operands._fields)
 
 
 class _ExpertsValues(torch.autograd.Function):
@@ -119,28 +168,26 @@ class _ExpertsValues(torch.autograd.Function):
 
     @staticmethod
     def forward(
-        ctx: Any, kept: Tensor, h: Tensor, down: Tensor, down_bias: Tensor | None, weights: Tensor, offsets: Tensor,
-        tiles: Tensor, pos: Tensor, transposed: bool,
+        ctx: Any, kept: Tensor, h: Tensor, down: Tensor, down_bias: Tensor | None, weights: Tensor, a2: Tensor | None,
+        b2: Tensor | None, offsets: Tensor, tiles: Tensor, pos: Tensor, transposed: bool, scale: float,
     ) -> Tensor:  # fmt: skip
-        return moe_combine(moe_rows_times(h, down, down_bias, offsets, tiles, transposed), weights, pos)
+        u = None if a2 is None else moe_low_rank(h, a2, None, offsets, tiles, 1, scale)
+        return moe_combine(moe_rows_times(h, down, down_bias, u, b2, offsets, tiles, transposed), weights, pos)
 
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, dout: Tensor) -> Any:
-        return dout, *(None,) * 8
+        return dout, *(None,) * 11
 
 
-def _run(
-    x: Tensor, gate_up: Tensor, down: Tensor, gate_up_bias: Tensor | None, down_bias: Tensor | None, index: Tensor,
-    weights: Tensor, gate: Gate,
-) -> Tensor:  # fmt: skip
+def _run(operands: Operands, index: Tensor, gate: Gate, scales: Scales) -> Tensor:
     """Return the output of the kernels [T, H] for operands of one dtype, x [T, H], index and weights [T, K]."""
-    operands = x, gate_up, down, gate_up_bias, down_bias, weights
     keep_z = torch.is_grad_enabled() and any(t is not None and t.requires_grad for t in operands)
-    kept, h, *tensors = apply(_Experts, *operands, index, gate, keep_z)
+    kept, h, *tensors = apply(_Experts, index, gate, scales, keep_z, *operands)
     _, offsets, tiles, pos = Routing(*tensors)
-    values = (None if t is None else t.detach() for t in (down, down_bias, weights))
-    return apply(_ExpertsValues, kept, h, *values, offsets, tiles, pos, gate.transposed)
+    values = operands.down, operands.down_bias, operands.weights, operands.a2, operands.b2
+    values = (None if t is None else t.detach() for t in values)
+    return apply(_ExpertsValues, kept, h, *values, offsets, tiles, pos, gate.transposed, scales.down)
 
 
 def _tokens(x: Tensor, *args: Tensor, **kwargs: Tensor) -> dict[str, dict[int, int]]:
@@ -152,8 +199,9 @@ def _tokens(x: Tensor, *args: Tensor, **kwargs: Tensor) -> dict[str, dict[int, i
 @on_shards(_tokens)
 def moe_experts(
     x: Tensor, gate_up: Tensor, down: Tensor, index: Tensor, weights: Tensor, *, gate_up_bias: Tensor | None = None,
-    down_bias: Tensor | None = None, act: str = "silu", limit: float | None = None, alpha: float | None = None,
-    transposed: bool = False, interleaved: bool = False,
+    down_bias: Tensor | None = None, gate_up_lora: Lora | None = None, down_lora: Lora | None = None,
+    act: str = "silu", limit: float | None = None, alpha: float | None = None, transposed: bool = False,
+    interleaved: bool = False,
 ) -> Tensor:  # fmt: skip
     """Return for each row of ``x`` [..., H] the weighted sum of its experts' gated MLPs, [..., H] in x.dtype.
 
@@ -165,10 +213,13 @@ def moe_experts(
     An expert computes down(act(gate) * up) with ``act`` "silu", "gelu" or "gelu_tanh". ``limit`` clamps gate from above
     and up on both sides before. With ``alpha`` the unit is (up + 1) * gate * sigmoid(alpha * gate), as in GPT-OSS.
 
+    ``gate_up_lora`` (A, B, scale) adds scale B A [E, 2I, H] to ``gate_up``, with A [E, R, H] and B [E, 2I, R], and
+    ``down_lora`` to ``down``, with A [E, R, I] and B [E, H, R], whether ``transposed`` or not. The sums are not made:
+    neither they nor their gradients take memory. The factors may have any floating dtype.
+
     All tensors but index are differentiable. The backward keeps x and z = x W1, and repeats bit for bit; nothing waits
-    for the GPU. x is cast to the dtype of the experts; under autocast x and
-    the experts are cast. Kernels take bf16, fp16
-    and fp32; other dtypes and devices run the plain-torch reference, a loop over the experts.
+    for the GPU. x and the adapters are cast to the dtype of the experts; under autocast all are cast. Kernels take
+    bf16, fp16 and fp32; other dtypes and devices run the plain-torch reference, a loop over the experts.
 
     Raises TypeError if a tensor is not floating point, or index not an integer, or if the experts' dtypes differ,
     ValueError for shapes, devices and options that do not fit. See SonicMoE, arXiv:2512.14080.
@@ -176,13 +227,21 @@ def moe_experts(
     gate = checked_gate(act, limit, alpha, transposed, interleaved)
     check_experts(x, gate_up, down, gate_up_bias, down_bias, transposed)
     check_routing(x, index, weights)
+    wide, H = gate_up.shape[2 if transposed else 1], x.shape[-1]
+    loras = (
+        checked_lora("gate_up_lora", gate_up_lora, x, (len(down), wide, H)),
+        checked_lora("down_lora", down_lora, x, (len(down), H, wide // 2)),
+    )
     dtype = autocast_dtype(gate_up) or gate_up.dtype
-    operands = (None if t is None else t.to(dtype) for t in (x, gate_up, down, gate_up_bias, down_bias))
-    rows, gate_up, down, gate_up_bias, down_bias = operands
+    given = (None if t is None else t.to(dtype) for t in (x, gate_up, down, gate_up_bias, down_bias))
+    rows, gate_up, down, gate_up_bias, down_bias = given
     if not (x.is_meta or use_kernel(rows)):
-        biases = {"gate_up_bias": gate_up_bias, "down_bias": down_bias}
-        return moe_experts_ref(rows, gate_up, down, index, weights, **biases, **gate._asdict()).to(x.dtype)
+        options = {"gate_up_bias": gate_up_bias, "down_bias": down_bias, **gate._asdict()}
+        options |= {"gate_up_lora": loras[0], "down_lora": loras[1]}
+        return moe_experts_ref(rows, gate_up, down, index, weights, **options).to(x.dtype)
     T = x.shape[:-1].numel()
     rows, index, weights = (t.reshape(T, t.shape[-1]) for t in (rows, index, weights))
-    out = _run(rows, gate_up, down, gate_up_bias, down_bias, index, weights, gate)
-    return out.to(x.dtype).view(x.shape)
+    adapters = (factor for lora in loras for factor in factors(lora, dtype))
+    operands = Operands(rows, gate_up, down, gate_up_bias, down_bias, weights, *adapters)
+    scales = Scales(*(1.0 if lora is None else lora[2] for lora in loras))
+    return _run(operands, index, gate, scales).to(x.dtype).view(x.shape)

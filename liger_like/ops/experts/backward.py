@@ -11,10 +11,10 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from liger_like.ops.experts.blocks import columns, gated_and_grads, grouped, halves, product, rows_of
+from liger_like.ops.experts.blocks import add_low_rank, columns, gated_and_grads, grouped, halves, product, rows_of
 from liger_like.ops.experts.checks import Gate
 from liger_like.ops.experts.choice import DEPTH, DOWN_BWD, hopper_kernels
-from liger_like.ops.experts.forward import GATE_SCHEMA, gate_arguments, matrix_strides
+from liger_like.ops.experts.forward import GATE_SCHEMA, gate_arguments, low_rank_flops, matrix_strides, rank
 from liger_like.ops.experts.tiles import programs, tiles_for
 from liger_like.runtime.launcher import launch
 from liger_like.runtime.layout import packed, with_stride
@@ -56,8 +56,8 @@ def _store_down_bwd(
 
 @triton.jit
 def _down_bwd_kernel(
-    dout_ptr, w_ptr, weights_ptr, z_ptr, row_ptr, offsets_ptr, tiles_ptr, dz_ptr, wh_ptr, part_ptr,
-    stride_dm, stride_we, stride_wn, stride_wk, E, H, I, limit, alpha, TOPK: tl.constexpr, SORTED: tl.constexpr,
+    dout_ptr, w_ptr, u_ptr, v_ptr, weights_ptr, z_ptr, row_ptr, offsets_ptr, tiles_ptr, dz_ptr, wh_ptr, part_ptr,
+    stride_dm, stride_we, stride_wn, stride_wk, R, E, H, I, limit, alpha, TOPK: tl.constexpr, SORTED: tl.constexpr,
     ACT: tl.constexpr, LIMITED: tl.constexpr, INTERLEAVED: tl.constexpr, EVEN_N: tl.constexpr, EVEN_K: tl.constexpr,
     BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr, GROUP: tl.constexpr,
 ):  # fmt: skip
@@ -74,6 +74,8 @@ def _down_bwd_kernel(
         a_ptrs = dout_ptr + source[:, None] * stride_dm + offs_k[None, :]
         b_ptrs = w_ptr + expert * stride_we + offs_n.to(tl.int64)[None, :] * stride_wn + offs_k[:, None] * stride_wk
         acc = product(a_ptrs, b_ptrs, offs_n < I, stride_wk, H, EVEN_N, EVEN_K, BLOCK_M, BLOCK_N, BLOCK_K)
+        if u_ptr is not None:
+            acc = add_low_rank(acc, u_ptr, v_ptr, within, expert, offs_n, offs_n < I, R, I, EVEN_N)
         weight = tl.load(weights_ptr + row).to(tl.float32)
         left, right = halves(acc)  # half the columns at a time, for want of registers
         first = n * BLOCK_N
@@ -114,9 +116,9 @@ def _dweights_kernel(
 
 
 def _down_bwd_outputs(
-    dout: Tensor, rows: Tensor | None, down: Tensor, bias: Tensor | None, index: Tensor, weights: Tensor, z: Tensor,
-    row: Tensor, offsets: Tensor, tiles: Tensor, pos: Tensor, act: str, limit: float | None, alpha: float | None,
-    transposed: bool, interleaved: bool, needs: list[bool],
+    dout: Tensor, rows: Tensor | None, down: Tensor, bias: Tensor | None, u: Tensor | None, v: Tensor | None,
+    index: Tensor, weights: Tensor, z: Tensor, row: Tensor, offsets: Tensor, tiles: Tensor, pos: Tensor, act: str,
+    limit: float | None, alpha: float | None, transposed: bool, interleaved: bool, needs: list[bool],
 ) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
     shapes = z.shape, (z.shape[0], z.shape[1] // 2), pos.shape
     dz, wh, dweights = (
@@ -126,26 +128,28 @@ def _down_bwd_outputs(
 
 
 @op(
-    "moe_down_bwd(Tensor dout, Tensor? rows, Tensor down, Tensor? bias, Tensor index, Tensor weights, Tensor z,"
-    f" Tensor row, Tensor offsets, Tensor tiles, Tensor pos, {GATE_SCHEMA}, bool[3] needs)"
+    "moe_down_bwd(Tensor dout, Tensor? rows, Tensor down, Tensor? bias, Tensor? u, Tensor? v, Tensor index,"
+    f" Tensor weights, Tensor z, Tensor row, Tensor offsets, Tensor tiles, Tensor pos, {GATE_SCHEMA}, bool[3] needs)"
     " -> (Tensor dz, Tensor wh, Tensor dweights)",
     _down_bwd_outputs,
-    flops=lambda dout, rows, down, bias, index, weights, z, *_: 2 * z.shape[0] * down.shape[1:].numel(),
+    flops=lambda dout, rows, down, bias, u, v, index, weights, z, *_: (
+        2 * z.shape[0] * down.shape[1:].numel() + low_rank_flops(u, v)
+    ),
 )
 def moe_down_bwd(
-    dout: Tensor, rows: Tensor | None, down: Tensor, bias: Tensor | None, index: Tensor, weights: Tensor, z: Tensor,
-    row: Tensor, offsets: Tensor, tiles: Tensor, pos: Tensor, *options: Any,
+    dout: Tensor, rows: Tensor | None, down: Tensor, bias: Tensor | None, u: Tensor | None, v: Tensor | None,
+    index: Tensor, weights: Tensor, z: Tensor, row: Tensor, offsets: Tensor, tiles: Tensor, pos: Tensor, *options: Any,
 ) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
     """Return dz [S, 2I], h times its weight [S, I] and dweights [T, K]; empty where the last option says so.
 
     ``rows`` [S, H]: dout [T, H] in the order of the rows, or None if the product is to gather them.
     """
-    outputs = _down_bwd_outputs(dout, rows, down, bias, index, weights, z, row, offsets, tiles, pos, *options)
+    outputs = _down_bwd_outputs(dout, rows, down, bias, u, v, index, weights, z, row, offsets, tiles, pos, *options)
     needs, gate, tile = options[-1], Gate(*options[:-1]), tiles_for(z, *down.shape[1:]).down_bwd
     dout, stride_dm = with_stride(dout)
     (T, topk), H, I, E = pos.shape, dout.shape[1], z.shape[1] // 2, len(down)
     dz, wh = (t if need else None for t, need in zip(outputs[:2], needs[:2], strict=True))
-    hopper, weights = hopper_kernels(DOWN_BWD, rows, down), weights.contiguous()
+    hopper, weights = hopper_kernels(DOWN_BWD, rows if u is None else None, down), weights.contiguous()
     columns = -(-I // (hopper.COLUMNS if hopper else tile.block_n))
     part = torch.empty(len(z), columns, dtype=torch.float32, device=z.device) if needs[2] else None
     if hopper:
@@ -155,8 +159,8 @@ def moe_down_bwd(
         launch(
             _down_bwd_kernel,
             programs(z.device, len(tiles) * columns),
-            (dout if rows is None else rows, down, weights, z, row, offsets, tiles, dz, wh, part),
-            (stride_dm if rows is None else H, *matrix_strides(down, not gate.transposed), E, H, I),
+            (dout if rows is None else rows, down, u, packed(v), weights, z, row, offsets, tiles, dz, wh, part),
+            (stride_dm if rows is None else H, *matrix_strides(down, not gate.transposed), rank(v), E, H, I),
             floats,
             TOPK=topk,
             SORTED=rows is not None,
@@ -266,7 +270,7 @@ def moe_depth_product(
     if hopper := hopper_kernels(DEPTH, None if row is not None else gathered, own, out):
         hopper.depth_product(*((gathered, own) if gathered_first else (own, gathered)), offsets, out)
         return out
-    tile = tiles_for(own, M, N).depth
+    tile = tiles_for(own, M, N).depth.narrowed(M, N)
     launch(
         _depth_product_kernel,
         programs(own.device, E * -(-M // tile.block_m) * -(-N // tile.block_n)),

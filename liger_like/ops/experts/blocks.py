@@ -6,6 +6,8 @@ import triton.language as tl
 from liger_like.ops.glu import act_and_slope
 from liger_like.runtime.blocks import sigmoid
 
+DEPTH = tl.constexpr(16)  # ranks of adapters are multiples: the least depth of a product
+
 
 @triton.jit
 def grouped(tile, tiles_m, tiles_n, GROUP: tl.constexpr):
@@ -37,8 +39,16 @@ def product(
 
     The pointers are those of the first block of depth; a is dense along it. EVEN_N, EVEN_K: no block passes the end.
     """
-    offs_k = tl.arange(0, BLOCK_K)
     acc = tl.zeros((BLOCK_M, BLOCK_N), tl.float32)
+    return add_product(acc, a_ptrs, b_ptrs, inside, stride_bk, K, EVEN_N, EVEN_K, BLOCK_K)
+
+
+@triton.jit
+def add_product(
+    acc, a_ptrs, b_ptrs, inside, stride_bk, K, EVEN_N: tl.constexpr, EVEN_K: tl.constexpr, BLOCK_K: tl.constexpr
+):
+    """Return acc + a b; the arguments are those of ``product``."""
+    offs_k = tl.arange(0, BLOCK_K)
     for k in range(0, K, BLOCK_K):
         a = tl.load(a_ptrs) if EVEN_K else tl.load(a_ptrs, mask=(offs_k < K - k)[None, :], other=0.0)
         if EVEN_N and EVEN_K:
@@ -49,6 +59,15 @@ def product(
         a_ptrs += BLOCK_K
         b_ptrs += BLOCK_K * stride_bk
     return acc
+
+
+@triton.jit
+def add_low_rank(acc, u_ptr, v_ptr, within, expert, offs_n, inside, R, N, EVEN_N: tl.constexpr):
+    """Return acc + u v, for the rows ``within`` of u [S, R] and the columns ``offs_n`` of the expert's v [R, N]."""
+    offs_r = tl.arange(0, DEPTH)
+    a_ptrs = u_ptr + within[:, None] * R + offs_r[None, :]
+    b_ptrs = v_ptr + expert * R * N + offs_r[:, None] * N + offs_n[None, :]
+    return add_product(acc, a_ptrs, b_ptrs, inside, N, R, EVEN_N, True, DEPTH)
 
 
 @triton.jit

@@ -14,7 +14,7 @@ from liger_like.runtime.support import INTERPRET, architecture, refused
 DTYPES = torch.bfloat16, torch.float16
 ROWS, DOWN_BWD, DEPTH = (f"liger_like.ops.experts.hopper.{name}" for name in ("rows", "down_bwd", "depth"))
 NOT_SORTED = (
-    "the fastest experts' kernels are for Hopper GPUs, bfloat16 and float16, and widths that are multiples of 8"
+    "the experts' kernels for Hopper GPUs take bfloat16 and float16, widths that are multiples of 8, and no adapter"
 )
 NO_TMA = "a tensor is empty or expanded, or its rows do not start at multiples of 16 bytes, as TMA wants them to"
 

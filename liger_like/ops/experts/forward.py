@@ -1,6 +1,7 @@
 """Forward of the experts: z = x W1 + b1 and h in one kernel, y = h W2 + b2, and the weighted sum of a token's rows.
 
 Programs loop over the tiles that the routing lists. Rows of x are gathered by the product, unless they come sorted.
+With u [S, R] and v [E, R, N] the products also add u v, for v of each row's expert (see ``lora``).
 """
 
 from typing import Any
@@ -9,7 +10,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from liger_like.ops.experts.blocks import columns, gated, grouped, halves, product, rows_of
+from liger_like.ops.experts.blocks import add_low_rank, columns, gated, grouped, halves, product, rows_of
 from liger_like.ops.experts.checks import Gate
 from liger_like.ops.experts.choice import ROWS, hopper_kernels
 from liger_like.ops.experts.tiles import programs, tiles_for
@@ -45,8 +46,8 @@ def _store_gate_up(
 
 @triton.jit
 def _gate_up_kernel(
-    x_ptr, w_ptr, bias_ptr, row_ptr, offsets_ptr, tiles_ptr, z_ptr, h_ptr, stride_xm, stride_we, stride_wn, stride_wk,
-    E, H, I, limit, alpha, TOPK: tl.constexpr,
+    x_ptr, w_ptr, bias_ptr, u_ptr, v_ptr, row_ptr, offsets_ptr, tiles_ptr, z_ptr, h_ptr,
+    stride_xm, stride_we, stride_wn, stride_wk, R, E, H, I, limit, alpha, TOPK: tl.constexpr,
     ACT: tl.constexpr, LIMITED: tl.constexpr, INTERLEAVED: tl.constexpr, EVEN_N: tl.constexpr, EVEN_K: tl.constexpr,
     BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr, GROUP: tl.constexpr,
 ):  # fmt: skip
@@ -75,6 +76,8 @@ def _gate_up_kernel(
         a_ptrs = x_ptr + source[:, None] * stride_xm + offs_k[None, :]
         b_ptrs = w_ptr + expert * stride_we + offs_n.to(tl.int64)[None, :] * stride_wn + offs_k[:, None] * stride_wk
         acc = product(a_ptrs, b_ptrs, inside, stride_wk, H, EVEN_N, EVEN_K, BLOCK_M, 2 * BLOCK_N, BLOCK_K)
+        if u_ptr is not None:
+            acc = add_low_rank(acc, u_ptr, v_ptr, within, expert, offs_n, inside, R, 2 * I, EVEN_N)
         if bias_ptr is not None:
             acc += tl.load(bias_ptr + expert * 2 * I + offs_n, mask=inside, other=0.0).to(tl.float32)[None, :]
         left, right = halves(acc)  # half the columns at a time, for want of registers
@@ -86,7 +89,8 @@ def _gate_up_kernel(
 
 @triton.jit
 def _rows_times_kernel(
-    a_ptr, w_ptr, bias_ptr, offsets_ptr, tiles_ptr, out_ptr, stride_we, stride_wn, stride_wk, E, N, K,
+    a_ptr, w_ptr, bias_ptr, u_ptr, v_ptr, offsets_ptr, tiles_ptr, out_ptr,
+    stride_we, stride_wn, stride_wk, R, E, N, K,
     EVEN_N: tl.constexpr, EVEN_K: tl.constexpr,
     BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr, GROUP: tl.constexpr,
 ):  # fmt: skip
@@ -100,6 +104,8 @@ def _rows_times_kernel(
         a_ptrs = a_ptr + within[:, None] * K + offs_k[None, :]
         b_ptrs = w_ptr + expert * stride_we + offs_n.to(tl.int64)[None, :] * stride_wn + offs_k[:, None] * stride_wk
         acc = product(a_ptrs, b_ptrs, offs_n < N, stride_wk, K, EVEN_N, EVEN_K, BLOCK_M, BLOCK_N, BLOCK_K)
+        if u_ptr is not None:
+            acc = add_low_rank(acc, u_ptr, v_ptr, within, expert, offs_n, offs_n < N, R, N, EVEN_N)
         if bias_ptr is not None:
             acc += tl.load(bias_ptr + expert * N + offs_n, mask=offs_n < N, other=0.0).to(tl.float32)[None, :]
         mask = columns(offs_n < N, mask_m, EVEN_N)
@@ -146,9 +152,20 @@ def matrix_strides(w: Tensor, transposed: bool) -> tuple[int, int, int]:
     return (e, k, n) if transposed else (e, n, k)
 
 
+def rank(v: Tensor | None) -> int:
+    """Return R of ``v`` [E, R, N], 0 without."""
+    return 0 if v is None else v.shape[1]
+
+
+def low_rank_flops(u: Tensor | None, v: Tensor | None) -> int:
+    """Return the FLOPs of u v."""
+    return 0 if u is None or v is None else 2 * u.shape[0] * v.shape[1:].numel()
+
+
 def _gate_up_outputs(
-    x: Tensor, gate_up: Tensor, bias: Tensor | None, row: Tensor | None, offsets: Tensor, tiles: Tensor, topk: int,
-    act: str, limit: float | None, alpha: float | None, transposed: bool, interleaved: bool, keep_z: bool,
+    x: Tensor, gate_up: Tensor, bias: Tensor | None, u: Tensor | None, v: Tensor | None, row: Tensor | None,
+    offsets: Tensor, tiles: Tensor, topk: int, act: str, limit: float | None, alpha: float | None, transposed: bool,
+    interleaved: bool, keep_z: bool,
 ) -> tuple[Tensor, Tensor]:  # fmt: skip
     wide, S = gate_up.shape[2 if transposed else 1], (x if row is None else row).shape[0]
     return x.new_empty((S, wide) if keep_z else (0,)), x.new_empty(S, wide // 2)
@@ -158,22 +175,24 @@ GATE_SCHEMA = "str act, float? limit, float? alpha, bool transposed, bool interl
 
 
 @op(
-    "moe_gate_up(Tensor x, Tensor gate_up, Tensor? bias, Tensor? row, Tensor offsets, Tensor tiles, int topk,"
-    f" {GATE_SCHEMA}, bool keep_z) -> (Tensor z, Tensor h)",
+    "moe_gate_up(Tensor x, Tensor gate_up, Tensor? bias, Tensor? u, Tensor? v, Tensor? row, Tensor offsets,"
+    f" Tensor tiles, int topk, {GATE_SCHEMA}, bool keep_z) -> (Tensor z, Tensor h)",
     _gate_up_outputs,
-    flops=lambda x, gate_up, bias, row, *_: 2 * len(x if row is None else row) * gate_up.shape[1:].numel(),
+    flops=lambda x, w, bias, u, v, row, *_: (
+        2 * (x if row is None else row).shape[0] * w.shape[1:].numel() + low_rank_flops(u, v)
+    ),
 )
 def moe_gate_up(
-    x: Tensor, gate_up: Tensor, bias: Tensor | None, row: Tensor | None, offsets: Tensor, tiles: Tensor, topk: int,
-    *options: Any,
+    x: Tensor, gate_up: Tensor, bias: Tensor | None, u: Tensor | None, v: Tensor | None, row: Tensor | None,
+    offsets: Tensor, tiles: Tensor, topk: int, *options: Any,
 ) -> tuple[Tensor, Tensor]:  # fmt: skip
     """Return z [S, 2I] in the form of ``gate_up``, empty unless the last option says to keep it, and h [S, I].
 
     ``x`` [T, H], or [S, H] in the order of the rows if ``row`` is None.
     """
-    z, h = _gate_up_outputs(x, gate_up, bias, row, offsets, tiles, topk, *options)
+    z, h = _gate_up_outputs(x, gate_up, bias, u, v, row, offsets, tiles, topk, *options)
     gate, keep_z, tile = Gate(*options[:-1]), options[-1], tiles_for(x, x.shape[1], h.shape[1]).gate_up
-    if hopper := hopper_kernels(ROWS, x if row is None else None, gate_up):
+    if hopper := hopper_kernels(ROWS, x if row is None and u is None else None, gate_up):
         hopper.gate_up(x, gate_up, bias, offsets, tiles, gate, z if keep_z else None, h)
         return z, h
     x, stride_xm = with_stride(x)
@@ -182,8 +201,8 @@ def moe_gate_up(
     launch(
         _gate_up_kernel,
         programs(x.device, len(tiles) * -(-I // tile.block_n)),
-        (x, gate_up, packed(bias), row, offsets, tiles, z if keep_z else None, h),
-        (stride_xm, *matrix_strides(gate_up, gate.transposed), E, H, I),
+        (x, gate_up, packed(bias), u, packed(v), row, offsets, tiles, z if keep_z else None, h),
+        (stride_xm, *matrix_strides(gate_up, gate.transposed), rank(v), E, H, I),
         floats,
         TOPK=topk,
         EVEN_N=I % tile.block_n == 0,
@@ -195,30 +214,34 @@ def moe_gate_up(
 
 
 def _rows_times_outputs(
-    a: Tensor, w: Tensor, bias: Tensor | None, offsets: Tensor, tiles: Tensor, transposed: bool
-) -> Tensor:
+    a: Tensor, w: Tensor, bias: Tensor | None, u: Tensor | None, v: Tensor | None, offsets: Tensor, tiles: Tensor,
+    transposed: bool,
+) -> Tensor:  # fmt: skip
     return a.new_empty(a.shape[0], w.shape[2 if transposed else 1])
 
 
 @op(
-    "moe_rows_times(Tensor a, Tensor w, Tensor? bias, Tensor offsets, Tensor tiles, bool transposed) -> Tensor",
+    "moe_rows_times(Tensor a, Tensor w, Tensor? bias, Tensor? u, Tensor? v, Tensor offsets, Tensor tiles,"
+    " bool transposed) -> Tensor",
     _rows_times_outputs,
-    flops=lambda a, w, *_: 2 * a.shape[0] * w.shape[1:].numel(),
+    flops=lambda a, w, bias, u, v, *_: 2 * a.shape[0] * w.shape[1:].numel() + low_rank_flops(u, v),
 )
 def moe_rows_times(
-    a: Tensor, w: Tensor, bias: Tensor | None, offsets: Tensor, tiles: Tensor, transposed: bool
-) -> Tensor:
+    a: Tensor, w: Tensor, bias: Tensor | None, u: Tensor | None, v: Tensor | None, offsets: Tensor, tiles: Tensor,
+    transposed: bool,
+) -> Tensor:  # fmt: skip
     """Return a [S, K] times the matrix of each row's expert, w [E, N, K] or if ``transposed`` [E, K, N]: [S, N]."""
-    out, tile = _rows_times_outputs(a, w, bias, offsets, tiles, transposed), tiles_for(a, *w.shape[1:]).rows_times
+    out = _rows_times_outputs(a, w, bias, u, v, offsets, tiles, transposed)
+    tile = tiles_for(a, *w.shape[1:]).rows_times
     K, N = a.shape[1], out.shape[1]
-    if hopper := hopper_kernels(ROWS, a, w):
+    if hopper := hopper_kernels(ROWS, a if u is None else None, w):
         hopper.rows_times(a, w, bias, offsets, tiles, transposed, out)
         return out
     launch(
         _rows_times_kernel,
         programs(a.device, len(tiles) * -(-N // tile.block_n)),
-        (a, w, packed(bias), offsets, tiles, out),
-        (*matrix_strides(w, transposed), len(w), N, K),
+        (a, w, packed(bias), u, packed(v), offsets, tiles, out),
+        (*matrix_strides(w, transposed), rank(v), len(w), N, K),
         EVEN_N=N % tile.block_n == 0,
         EVEN_K=K % tile.block_k == 0,
         **tile.constants(),

@@ -3,6 +3,7 @@
 from typing import NamedTuple
 
 import torch
+import triton
 from torch import Tensor
 
 from liger_like.runtime.support import INTERPRET, gpu_class, num_programs
@@ -21,6 +22,13 @@ class Tile(NamedTuple):
     block_k: int
     num_warps: int
     num_stages: int
+
+    def narrowed(self, M: int | None = None, N: int | None = None) -> "Tile":
+        """Return the tile with no more rows and columns than products of M rows and N columns, such as ranks, need."""
+        blocks = {"block_m": (self.block_m, M), "block_n": (self.block_n, N)}
+        return self._replace(
+            **{n: min(block, triton.next_power_of_2(max(16, size))) for n, (block, size) in blocks.items() if size}
+        )
 
     def constants(self) -> dict[str, int]:
         """Return the block sizes as constexprs, and the launch options."""

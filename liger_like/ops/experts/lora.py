@@ -1,0 +1,122 @@
+"""Low-rank adapters of experts (LoRA, Hu et al., arXiv:2106.09685): x (W + s B A)^T = x W^T + (s x A^T) B^T.
+
+u = s x A^T [S, R] is rounded once. The product with W adds u B^T to its sum, and the backward, likewise, v A with
+v = s dy B. Neither B A nor a gradient of its size is ever computed.
+"""
+
+from typing import Any, NamedTuple
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor, nn
+
+from liger_like.ops.experts.blocks import DEPTH, columns, grouped, product, rows_of
+from liger_like.ops.experts.forward import matrix_strides
+from liger_like.ops.experts.tiles import programs, tiles_for
+from liger_like.runtime.checks import require, require_number
+from liger_like.runtime.launcher import launch
+from liger_like.runtime.layout import with_stride
+from liger_like.runtime.registry import op
+
+Lora = tuple[Tensor, Tensor, float]
+
+
+class Scales(NamedTuple):
+    """The factors s of the adapters of gate_up and of down."""
+
+    gate_up: float
+    down: float
+
+
+def checked_lora(name: str, lora: Any, x: Tensor, shape: tuple[int, int, int]) -> Lora | None:
+    """Return the adapter of a matrix of ``shape`` [E, out, in], or raise TypeError or ValueError."""
+    if lora is None:
+        return None
+    if not isinstance(lora, tuple | list) or len(lora) != 3:
+        raise TypeError(f"{name} must be (A, B, scale), got {type(lora).__name__}")
+    a, b, scale = lora
+    E, wide, depth = shape
+    for part, matrix in (("A", a), ("B", b)):
+        require(f"{part} of {name}", matrix, like=x)
+        if hasattr(matrix, "placements"):
+            raise TypeError(f"{part} of {name} must not be a DTensor: give local tensors (to_local())")
+    R = a.shape[1] if a.dim() == 3 else 0
+    if R == 0 or a.shape != (E, R, depth):
+        raise ValueError(f"A of {name} must have shape [{E}, R, {depth}], with R of at least 1, got {list(a.shape)}")
+    require(f"B of {name}", b, shape=(E, wide, R))
+    return a, b, require_number(f"scale of {name}", scale)
+
+
+def each_lora(lora: Lora | None, E: int, dtype: torch.dtype) -> list[Lora | None]:
+    """Return the adapter of each expert, A [R, in] and B [out, R] in ``dtype``."""
+    if lora is None:
+        return [None] * E
+    a, b, scale = lora
+    return [(a, b, scale) for a, b in zip(a.to(dtype), b.to(dtype), strict=True)]
+
+
+def factors(lora: Lora | None, dtype: torch.dtype) -> tuple[Tensor | None, Tensor | None]:
+    """Return A and B^T [E, R, width] in ``dtype``, contiguous, with zeros up to a rank that is a multiple of DEPTH."""
+    if lora is None:
+        return None, None
+    a, b, _ = lora
+    a, b = (nn.functional.pad(t.to(dtype), (0, 0, 0, -t.shape[1] % DEPTH.value)) for t in (a, b.mT))
+    return a.contiguous(), b.contiguous()
+
+
+@triton.jit
+def _low_rank_kernel(
+    a_ptr, w_ptr, row_ptr, offsets_ptr, tiles_ptr, out_ptr, stride_am, stride_we, stride_wn, stride_wk, E, N, K, scale,
+    TOPK: tl.constexpr, EVEN_N: tl.constexpr, EVEN_K: tl.constexpr,
+    BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr, GROUP: tl.constexpr,
+):  # fmt: skip
+    tiles_n = tl.cdiv(N, BLOCK_N)
+    tiles_m = tl.load(offsets_ptr + E + 1)
+    for tile in range(tl.program_id(0), tiles_m * tiles_n, tl.num_programs(0)):
+        m, n = grouped(tile, tiles_m, tiles_n, GROUP)
+        expert, offs_m, source, mask_m = rows_of(tiles_ptr, offsets_ptr, m, BLOCK_M)
+        if row_ptr is not None:
+            source = (tl.load(row_ptr + source) // TOPK).to(tl.int64)
+        offs_n = n * BLOCK_N + tl.arange(0, BLOCK_N)
+        offs_k = tl.arange(0, BLOCK_K)
+        a_ptrs = a_ptr + source[:, None] * stride_am + offs_k[None, :]
+        b_ptrs = w_ptr + expert * stride_we + offs_n.to(tl.int64)[None, :] * stride_wn + offs_k[:, None] * stride_wk
+        acc = product(a_ptrs, b_ptrs, offs_n < N, stride_wk, K, EVEN_N, EVEN_K, BLOCK_M, BLOCK_N, BLOCK_K)
+        tl.store(out_ptr + offs_m[:, None] * N + offs_n[None, :], acc * scale, mask=columns(offs_n < N, mask_m, EVEN_N))
+
+
+def _low_rank_outputs(
+    a: Tensor, w: Tensor, row: Tensor | None, offsets: Tensor, tiles: Tensor, topk: int, scale: float
+) -> Tensor:
+    return a.new_empty(a.shape[0] if row is None else row.shape[0], w.shape[1])
+
+
+@op(
+    "moe_low_rank(Tensor a, Tensor w, Tensor? row, Tensor offsets, Tensor tiles, int topk, float scale) -> Tensor",
+    _low_rank_outputs,
+    flops=lambda a, w, row, *_: 2 * (a if row is None else row).shape[0] * w.shape[1:].numel(),
+)
+def moe_low_rank(
+    a: Tensor, w: Tensor, row: Tensor | None, offsets: Tensor, tiles: Tensor, topk: int, scale: float
+) -> Tensor:
+    """Return scale times a [S, K] times the matrix of each row's expert, w [E, R, K]: [S, R].
+
+    With ``row`` the rows of a [T, K] are gathered by token.
+    """
+    out = _low_rank_outputs(a, w, row, offsets, tiles, topk, scale)
+    a, stride_am = with_stride(a)
+    N, K = w.shape[1:]
+    tile = tiles_for(a, K).rows_times.narrowed(N=N)
+    launch(
+        _low_rank_kernel,
+        programs(a.device, len(tiles) * -(-N // tile.block_n)),
+        (a, w, row, offsets, tiles, out),
+        (stride_am, *matrix_strides(w, False), len(w), N, K),
+        (scale,),
+        TOPK=topk,
+        EVEN_N=N % tile.block_n == 0,
+        EVEN_K=K % tile.block_k == 0,
+        **tile.constants(),
+    )
+    return out
