@@ -113,7 +113,7 @@ def run(module: Any, hidden_states: Tensor, top_k_index: Tensor, top_k_weights: 
     """
     from transformers.integrations.moe import ALL_EXPERTS_FUNCTIONS
 
-    gate = getattr(module, "_liger_like_gate", None)
+    gate: Any = getattr(module, "_liger_like_gate", None)
     is_known = "_apply_gate" not in vars(module) and (
         gate is not None and (gate.act is None or runs(gate.kernel, getattr(module, gate.act)))
     )

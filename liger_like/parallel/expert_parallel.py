@@ -61,7 +61,7 @@ def expert_parallel(model: nn.Module, mesh: DeviceMesh, *, tokens: int | None = 
     if not found:
         raise ValueError("expert_parallel found no experts: patch the model with liger_like.patch")
     for name, module in found.items():
-        _check(name, module, mesh.size())
+        _check(name or type(module).__name__, module, mesh.size())
     ranks = Ranks(mesh.get_group().group_name, mesh.get_local_rank(), mesh.size(), tokens)
     names = [*getattr(model, "_ddp_params_and_buffers_to_ignore", ())]
     sharded = set()
@@ -73,7 +73,8 @@ def expert_parallel(model: nn.Module, mesh: DeviceMesh, *, tokens: int | None = 
                 sharded.add(shard)
                 names.append(f"{name}.{own}" if name else own)
         module._liger_like_op = ranks
-    DistributedDataParallel._set_params_and_buffers_to_ignore_for_model(model, names)
+    ignore: Any = DistributedDataParallel._set_params_and_buffers_to_ignore_for_model
+    ignore(model, names)
     return sharded
 
 
@@ -84,8 +85,8 @@ def _has_experts(module: nn.Module) -> bool:
 def _check(name: str, module: nn.Module, processes: int) -> None:
     """Raise ValueError unless the experts of ``module`` are whole and ``processes`` divides their number."""
     weight = module._parameters.get("gate_up_proj")
-    if weight is None:
-        raise ValueError(f"the weights of {name} must be parameters of their own: merge adapters (LoRA) first")
+    if weight is None or name.endswith(".base_layer"):  # the name that PEFT gives a module with adapters
+        raise ValueError(f"the weights of {name} must be plain parameters: merge adapters (LoRA) first")
     if isinstance(weight, DTensor):
         raise ValueError(f"the experts of {name} are sharded: call expert_parallel once, and before fully_shard")
     if len(weight) == 0 or len(weight) % processes:
@@ -111,10 +112,12 @@ class Ranks(NamedTuple):
         require("x", x)
         check_routing(x, index, weights)
         T = x.shape[:-1].numel()
-        if self.tokens is not None and T > self.tokens:
+        if self.tokens is not None and self.tokens < T:
             raise ValueError(f"tokens must be at least the number of tokens of a process, got {self.tokens} for {T}")
-        experts = [None if t is None else t.to_local() for t in (gate_up, down, gate_up_bias, down_bias)]
-        dtype = autocast_dtype(experts[0]) or gate_up.dtype
+        gate_up, down = gate_up.to_local(), down.to_local()
+        if gate_up_bias is not None:
+            options |= {"gate_up_bias": gate_up_bias.to_local(), "down_bias": down_bias.to_local()}
+        dtype = autocast_dtype(gate_up) or gate_up.dtype
         rows, index, weights = (t.reshape(T, t.shape[-1]) for t in (x.to(dtype), index, weights))
         if self.tokens is None:
             counts = self.gather(torch.full((1,), T, device=x.device))
@@ -122,12 +125,11 @@ class Ranks(NamedTuple):
         else:
             more = (0, 0, 0, self.tokens - T)
             rows, index, weights = pad(rows, more), pad(index, more, value=-1), pad(weights, more)
-        local = self.gather(index) - self.rank * len(experts[0])  # the ids of other processes' experts are out of range
+        local = self.gather(index) - self.rank * len(gate_up)  # the ids of other processes' experts are out of range
         rows, weights = (_FromAll.apply(t, self) for t in (rows, weights))  # type: ignore[no-untyped-call]
-        biases = {"gate_up_bias": experts[2], "down_bias": experts[3]}
-        out = moe_experts(rows, experts[0], experts[1], local, weights, **biases, **options)
-        out = _ToOwners.apply(out, self, x.dtype)  # type: ignore[no-untyped-call]
-        return out[:T].view(x.shape)
+        out = moe_experts(rows, gate_up, down, local, weights, **options)
+        home: Tensor = _ToOwners.apply(out, self, x.dtype)  # type: ignore[no-untyped-call]
+        return home[:T].view(x.shape)
 
     def gather(self, x: Tensor) -> Tensor:
         """Return the rows [n T, ...] of all processes."""

@@ -5,10 +5,8 @@ import functools
 import itertools
 
 import pytest
-import torch
 from distributed import as_torchrun_does, run
 from test_parallel_fsdp import assert_same, gradients, head_in_root, shares, train_step
-from test_patches_experts import FAMILIES, SIZES
 from tiny_models import tiny
 from torch.distributed.fsdp import fully_shard
 from torch.nn.parallel import DistributedDataParallel
@@ -19,11 +17,12 @@ from liger_like import patch
 from liger_like.patches import experts
 
 MIXTURES = ("Mixtral", "Qwen3Moe", "GptOss")
+SIZES = {"num_local_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 24, "intermediate_size": 24}
 
 
 def mixture(family, **config):
-    one_layer = {"num_experts": 4, "num_hidden_layers": 1, "vocab_size": 104}
-    return tiny(family, **SIZES | FAMILIES[family] | one_layer | config)
+    """One layer, with a vocabulary that two processes can split evenly."""
+    return tiny(family, **SIZES | {"num_hidden_layers": 1, "vocab_size": 104, "experts_implementation": None} | config)
 
 
 def counted():
