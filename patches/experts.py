@@ -113,18 +113,18 @@ def run(module: Any, hidden_states: Tensor, top_k_index: Tensor, top_k_weights: 
     """
     from transformers.integrations.moe import ALL_EXPERTS_FUNCTIONS
 
-    gate: Any = getattr(module, "_liger_like_gate", None)
-    is_known = "_apply_gate" not in vars(module) and (
-        gate is not None and (gate.act is None or runs(gate.kernel, getattr(module, gate.act)))
-    )
-    if "_liger_like_op" in vars(module):
-        if not is_known:
+    gate, sharded = getattr(module, "_liger_like_gate", None), "_liger_like_op" in vars(module)
+    if (
+        gate is None
+        or "_apply_gate" in vars(module)
+        or not (sharded or use_kernel(hidden_states))
+        or (gate.act and not runs(gate.kernel, getattr(module, gate.act)))
+    ):
+        if sharded:
             raise RuntimeError("the gate of experts must not change after expert_parallel")
-        return compute(module, gate, hidden_states, top_k_index, top_k_weights)
-    if not (is_known and use_kernel(hidden_states)):
         name = getattr(module.config, "_liger_like_original", module.config)._experts_implementation
         name = "grouped_mm" if name == NAME else name
-    elif torch.is_grad_enabled() or top_k_index.numel() > module.num_experts:
+    elif sharded or torch.is_grad_enabled() or top_k_index.numel() > module.num_experts:
         return compute(module, gate, hidden_states, top_k_index, top_k_weights)
     else:
         name = "batched_mm"
