@@ -20,9 +20,11 @@ MIXTURES = ("Mixtral", "Qwen3Moe", "GptOss")
 SIZES = {"num_local_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 24, "intermediate_size": 24}
 
 
-def mixture(family, **config):
+def mixture(family, device="cpu", **config):
     """One layer, with a vocabulary that two processes can split evenly."""
-    return tiny(family, **SIZES | {"num_hidden_layers": 1, "vocab_size": 104, "experts_implementation": None} | config)
+    return tiny(
+        family, device, **SIZES | {"num_hidden_layers": 1, "vocab_size": 104, "experts_implementation": None} | config
+    )
 
 
 def counted():

@@ -70,12 +70,12 @@ def own_transfers(counts):
     return [n for name in names for op, n in counts.items() if name in str(op)]
 
 
-def compare_models(rank, wrap, shape, families, settings):
+def compare_models(rank, wrap, shape, families, settings, device="cpu"):
     processes = dist.get_world_size()
-    mesh = init_device_mesh("cpu", shape, mesh_dim_names=("dp", "ep")[-len(shape) :])
-    whole, rows = shares(processes)
+    mesh = init_device_mesh(device, shape, mesh_dim_names=("dp", "ep")[-len(shape) :])
+    whole, rows = shares(processes, device=device)
     for family in families:
-        original = mixture(family)
+        original = mixture(family, device)
         single = copy.deepcopy(original)
         _, expected, _ = gradients(single, whole)
         expected |= clipped_step(single)
@@ -91,7 +91,7 @@ def compare_models(rank, wrap, shape, families, settings):
             assert own_transfers(counts) == [7 if checkpointed else 5, 3]
             assert_same(got | clipped_step(model), expected)
     options = StateDictOptions(full_state_dict=True)
-    state = get_model_state_dict(model, options=options)
+    state = {name: t.cpu() for name, t in get_model_state_dict(model, options=options).items()}
     assert_same(state, {name: t for name, t in expected.items() if name in state})
     set_model_state_dict(model, original.state_dict(), options=options)
     assert_same(get_model_state_dict(model, options=options), original.state_dict(), tolerance=0)
@@ -229,6 +229,14 @@ def test_two_processes(wrap):
 @pytest.mark.parametrize(("wrap", "shape", "tokens"), [(by_ddp, (4,), None), (by_grid, (2, 2), TOKENS)])
 def test_four_processes(wrap, shape, tokens):
     run(compare_models, 4, wrap, shape, ("GptOss",), [(tokens, tokens is not None)])
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(torch.cuda.device_count() < 2, reason="needs two GPUs")
+@pytest.mark.parametrize("wrap", [by_ddp, by_fsdp])
+def test_over_nccl(wrap):
+    settings = [(None, False), (TOKENS, True)]
+    run(compare_models, 2, wrap, (2,), ("Qwen3Moe", "GptOss"), settings, "cuda", backend="cpu:gloo,cuda:nccl")
 
 
 def test_compiled_and_frozen():
