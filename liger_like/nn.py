@@ -225,10 +225,11 @@ class Experts(nn.Module):
 
     def forward(self, x: Tensor, index: Tensor, weights: Tensor) -> Tensor:
         """Return the weighted sums [..., H] of the experts ``index`` [..., K] of ``x`` [..., H]."""
-        return ops.moe_experts(
+        out: Tensor = vars(self).get("_liger_like_op", ops.moe_experts)(
             x, self.gate_up_proj, self.down_proj, index, weights,
             gate_up_bias=self.gate_up_proj_bias, down_bias=self.down_proj_bias, **self.options,
         )  # fmt: skip
+        return out
 
     def extra_repr(self) -> str:
         """Return the arguments, for ``repr``."""

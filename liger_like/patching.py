@@ -199,10 +199,12 @@ def unpatch(model: nn.Module) -> None:
     """Restore the original class and config of every patched module of ``model``; do nothing if none is patched.
 
     Raises TypeError if ``model`` is not a torch.nn.Module, and RuntimeError if another library has since subclassed a
-    patched class, as FSDP2's fully_shard does.
+    patched class, as FSDP2's fully_shard does, or if ``expert_parallel`` has sharded its patched experts.
     """
     if not isinstance(model, nn.Module):
         raise TypeError(f"model must be a torch.nn.Module, got {type(model).__name__}")
+    if any(vars(module).keys() >= {"_liger_like_gate", "_liger_like_op"} for module in model.modules()):
+        raise RuntimeError("a model whose experts expert_parallel has sharded cannot be unpatched")
     patched = [module for module in model.modules() if _origin(module) is not None]
     for module in patched:
         if "_liger_like" not in vars(type(module)):

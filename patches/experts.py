@@ -101,13 +101,18 @@ class Gate(NamedTuple):
 
 
 def compute(module: Any, gate: Gate, x: Tensor, index: Tensor, weights: Tensor) -> Tensor:
-    """Run ``moe_experts`` with the parameters and numbers of ``module``."""
+    """Run ``moe_experts``, or what ``expert_parallel`` has put in its place, with the values of ``module``."""
     biases = {}
     if module.has_bias:
         biases = {"gate_up_bias": module.gate_up_proj_bias, "down_bias": module.down_proj_bias}
     numbers = {role: getattr(module, name) for role, name in (("limit", gate.limit), ("alpha", gate.alpha)) if name}
     form = {"transposed": module.is_transposed, "interleaved": gate.interleaved}
     act = KERNELS[gate.kernel]
+    if sharded := vars(module).get("_liger_like_op"):
+        out: Tensor = sharded(
+            x, module.gate_up_proj, module.down_proj, index, weights, **biases, act=act, **numbers, **form
+        )
+        return out
     (gate_up, lora), (down, down_lora) = (factored(module, name, module.is_transposed) for name in PACKED)
     loras: dict[str, Any] = {"gate_up_lora": lora, "down_lora": down_lora}
     return moe_experts(x, gate_up, down, index, weights, **biases, **loras, act=act, **numbers, **form)
@@ -155,20 +160,23 @@ def run(module: Any, hidden_states: Tensor, top_k_index: Tensor, top_k_weights: 
     """Compute the experts of ``hidden_states`` [T, H]: the registered function.
 
     The config's own implementation runs where no kernel can, and transformers' batched_mm where few rows are decoded:
-    it copies the weights of each row, so there may be no more rows than experts.
+    it copies the weights of each row, so there may be no more rows than experts. Experts of ``expert_parallel`` have no
+    other implementation. Raises RuntimeError if their gate has changed.
     """
     from transformers.integrations.moe import ALL_EXPERTS_FUNCTIONS
 
-    gate = getattr(module, "_liger_like_gate", None)
+    gate, sharded = getattr(module, "_liger_like_gate", None), "_liger_like_op" in vars(module)
     if (
         gate is None
         or "_apply_gate" in vars(module)
-        or not use_kernel(hidden_states)
+        or not (sharded or use_kernel(hidden_states))
         or (gate.act and not runs(gate.kernel, getattr(module, gate.act)))
     ):
+        if sharded:
+            raise RuntimeError("the gate of experts must not change after expert_parallel")
         name = getattr(module.config, "_liger_like_original", module.config)._experts_implementation
         name = "grouped_mm" if name == NAME else name
-    elif torch.is_grad_enabled() or top_k_index.numel() > module.num_experts:
+    elif sharded or torch.is_grad_enabled() or top_k_index.numel() > module.num_experts:
         return compute(module, gate, hidden_states, top_k_index, top_k_weights)
     else:
         name = "batched_mm"

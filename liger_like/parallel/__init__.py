@@ -2,6 +2,7 @@
 
 from liger_like.parallel.checkpoint import checkpoint_policy
 from liger_like.parallel.context_parallel import context_parallel
+from liger_like.parallel.expert_parallel import expert_parallel
 from liger_like.parallel.gradients import finalize_partial_grads
 from liger_like.parallel.pipeline import pipeline_loss
 from liger_like.parallel.vocab_parallel import VocabParallelHead, vocab_parallel_cross_entropy
@@ -10,6 +11,7 @@ __all__ = [
     "VocabParallelHead",
     "checkpoint_policy",
     "context_parallel",
+    "expert_parallel",
     "finalize_partial_grads",
     "pipeline_loss",
     "vocab_parallel_cross_entropy",

@@ -19,6 +19,7 @@ OPS: dict[str, tuple[OpOverload, ...]] = {
         _aten.baddbmm.default,
         _aten._grouped_mm.default,
         _aten._scaled_mm.default,
+        _ours.moe_gate_up.default,
     ),
     "attention": (
         _ours.attention_fwd.default,
@@ -48,8 +49,9 @@ def checkpoint_policy(
 
     The checkpoint must have ``use_reentrant=False``; its backward recomputes all other results. ``save`` is a tuple of
     groups, out of "matmul", "attention", "loss", "norm", "glu", "glu_linear" and "rope", and of single ops such as
-    ``torch.ops.aten.mm.default``. "attention" includes torch's attention. Norms, activations and RoPE cost little
-    time to recompute and much memory to save. "glu_linear" is the last product of a patched gated MLP. It is recomputed
+    ``torch.ops.aten.mm.default``. "matmul" includes the first product of ``moe_experts``; the second is not recomputed
+    unless another op needs it. "attention" includes torch's attention. Norms, activations and RoPE cost little time to
+    recompute and much memory to save. "glu_linear" is the last product of a patched gated MLP. It is recomputed
     only if another op needs it, such as the norm after it in Gemma 2 and OLMo 2; save it for these models.
     ``("attention", "loss")`` saves little, for long sequences. ``()`` recomputes everything, as a checkpoint without a
     policy does. Under torch.compile "norm", "glu" and "glu_linear" change nothing: norms and gated units are plain

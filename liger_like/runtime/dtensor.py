@@ -26,8 +26,8 @@ def run_on_shards(op: Callable[..., Any], rule: Callable[..., Dims], args: tuple
     code = op.__code__
     arguments = dict(zip(code.co_varnames[: code.co_argcount], args, strict=False)) | kwargs
     tensors: dict[str, Any] = {name: value for name, value in arguments.items() if isinstance(value, Tensor)}
+    dims = rule(**arguments)  # it may know a better way for what is refused below
     _check_kinds(op.__name__, tensors)
-    dims = rule(**arguments)
     lead = next(iter(dims))
     placements = tensors[lead].placements
     for placement in placements:

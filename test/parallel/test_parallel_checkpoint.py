@@ -134,6 +134,22 @@ def test_hugging_face(save, device):
     assert again == ([2, 1, 0, 0, 0, 0] if save else [2, 1, 1, 0, 0, 6])
 
 
+@pytest.mark.parametrize(("save", "again"), [((), [1, 1, 0, 0]), (("matmul",), [1, 0, 0, 0])])
+def test_mixture_of_experts(save, again, device):
+    """The backward does not repeat the product with down, nor the sum of its rows: nothing reads them."""
+    sizes = {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 16, "num_hidden_layers": 1}
+    model, inputs = tiny("Qwen3Moe", device, **sizes), batch(device, rows=1, length=8)
+    liger_like.patch(model, norm=False, rope=False, attention=False)
+    with Count() as plain:
+        expected = results(model, inputs)
+    with Count() as count:
+        got = results(checkpointed(model, save), inputs)
+    torch.testing.assert_close(got, expected, rtol=0, atol=0)
+    names = ("moe_rows", "moe_gate_up", "moe_rows_times", "moe_combine")
+    assert [plain.counts[name] for name in names] == [1, 1, 2, 2]  # two of them have a part in the backward
+    assert [count.counts[name] - plain.counts[name] for name in names] == again
+
+
 GATED = (*inspect.signature(checkpoint_policy).parameters["save"].default, "glu_linear")
 
 

@@ -8,6 +8,7 @@ import torch
 import torch.distributed as dist
 from distributed import as_torchrun_does, run
 from test_parallel_fsdp import assert_same, gradients, shares
+from test_parallel_mixtures import counted, mixture
 from test_patches_peft import adapted
 from tiny_models import tiny
 
@@ -22,14 +23,14 @@ def compare(rank):
     import deepspeed
 
     whole, rows = shares(2)
+    made = counted()
+    llamas = [tiny("Llama"), tiny("Llama", tie_word_embeddings=True), adapted(tiny("Llama"), **LORA)]
+    mixtures = [mixture("Qwen3Moe"), mixture("GptOss")]
     for stage in (1, 2, 3):
         # shard small parameters, too
         zero = {"stage": stage} if stage < 3 else {"stage": stage, "stage3_param_persistence_threshold": 0}
         config = {"train_micro_batch_size_per_gpu": 2, "zero_optimization": zero, "zero_allow_untested_optimizer": True}
-        for tied, adapters in (False, {}), (True, {}), (False, LORA):
-            original = tiny("Llama", tie_word_embeddings=tied)
-            if adapters:
-                original = adapted(original, **adapters)
+        for original in (*llamas, *mixtures):
             _, expected, _ = gradients(copy.deepcopy(original), whole)
             for patched_first in (True, False):
                 model = copy.deepcopy(original)
@@ -39,8 +40,10 @@ def compare(rank):
                 engine, *_ = deepspeed.initialize(model=model, optimizer=optimizer, config=config)
                 if not patched_first:
                     patch(model, strict=True)
+                made.clear()
                 output = engine(**rows[rank])
                 assert output.logits is None
+                assert len(made) == (original in mixtures)
                 engine.backward(output.loss * 2)  # DeepSpeed takes the mean over processes
                 loss = output.loss.detach().clone()
                 dist.all_reduce(loss)

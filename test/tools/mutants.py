@@ -27,6 +27,7 @@ from experts_mutants import EXPERTS
 from hopper_mutants import HOPPER, HOPPER_TESTS
 from mutants_report import CAUGHT, NEEDS_GPU, SURVIVED, TIMED_OUT, Fate, keep, known
 from ops_mutants import OPS
+from parallel_mutants import PARALLEL
 from patches_mutants import PATCHES
 from rich.progress import track
 from router_mutants import ROUTERS
@@ -64,6 +65,7 @@ FILES = (
     "test/attention/test_attention_hopper_backward.py",
     "test/attention/test_attention_hopper.py",
     "test/ops/test_gpu.py",
+    "test/parallel/test_parallel_moe.py",
 )  # the quickest tests come first
 
 
@@ -112,6 +114,7 @@ TESTS = {
     "patches/balance.py": "test_patches_balance",
     "patches/lm_head.py": "test_patches_balance",
     "patches/forms.py": "recognition",
+    **{file: "test_parallel_moe" for file, *_ in PARALLEL},
     **{file: "experts and not patches" for file, *_ in EXPERTS},
     "ops/attention/choice.py": "attention",
     "ops/attention/portable/bias.py": "attention and (bias or parts or position) or compiled_graph",
@@ -121,7 +124,8 @@ TESTS = {
 }
 ON_HOPPER = [(file, *bug, HOPPER_TESTS[file]) for file, *bug in HOPPER]
 MUTANTS = [
-    Mutant(*bug) for bug in (*OPS, *ROUTERS, *EXACT, *EXPERTS, *ATTENTION, *ATTENTION_BACKWARD, *PATCHES, *ON_HOPPER)
+    Mutant(*bug)
+    for bug in (*OPS, *ROUTERS, *EXACT, *EXPERTS, *ATTENTION, *ATTENTION_BACKWARD, *PATCHES, *PARALLEL, *ON_HOPPER)
 ]
 
 

@@ -37,7 +37,12 @@ PATCHES = [
     (EXPERTS, "all(len(a) < 2 for a in active)", "True", "two adapters are reported as split"),
     (EXPERTS, '("limit", gate.limit), ', "", "the live limit of the gate is left out"),
     (EXPERTS, ', ("alpha", gate.alpha)', "", "the live alpha of the gate is left out"),
-    (EXPERTS, "        or not use_kernel(hidden_states)\n", "", "experts run the op where no kernel can run"),
+    (
+        EXPERTS,
+        "        or not (sharded or use_kernel(hidden_states))\n",
+        "",
+        "experts run the op where no kernel can run",
+    ),
     (EXPERTS, '        or "_apply_gate" in vars(module)\n', "", "a gate that was replaced later is ignored"),
     (VIEWS, "if attribute not in vars(self):", "if False:", "an attribute that a config lacks is a KeyError"),
     (

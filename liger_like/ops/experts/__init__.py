@@ -190,8 +190,13 @@ def _run(operands: Operands, index: Tensor, gate: Gate, scales: Scales) -> Tenso
     return apply(_ExpertsValues, kept, h, *values, offsets, tiles, pos, gate.transposed, scales.down)
 
 
-def _tokens(x: Tensor, *args: Tensor, **kwargs: Tensor) -> dict[str, dict[int, int]]:
+def _tokens(x: Tensor, gate_up: Any, *args: Tensor, **kwargs: Tensor) -> dict[str, dict[int, int]]:
     """Return the dimensions that may be sharded: those of the tokens. Each rank needs all experts."""
+    placements = getattr(gate_up, "placements", ())
+    if not all(placement.is_replicate() for placement in placements):
+        raise ValueError(
+            f"moe_experts takes whole experts, got gate_up as {placements}: use liger_like.parallel.expert_parallel"
+        )
     dims = {dim: dim for dim in range(x.dim() - 1)}
     return {"x": dims, "index": dims, "weights": dims}
 
