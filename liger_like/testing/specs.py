@@ -19,6 +19,8 @@ from liger_like.ops.layer_norm import layer_norm_ref
 from liger_like.ops.load_balancing import load_balancing_loss_ref
 from liger_like.ops.losses.cross_entropy import cross_entropy_ref
 from liger_like.ops.losses.linear_cross_entropy import OUTPUTS, fused_linear_cross_entropy_ref
+from liger_like.ops.losses.linear_logprobs import OUTPUTS as TOKEN_OUTPUTS
+from liger_like.ops.losses.linear_logprobs import fused_linear_logprobs_ref
 from liger_like.ops.qk_norm_rope import qk_norm_rope_ref
 from liger_like.ops.rms_norm import add_rms_norm_ref, rms_norm_ref
 from liger_like.ops.rope import rope_ref
@@ -339,6 +341,32 @@ SPECS = (
         tuple(
             {"lead": (t,), "H": h, "V": v}
             for t, h, v in ((8192, 4096, 128256), (16384, 2048, 128256), (8192, 2304, 256000), (16384, 4096, 32000))
+        ),
+        linear_loss_cost,
+        "arXiv:2410.10989",
+    ),
+    OpSpec(
+        "fused_linear_logprobs",
+        "log softmax(x W^T + b) at the target, entropy and others, in chunks of tokens",
+        with_lora(ops.fused_linear_logprobs),
+        with_lora(fused_linear_logprobs_ref),
+        linear_loss_inputs,
+        (
+            {},
+            {"chunk_rows": 16, "outputs": ("logprob", "entropy"), "temperature": 0.7},
+            {"chunk_rows": 16, "outputs": TOKEN_OUTPUTS, "softcap": 8.0, "logit_scale": 1.1},
+            {"chunk_rows": 16, "outputs": ("entropy",), "topk": 3, "uniform_gradient": True},
+            {"chunk_rows": 16, "uniform_gradient": True, "temperature": 1.3},
+        ),
+        (
+            *_product(_ROWS, ({"H": 32, "V": 101},)),
+            {"lead": (4, 9), "H": 24, "V": 128, "bias": True, "ids": 3},
+            {"lead": (41,), "H": 24, "V": 97, "bias": True, "rank": 4, "ids": 5},
+            {"lead": (5,), "H": 16, "V": 4097, "ids": 1},
+        ),
+        tuple(
+            {"lead": (t,), "H": h, "V": v}
+            for t, h, v in ((8192, 4096, 128256), (8192, 4096, 151936), (16384, 2048, 248320))
         ),
         linear_loss_cost,
         "arXiv:2410.10989",
