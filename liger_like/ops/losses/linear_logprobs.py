@@ -187,12 +187,14 @@ class _FusedLinearLogprobs(torch.autograd.Function):
         K = 0 if ids is None else ids.shape[1]
         at = results.logprob_at
         fixed = lse, argmax, results.mean_logit, results.log_sum_sq_prob, at[:, K:], results.words[:, K:]
+        # None, not an empty tensor: torch.compile would give it a gradient
+        free = entropy if "entropy" in outputs else None, None if not K else at[:, :K] if topk else at
         ctx.mark_non_differentiable(*fixed)
         ctx.save_for_backward(
             x, weight, target, bias, u, b, ids, lse, lse_rest, entropy, results.kept_logits, results.kept_rows,
             order, *sums,
         )  # fmt: skip
-        return logprob, entropy, at[:, :K] if topk else at, *fixed
+        return logprob, *free, *fixed
 
     @staticmethod
     @once_differentiable

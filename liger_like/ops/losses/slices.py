@@ -147,7 +147,7 @@ def _gradients(call: Backward, more: TokenBackward | None) -> tuple[Tensor, ...]
             t.zero_()
         return outs
     upstream, d_at, factor = _upstream(call, more)
-    logits_dtype, at = (x.dtype, (None, None)) if more is None else (more.logits_dtype, (more.ids, d_at))
+    logits_dtype, at = (x.dtype, (None, None)) if more is None else (more.logits_dtype, (packed(more.ids), d_at))
     entropies = call.entropy if call.entropy.numel() else None
     du_sum = du.new_empty((n, du.shape[1]))
     k = 0 if kept is None else min(n, len(kept))
