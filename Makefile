@@ -19,7 +19,8 @@ PARALLEL := --numprocesses auto --dist worksteal
 OLDEST := $(addprefix test/,benchmark/test_coverage.py patches/test_patches_vision.py patches/test_patching_recognition.py \
 	patches/test_patches_experts.py patches/test_patches_experts_report.py)
 NEWEST := $(addprefix test/,runtime/test_tiles.py ops/test_norms_and_rope.py ops/test_losses.py ops/test_chunked_loss.py \
-	attention/test_attention_programs.py) $(addprefix test/ops/test_ops.py::test_,zero_stride_upstream bitwise_repeatable)
+	ops/test_logprobs.py ops/test_logprob_routes.py attention/test_attention_programs.py) \
+	$(addprefix test/ops/test_ops.py::test_,zero_stride_upstream bitwise_repeatable)
 
 .PHONY: demo test test-gpu test-oldest test-newest check compile-check mutants sanitize coverage tune
 .PHONY: bench bench-losses bench-ops bench-attention bench-attention-grid

@@ -2,11 +2,12 @@
 
 from typing import TYPE_CHECKING, Any
 
-from liger_like import nn
+from liger_like import losses, nn
 from liger_like._explain import Explanation, explain
 from liger_like.graphs import GraphedStep
 from liger_like.ops import (
     LossOutput,
+    TokenOutputs,
     add_rms_norm,
     cross_entropy,
     flash_attention,
@@ -35,6 +36,7 @@ __all__ = [
     "GraphedStep",
     "LossOutput",
     "PatchReport",
+    "TokenOutputs",
     "add_rms_norm",
     "cross_entropy",
     "explain",
@@ -45,6 +47,8 @@ __all__ = [
     "geglu",
     "layer_norm",
     "load_balancing_loss",
+    "losses",
+    "losses",
     "moe_experts",
     "moe_route",
     "nn",

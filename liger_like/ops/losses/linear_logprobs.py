@@ -249,7 +249,7 @@ def _check_ids(ids: Any, target: Tensor, V: int) -> None:
     check_labels(ids, V, -1, "ids")
 
 
-@refuses_dtensors("local tensors")
+@refuses_dtensors("full_tensor()")
 def fused_linear_logprobs(
     x: Tensor,
     weight: Tensor,
