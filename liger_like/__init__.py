@@ -48,7 +48,6 @@ __all__ = [
     "layer_norm",
     "load_balancing_loss",
     "losses",
-    "losses",
     "moe_experts",
     "moe_route",
     "nn",

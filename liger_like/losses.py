@@ -81,7 +81,8 @@ def _pair(chosen: Any, rejected: Any, chosen_mask: Any, rejected_mask: Any) -> t
         masks.append(_checked_mask(f"{name}_mask", mask, tuple(value.shape)))
     if masks[0].shape[0] != masks[1].shape[0]:
         raise ValueError(f"rejected must have {masks[0].shape[0]} sequences as chosen has, got {masks[1].shape[0]}")
-    return _summed("chosen", chosen, masks[0]), _summed("rejected", rejected, masks[1]), *masks
+    first, second = masks
+    return _summed("chosen", chosen, first), _summed("rejected", rejected, second), first, second
 
 
 def _preferences(chosen: Tensor, rejected: Tensor) -> dict[str, Tensor]:

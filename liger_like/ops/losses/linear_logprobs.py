@@ -20,7 +20,7 @@ import torch
 from torch import Tensor
 from torch.nn.functional import linear
 
-from liger_like.ops.losses.chunks import Forward, TokenForward, TokenResults, flat, linear_logprobs_fwd
+from liger_like.ops.losses.chunks import NO_WORD, Forward, TokenForward, TokenResults, flat, linear_logprobs_fwd
 from liger_like.ops.losses.gradients import recomputed, scaled
 from liger_like.ops.losses.operands import Lora, check_operands, checked_lora, checked_outputs, is_small, low_rank
 from liger_like.ops.losses.products import pitch
@@ -108,13 +108,13 @@ def fused_linear_logprobs_ref(
     tokens = TokenOutputs(**{name: results[name] for name in outputs})
     ignored = ignored.unsqueeze(-1)
     if ids is not None:
-        check_labels(ids, z.shape[-1], -1, "ids")
+        check_labels(ids, z.shape[-1], NO_WORD, "ids")
         at = logp.gather(-1, ids.clamp(min=0)).masked_fill(ignored | (ids < 0), 0)
         tokens = tokens._replace(logprob_at=at)
     if topk:
         best = raw.detach().sort(dim=-1, descending=True, stable=True).indices[..., :topk]
         at = logp.detach().gather(-1, best).masked_fill(ignored, 0)
-        tokens = tokens._replace(topk_logprob=at, topk_ids=best.masked_fill(ignored, -1))
+        tokens = tokens._replace(topk_logprob=at, topk_ids=best.masked_fill(ignored, NO_WORD))
     return tokens
 
 
@@ -238,15 +238,21 @@ def _factor(dlogprob: Tensor, target: Tensor, order: Tensor, ctx: Any) -> Tensor
     return -first if ((dlogprob == first) | ~counted).all().item() else None
 
 
-def _check_ids(ids: Any, target: Tensor, V: int) -> None:
-    """Raise unless ``ids`` are words [..., K] of each token, -1 for none."""
+def _checked_words(ids: Any, topk: Any, target: Tensor, V: int) -> int:
+    """Return ``topk`` as a Python int. Raise unless it fits ``V``, and ``ids`` are words [..., K] or -1 for none."""
+    topk = require_integer("topk", topk, 0)
+    if topk > min(MAX_TOPK, V):
+        raise ValueError(f"topk must be at most {min(MAX_TOPK, V)}, got {topk}")
+    if ids is None:
+        return topk
     if not isinstance(ids, Tensor) or ids.dtype != torch.int64:
         raise TypeError(f"ids must be int64, got {getattr(ids, 'dtype', type(ids).__name__)}")
     if ids.dim() != target.dim() + 1 or ids.shape[:-1] != target.shape or ids.shape[-1] == 0:
         raise ValueError(f"ids must have shape {[*target.shape, 'K']} with K of at least 1, got {list(ids.shape)}")
     if ids.device != target.device:
         raise ValueError(f"ids must be on {target.device}, got {ids.device}")
-    check_labels(ids, V, -1, "ids")
+    check_labels(ids, V, NO_WORD, "ids")
+    return topk
 
 
 @refuses_dtensors("full_tensor()")
@@ -306,15 +312,10 @@ def fused_linear_logprobs(
         x, bias = x.to(dtype), None if bias is None else bias.to(dtype)
         lora = None if lora is None else (lora[0].to(dtype), lora[1].to(dtype), *lora[2:])
     check_operands(x, weight, weight_dtype, bias, lora, WHOLE)
-    V = weight.shape[0]
     options = checked_options(ignore_index, 0.0, 0.0, softcap, logit_scale)
     temperature = require_positive("temperature", temperature)
     check_target(target, x, x.shape[:-1])
-    if ids is not None:
-        _check_ids(ids, target, V)
-    topk = require_integer("topk", topk, 0)
-    if topk > min(MAX_TOPK, V):
-        raise ValueError(f"topk must be at most {min(MAX_TOPK, V)}, got {topk}")
+    topk = _checked_words(ids, topk, target, weight.shape[0])
     require_choice("logits_dtype", logits_dtype, tuple(dict.fromkeys((torch.float32, x.dtype))))
     keep_logits = require_integer("keep_logits", keep_logits, 0)
     require_choice("uniform_gradient", uniform_gradient, (False, True))
