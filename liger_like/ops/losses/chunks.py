@@ -215,7 +215,7 @@ def _run_chunks(
     argmax, (dx, dw, exponents, last_logits, last_x, dbias, du, db) = outs[4], outs[8:]
     needs_dx, needs_dw, needs_dbias, needs_du, needs_db = needs
     chunk_bounds.zero_()  # without tokens no chunk sets it
-    zeros = [t for t in (*rows, *(results or ())) if t.dtype == torch.float32]
+    zeros = [t for t in (*rows, *(results or ())[:4]) if t.dtype == torch.float32]
     zeros += [t for t in (dw, exponents, dbias, db) if T == 0 or needs_dbias]
     torch._foreach_zero_(zeros)  # one launch
     argmax.fill_(-1)

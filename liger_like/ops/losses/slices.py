@@ -99,12 +99,20 @@ def linear_cross_entropy_bwd(*args: Any) -> tuple[Tensor, ...]:
     return _gradients(call_of(Backward, args), None)
 
 
+def _flops_without_kept(*args: Any) -> int:
+    """Return the FLOPs of ``flops`` less those of the logits that are kept."""
+    call, more = _token_call(args)
+    kept = 0 if more.kept_logits is None else len(more.kept_logits)
+    rank = 0 if call.u is None else call.u.shape[1]
+    return flops(*args) - 2 * kept * call.weight.shape[0] * (call.x.shape[1] + rank)
+
+
 @op(
     f"linear_logprobs_bwd({ARGUMENTS}, ScalarType logits_dtype, Tensor? ids, Tensor? dlogprob_at,"
     f" Tensor(b!)? kept_logits) -> ({RESULTS})",
     lambda *args: _bwd_outputs(_token_call(args)[0]),
     READS_HOST,
-    flops=flops,
+    flops=_flops_without_kept,
 )
 def linear_logprobs_bwd(*args: Any) -> tuple[Tensor, ...]:
     """Return what ``linear_cross_entropy_bwd`` does; the arguments are those of ``Backward`` and ``TokenBackward``."""
@@ -130,6 +138,7 @@ def _upstream(call: Backward, more: TokenBackward | None) -> tuple[list[Tensor |
 
 
 def _gradients(call: Backward, more: TokenBackward | None) -> tuple[Tensor, ...]:
+    """Return the gradients of ``linear_cross_entropy_bwd``."""
     x, weight, target, bias, u, b, class_weight, order, chunk_bounds, *_, shard, options = call
     dw_sum, needs = call.dw_sum, call.needs
     outs = _bwd_outputs(call)
