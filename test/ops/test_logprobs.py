@@ -54,6 +54,18 @@ def test_results_are_those_of_the_logits(device):
     assert got.argmax.dtype == got.topk_ids.dtype == torch.int64
 
 
+@pytest.mark.parametrize("descending", [False, True])
+def test_largest_logit_moves_over_the_blocks(device, descending):
+    z = torch.linspace(30, -30, 20000, device=device)[None] * (1 if descending else -1)
+    y, ids = torch.tensor([9000], device=device), torch.tensor([[0, 19999]], device=device)
+    got = ops.fused_linear_logprobs(z.new_ones(1, 1), z.mT, y, outputs=OUTPUTS, ids=ids, topk=3)
+    logp = z.log_softmax(-1)
+    torch.testing.assert_close(got.log_sum_sq_prob, (2 * logp).logsumexp(-1))
+    torch.testing.assert_close(got.mean_logit, z.mean(-1), rtol=0, atol=1e-5)
+    torch.testing.assert_close(got.logprob_at, logp[:, [0, -1]])
+    torch.testing.assert_close(got.topk_logprob, logp.topk(3).values)
+
+
 def test_only_what_was_asked_for(device):
     inputs = inputs_of(device)
     given = lambda **options: [n for n, t in ops.fused_linear_logprobs(**inputs, **options)._asdict().items() if t is not None]  # noqa: E731, E501  # fmt: skip
