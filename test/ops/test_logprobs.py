@@ -132,14 +132,16 @@ def test_few_tokens(rows, options, names, device):
 
 
 def test_words_of_equal_scores_come_in_order(device):
-    z = torch.randint(-3, 4, (300, 50), device=device).float()
+    """With the identity as the head, the logits are x."""
+    z, y = torch.randint(-3, 4, (300, 50), device=device).float(), torch.zeros(300, dtype=torch.int64, device=device)
     for scale in (1.0, -2.0, 0.0):
         order = (z * scale).sort(dim=1, descending=True, stable=True).indices
         for k in (1, 7, 50):
             assert torch.equal(top_words(z, k, scale), order[:, :k])
-    assert torch.equal(
-        top_words(torch.full((2, 9), float("nan"), device=device), 3, 1.0).cpu(), torch.arange(3).expand(2, 3)
-    )
+        out = ops.fused_linear_logprobs(z[:30], torch.eye(50, device=device), y[:30], topk=7, logit_scale=scale)
+        assert torch.equal(out.topk_ids, order[:30, :7])
+    nothing = torch.full((2, 9), float("nan"), device=device)
+    assert torch.equal(top_words(nothing, 3, 1.0).cpu(), torch.arange(3).expand(2, 3))
 
 
 def test_gradient_is_added_to_an_existing_one(device):
