@@ -185,11 +185,11 @@ def cpo(
 
 
 def _log_odds(mean: Tensor) -> Tensor:
-    """Return log(p / (1 - p)) of mean log-probabilities, accurate near 0 and far below."""
+    """Return log(p / (1 - p)) of mean log-probabilities, accurate near 0 and far below; finite for p = 1."""
     # both branches are differentiated, so each gets numbers of its own range only
-    near, split = mean > -math.log(2), -math.log(2)
-    close, far = mean.clamp(min=split), mean.clamp(max=split)
-    return mean - torch.where(near, (-torch.expm1(close)).log(), torch.log1p(-far.exp()))
+    split, most = -math.log(2), -torch.finfo(mean.dtype).tiny
+    close, far = mean.clamp(split, most), mean.clamp(max=split)
+    return mean - torch.where(mean > split, (-torch.expm1(close)).log(), torch.log1p(-far.exp()))
 
 
 def orpo(

@@ -145,9 +145,9 @@ def test_orpo(whole):
 
 def test_odds_of_certain_and_of_hopeless_completions():
     """Gradients stay finite where one of the two formulas would not."""
-    chosen = torch.tensor([[-1e-6], [-800.0]], requires_grad=True)
-    mask = torch.ones(2, 1, dtype=torch.bool)
-    loss, _ = losses.orpo(chosen, torch.full((2, 1), -1.0), mask, mask)
+    chosen = torch.tensor([[0.0], [-1e-6], [-800.0]], requires_grad=True)
+    mask = torch.ones(3, 1, dtype=torch.bool)
+    loss, _ = losses.orpo(chosen, torch.full((3, 1), -1.0), mask, mask)
     (grad,) = torch.autograd.grad(loss, chosen)
     assert loss.isfinite()
     assert grad.isfinite().all()

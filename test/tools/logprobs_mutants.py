@@ -59,7 +59,7 @@ LOGPROBS = [
     (LOSSES, "mean().clamp(min=0)", "mean()", "the reference point of KTO is negative"),
     (
         LOSSES,
-        "close, far = mean.clamp(min=split), mean.clamp(max=split)",
+        "close, far = mean.clamp(split, most), mean.clamp(max=split)",
         "close = far = mean",
         "odds have NaN gradients",
     ),
