@@ -53,7 +53,7 @@ def check_operands(
 
 
 def checked_lora(lora: Any) -> Lora | None:
-    """Return ``lora`` with its scaling as a Python float. Raise unless its form is valid; shapes are checked elsewhere."""
+    """Return ``lora`` with its scaling as a Python float. Raise unless its form is valid; shapes are not checked."""
     if lora is None:
         return None
     if not isinstance(lora, tuple | list) or len(lora) not in (2, 3):
