@@ -269,8 +269,7 @@ SPECS = (
             {},
             {"chunk_rows": 16, "outputs": ("logprob", "entropy"), "temperature": 0.7},
             {"chunk_rows": 16, "outputs": TOKEN_OUTPUTS, "softcap": 8.0, "logit_scale": 1.1},
-            {"chunk_rows": 16, "outputs": ("entropy",), "topk": 2, "uniform_gradient": True},
-            {"chunk_rows": 16, "uniform_gradient": True, "temperature": 1.3},
+            {"chunk_rows": 16, "topk": 2, "uniform_gradient": True, "temperature": 1.3},
         ),
         (
             *_product(_ROWS, ({"H": 32, "V": 101},)),
