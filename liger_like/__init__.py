@@ -2,16 +2,18 @@
 
 from typing import TYPE_CHECKING, Any
 
-from liger_like import nn
+from liger_like import losses, nn
 from liger_like._explain import Explanation, explain
 from liger_like.graphs import GraphedStep
 from liger_like.ops import (
     LossOutput,
+    TokenOutputs,
     add_rms_norm,
     cross_entropy,
     flash_attention,
     flash_attention_varlen,
     fused_linear_cross_entropy,
+    fused_linear_logprobs,
     geglu,
     layer_norm,
     load_balancing_loss,
@@ -34,15 +36,18 @@ __all__ = [
     "GraphedStep",
     "LossOutput",
     "PatchReport",
+    "TokenOutputs",
     "add_rms_norm",
     "cross_entropy",
     "explain",
     "flash_attention",
     "flash_attention_varlen",
     "fused_linear_cross_entropy",
+    "fused_linear_logprobs",
     "geglu",
     "layer_norm",
     "load_balancing_loss",
+    "losses",
     "moe_experts",
     "moe_route",
     "nn",

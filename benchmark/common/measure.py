@@ -185,7 +185,7 @@ def upstream_of(fn: Callable[..., Any], inputs: Inputs) -> list[Tensor]:
     """Return a random gradient for each output of ``fn``, strided as the first input of its shape; 1 for a loss."""
     outputs = fn(**inputs)
     like = (
-        next((t for t in inputs.values() if t.shape == output.shape), output)
+        next((t for t in inputs.values() if t.is_floating_point() and t.shape == output.shape), output)
         for output in (outputs if isinstance(outputs, tuple) else (outputs,))
     )
     return [torch.randn_like(t, requires_grad=False) if t.dim() else torch.ones_like(t) for t in like]

@@ -26,6 +26,7 @@ MARKERS = {
     OURS: "o",
     "liger_like, recompute": "<",
     "liger_like, dw in fp32": ">",
+    "liger_like, logits kept": ">",
     "liger_like, deterministic": "<",
     "torch": "s",
     "torch, math": "P",

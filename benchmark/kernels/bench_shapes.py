@@ -27,6 +27,7 @@ def shapes(hidden: int, intermediate: int, heads: int, kv_heads: int, head: int,
         "qk_norm_rope": {**rope, "weights": True},
         "cross_entropy": {"lead": (TOKENS // 4,), "V": vocab},
         "fused_linear_cross_entropy": {"lead": (TOKENS // 2,), "H": hidden, "V": vocab},
+        "fused_linear_logprobs": {"lead": (TOKENS // 2,), "H": hidden, "V": vocab},
         "moe_experts": {**lead, "H": hidden, "I": intermediate, "E": 8, "K": 2},
         "flash_attention": {"B": BATCH, "S": S, "Sk": S, **per_head},
         "flash_attention_varlen": {**SPECS["flash_attention_varlen"].bench_shapes[0], **per_head},
@@ -67,7 +68,8 @@ MIXTURES = dict(
 DEEPSEEK["moe_experts"] = MIXTURES.pop("DeepSeek-V3")  # 32 of its 256 experts
 DEEPSEEK["moe_route_groups"] = {"lead": (TOKENS,), "E": 256}
 
-ALL = "rms_norm", "add_rms_norm", "cross_entropy", "fused_linear_cross_entropy", "flash_attention"
+LOSSES = "cross_entropy", "fused_linear_cross_entropy", "fused_linear_logprobs"
+ALL = "rms_norm", "add_rms_norm", *LOSSES, "flash_attention"
 PACKED = "flash_attention_varlen"
 SHAPES: dict[str, dict[str, list[Shape]]] = {
     "Llama-3.2-1B": only(shapes(2048, 8192, 32, 8, 64, 128256), *ALL, PACKED, "swiglu", "rope"),
@@ -81,9 +83,7 @@ SHAPES: dict[str, dict[str, list[Shape]]] = {
         ("rms_norm", "add_rms_norm", "layer_norm"),
         [{"lead": (ELEMENTS // n,), "N": n} for n in (1024, 2048, 4096, 8192, 16384)],
     ),
-    "vocabulary": sweep(
-        ("cross_entropy", "fused_linear_cross_entropy"), [{"V": v} for v in (32000, 64000, 128256, 256000)]
-    ),
+    "vocabulary": sweep(LOSSES, [{"V": v} for v in (32000, 64000, 128256, 256000)]),
     "sequence": sweep(
         ("rope", "flash_attention"), [{"B": TOKENS // s, "S": s, "Sk": s} for s in (1024, 2048, 4096, 8192, 16384)]
     ),

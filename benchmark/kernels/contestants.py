@@ -68,6 +68,11 @@ def torch_linear_cross_entropy(x: Tensor, weight: Tensor, target: Tensor) -> Ten
     return torch_cross_entropy(F.linear(x, weight), target)
 
 
+def torch_linear_logprobs(x: Tensor, weight: Tensor, target: Tensor) -> Tensor:
+    """Return log-probabilities of whole logits in the dtype of x, as models return them; 0 for ignored tokens."""
+    return -F.cross_entropy(F.linear(x, weight).float(), target, reduction="none")
+
+
 def torch_cross_entropy(logits: Tensor, target: Tensor) -> Tensor:
     return F.cross_entropy(logits.float(), target)
 
@@ -112,8 +117,8 @@ def torch_load_balancing_loss(logits: Tensor, top_k: int) -> Tensor:
     return (counts / rows * (probabilities.sum(0) / rows)).sum() * experts
 
 
-def weights_alone(op: testing.OpSpec) -> testing.OpSpec:
-    """Return ``moe_route`` without its index, which has no gradient; another index makes other gradients."""
+def first_result(op: testing.OpSpec) -> testing.OpSpec:
+    """Return ``op`` with its first result alone: ``moe_route`` without its index, which has no gradient."""
     fn, ref = ((lambda *args, it=it, **kwargs: it(*args, **kwargs)[0]) for it in (op.fn, op.ref))
     return replace(op, fn=fn, ref=ref)
 
@@ -387,10 +392,16 @@ OPS: dict[str, Plain | Attention] = {
             "liger_like, dw in fp32": {"accum_dtype": torch.float32},
         },
     ),
+    "fused_linear_logprobs": Plain(
+        first_result(SPECS["fused_linear_logprobs"]),
+        torch_linear_logprobs,
+        {},
+        ours={"liger_like, logits kept": {"keep_logits": 2**40}},
+    ),
     "moe_experts": Experts(SPECS["moe_experts"], torch_experts, {}),
-    "moe_route": Plain(weights_alone(SPECS["moe_route"]), torch_moe_route, {}, {"top_k": 8}),
+    "moe_route": Plain(first_result(SPECS["moe_route"]), torch_moe_route, {}, {"top_k": 8}),
     "moe_route_groups": Plain(
-        weights_alone(SPECS["moe_route"]),
+        first_result(SPECS["moe_route"]),
         torch_moe_route_groups,
         {},
         {"top_k": 8, "score": "sigmoid", "groups": (8, 4, "top2"), "scale": 2.5, "eps": 1e-20},

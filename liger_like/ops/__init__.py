@@ -7,6 +7,7 @@ from liger_like.ops.layer_norm import layer_norm
 from liger_like.ops.load_balancing import load_balancing_loss
 from liger_like.ops.losses.cross_entropy import cross_entropy
 from liger_like.ops.losses.linear_cross_entropy import LossOutput, fused_linear_cross_entropy
+from liger_like.ops.losses.linear_logprobs import TokenOutputs, fused_linear_logprobs
 from liger_like.ops.qk_norm_rope import qk_norm_rope
 from liger_like.ops.rms_norm import add_rms_norm, rms_norm
 from liger_like.ops.rope import rope
@@ -14,11 +15,13 @@ from liger_like.ops.router import moe_route
 
 __all__ = [
     "LossOutput",
+    "TokenOutputs",
     "add_rms_norm",
     "cross_entropy",
     "flash_attention",
     "flash_attention_varlen",
     "fused_linear_cross_entropy",
+    "fused_linear_logprobs",
     "geglu",
     "layer_norm",
     "load_balancing_loss",

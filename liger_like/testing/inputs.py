@@ -81,7 +81,9 @@ def linear_loss_inputs(
     bias: bool = False,
     weighted: bool = False,
     rank: int = 0,
+    ids: int = 0,
 ) -> Inputs:
+    """Return random arguments of a fused linear loss, for ``ids`` words of each token, -1 among them."""
     randn = partial(_randn, dtype=dtype, device=device)
     inputs = {"x": randn(*lead, H), "weight": randn(V, H, scale=2 * H**-0.5)}
     inputs["target"] = _labels(lead, V, device)
@@ -91,6 +93,8 @@ def linear_loss_inputs(
         inputs["class_weight"] = torch.rand(V, device=device)
     if rank:
         inputs |= {"lora_a": randn(rank, H, scale=H**-0.5), "lora_b": randn(V, rank)}
+    if ids:
+        inputs["ids"] = torch.randint(-1, V, (*lead, ids), device=device)
     return inputs
 
 

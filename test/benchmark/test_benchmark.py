@@ -204,7 +204,13 @@ def test_memory_bound_tables(monkeypatch: pytest.MonkeyPatch) -> None:
 def test_what_is_faster_than_ours() -> None:
     notes, measured = markdown.NOTES.read_text(), markdown.results("bench")
     assert slower_report.with_table(notes, measured) == notes, "run python -m benchmark report"
-    new = {"moe_experts", "moe_route", "moe_route_groups", "load_balancing_loss"}  # since the last whole run
+    new = {
+        "fused_linear_logprobs",
+        "moe_experts",
+        "moe_route",
+        "moe_route_groups",
+        "load_balancing_loss",
+    }  # since the last whole run
     assert {case["op"] for result in measured for case in result["cases"]} == {*contestants.OPS} - new
     rows = [
         {"name": "liger_like", "forward_us": 2.0, "us": 6.0, "wall_us": 9.0},

@@ -1,11 +1,14 @@
 """How the fused loss makes its gradients: sums over chunks, slices of the vocabulary, ignored tokens, memory reused."""
 
+from types import SimpleNamespace
+
 import pytest
 import torch
 from torch.utils import checkpoint
 
 from liger_like import ops
-from liger_like.ops.losses import chunks, dw_sum, linear_cross_entropy
+from liger_like.ops.losses import chunks, dw_sum, linear_cross_entropy, slices
+from liger_like.ops.losses import products as product_parts
 from liger_like.ops.losses.dw_sum import add_products, exponent_block, exponents_like, scale_rows
 from liger_like.ops.losses.dw_sum import hopper as dw_sum_hopper
 from liger_like.ops.losses.dw_sum import portable as dw_sum_portable
@@ -131,9 +134,11 @@ def test_scale_rows_in_their_own_memory(device):
 def test_size_of_chunks(monkeypatch):
     monkeypatch.setattr(chunks, "has_products", lambda device: True)
 
-    def planned(T, H, V, dw=True, chunk_rows=None, dtype=torch.bfloat16):
-        x = torch.empty(T, H, dtype=dtype, device="meta")
-        return chunks._chunks(x, V, [True, dw, False, False, False], chunk_rows, None, dtype)
+    def planned(T, H, V, dw=True, chunk_rows=None, dtype=torch.bfloat16, wide=False):
+        x, weight = (torch.empty(rows, H, dtype=dtype, device="meta") for rows in (T, V))
+        needs = [True, dw, False, False, False]
+        sizes = {"needs": needs, "chunk_rows": chunk_rows, "accum_dtype": None, "dw_dtype": dtype}
+        return chunks._chunks(SimpleNamespace(x=x, weight=weight, **sizes), wide)
 
     assert planned(8192, 4096, 128256) == (2048, True)
     assert planned(100, 4096, 128256) == (100, True)
@@ -142,6 +147,7 @@ def test_size_of_chunks(monkeypatch):
     assert planned(65536, 4096, 128256, dw=False) == (2048, False)
     assert planned(65536, 4096, 128256, dtype=torch.float16) == (2048, False)
     assert planned(65536, 4096, 1000) == (33554, True)  # a chunk has at least 64 MiB of logits
+    assert planned(8192, 4096, 128256, wide=True) == (1024, True)  # logits in fp32, and their gradient
     assert planned(8192, 4096, 128256, chunk_rows=512) == (512, True)
     assert planned(8192, 4096, 128256, chunk_rows=511) == (511, False)
 
@@ -154,9 +160,10 @@ def products(monkeypatch, H, V):
         tokens.append(a.shape[0] * a.shape[1] * b.shape[1] // (H * V))
         return fn(a, b, out=out) if fn is mm else fn(out, a, b, *accumulate)
 
-    mm, addmm = torch.mm, chunks._addmm
+    mm, addmm = torch.mm, chunks.addmm
     monkeypatch.setattr(torch, "mm", lambda a, b, out: counted(mm, out, a, b))
-    monkeypatch.setattr(chunks, "_addmm", lambda *args: counted(addmm, *args))
+    for module in (chunks, slices):
+        monkeypatch.setattr(module, "addmm", lambda *args: counted(addmm, *args))
     return tokens
 
 
@@ -205,18 +212,18 @@ def test_ignored_tokens_take_part_as_in_a_graph(recompute, device, monkeypatch):
     assert sum(tokens) == (16 + 3 * 5 if recompute else 3 * 16)
 
 
-def slices(monkeypatch, columns):
+def behind_dw(monkeypatch, columns):
     """A list that gets, for every slice of the vocabulary, whether its logits lie behind the rows of dw."""
     behind = []
 
     def logits_behind(dw, end, *args):
         z = room(dw, end, *args)
-        behind.append(z.untyped_storage().data_ptr() == dw.untyped_storage().data_ptr() if dw.numel() else False)
+        behind.append(z[0].untyped_storage().data_ptr() == dw.untyped_storage().data_ptr() if dw.numel() else False)
         return z
 
-    room = chunks._logits_behind
-    monkeypatch.setattr(chunks, "_logits_behind", logits_behind)
-    monkeypatch.setattr(chunks, "SLICE_COLUMNS", columns)
+    room = slices.logits_behind
+    monkeypatch.setattr(slices, "logits_behind", logits_behind)
+    monkeypatch.setattr(product_parts, "SLICE_COLUMNS", columns)
     return behind
 
 
@@ -235,9 +242,9 @@ ALL = {"label_smoothing": 0.1, "softcap": 8.0, "logit_scale": 1.1, "z_loss": 1e-
 def test_recompute_in_slices(dtype, flags, options, device, monkeypatch, poisoned):
     options = options | {"recompute": True, "chunk_rows": 16}
     draws = 1 if dtype == torch.float32 else 8 if device == "cpu" else 60
-    behind = slices(monkeypatch, 32)
+    behind = behind_dw(monkeypatch, 32)
     if dtype == torch.float32:  # in half precision cuBLAS rounds parts of small products
-        monkeypatch.setattr(chunks, "SMALL_PRODUCT", 0)
+        monkeypatch.setattr(slices, "SMALL_PRODUCT", 0)
     make = lambda: LINEAR.inputs(dtype, device, lead=(37,), H=31, V=333, **flags)  # noqa: E731
     assert_accurate(LINEAR.fn, LINEAR.ref, make, options, draws)
     assert {*behind} == {True, False}

@@ -93,6 +93,7 @@ CALLS = {
     ops.geglu: {"gate": X, "up": X},
     ops.cross_entropy: {"logits": X, "target": Y, "weight": W},
     ops.fused_linear_cross_entropy: {"x": X, "weight": HEAD, "target": Y},
+    ops.fused_linear_logprobs: {"x": X, "weight": HEAD, "target": Y},
     ops.moe_route: {"logits": X, "top_k": 2, "bias": W},
     ops.load_balancing_loss: {"logits": X, "top_k": 2, "mask": X[:, 0]},
     nn.Router: {"hidden_size": 8, "num_experts": 4, "top_k": 2},
@@ -110,7 +111,18 @@ OPTIONS_OF = {
     nn.CrossEntropyLoss: (ops.cross_entropy, ("weight", "num_items")),
     nn.FusedLinearCrossEntropyLoss: (ops.fused_linear_cross_entropy, ("class_weight", "num_items", "lora", "shard")),
 }
-NUMBERS = ("eps", "offset", "z_loss", "logit_scale", "softcap", "num_items", "scale", "limit", "alpha")  # 2.5 is valid
+NUMBERS = (
+    "eps",
+    "offset",
+    "z_loss",
+    "logit_scale",
+    "softcap",
+    "num_items",
+    "scale",
+    "limit",
+    "alpha",
+    "temperature",
+)  # 2.5 is valid
 WRONG = (
     None, "a", 2.5, float("nan"), [1], [[1.0]], (X,), torch.tensor([1, 2]), torch.tensor(1.0), torch.tensor([True]),
     torch.int64, object(),

@@ -72,6 +72,25 @@ def test_the_loss_counts_the_products_of_a_plain_one(trained, recompute, device)
     assert flops(ours, *leaves) == ((logits, logits + gradients) if recompute else (logits + gradients, 0))
 
 
+@pytest.mark.parametrize(
+    ("trained", "options", "forward", "backward"),
+    [
+        ("x weight", {}, 1, 3),
+        ("x", {}, 2, 0),
+        ("x weight", {"keep_logits": 2**20}, 1, 2),
+        ("x weight", {"keep_logits": 4 * 96 * 3}, 1, 2.75),
+        ("x weight", {"uniform_gradient": True}, 3, 0),
+    ],
+    ids=str,
+)
+def test_log_probabilities_count_the_products_of_their_route(trained, options, forward, backward, device):
+    given = {"x": torch.randn(12, 64, device=device), "weight": torch.randn(96, 64, device=device)}
+    target = torch.randint(96, (12,), device=device)
+    call = lambda: liger_like.fused_linear_logprobs(**given, target=target, **options).logprob  # noqa: E731
+    product = 2 * 12 * 64 * 96
+    assert flops(call, *(given[name] for name in trained.split())) == (forward * product, backward * product)
+
+
 def test_a_patched_model_counts_what_it_did(device):
     """But for the scores, which the backward of attention makes again."""
     counts = []

@@ -41,13 +41,13 @@ EXACT = [
         "the backward of a compiled graph is in fp64",
     ),
     (
-        "ops/losses/linear_cross_entropy.py",
+        "ops/losses/operands.py",
         " <= FEW_TOKENS",
         " < FEW_TOKENS",
         "1024 tokens of a compiled graph are a library op",
     ),
     (
-        "ops/losses/linear_cross_entropy.py",
+        "ops/losses/operands.py",
         "has_static_value(target.numel()) and ",
         "",
         "a graph of any number of tokens is compiled twice",
@@ -59,7 +59,7 @@ EXACT = [
         "a compiled graph ignores chunk_rows",
     ),
     (
-        "ops/losses/linear_cross_entropy.py",
+        "ops/losses/gradients.py",
         "    torch.autograd.graph.increment_version(grad)  # kernels change no version\n",
         "",
         "nothing tells that kernels have changed a gradient",
@@ -89,26 +89,31 @@ EXACT = [
             ("tl.program_id(0), blocks, B * H,", "dq of a compiled graph in fp64"),
         )
     ),
-    ("ops/losses/cross_entropy.py", "(z - lse) - lse_rest", "z - lse", "the gradient takes lse as one rounded number"),
+    ("ops/losses/row_kernels.py", "(z - lse) - lse_rest", "z - lse", "the gradient takes lse as one rounded number"),
     (
-        "ops/losses/cross_entropy.py",
+        "ops/losses/row_kernels.py",
         "rest = (a - (total - b_part)) + (b - b_part)",
         "rest = a - total",
         "a wrong rest of lse",
     ),
     (
-        "ops/losses/cross_entropy.py",
+        "ops/losses/row_kernels.py",
         "seen * log_total - smooth",
         "V * log_total - smooth",
         "smoothing forgets class weights",
     ),
     (
-        "ops/losses/cross_entropy.py",
+        "ops/losses/row_kernels.py",
         "smooth += moved * seen +",
         "smooth +=",
         "smoothing forgets that the top has moved",
     ),
-    ("ops/losses/chunks.py", "factor=weight_unit", "factor=None", "gradients are not of the unit that is divided out"),
+    (
+        "ops/losses/chunks.py",
+        "factor=call.weight_unit",
+        "factor=None",
+        "gradients are not of the unit that is divided out",
+    ),
     (
         "ops/losses/units.py",
         "of_label = size[target.clamp(0, size.shape[0] - 1)]",
@@ -134,7 +139,7 @@ EXACT = [
         "autocast's x is read in the dtype of the weight",
     ),
     (
-        "ops/losses/linear_cross_entropy.py",
+        "ops/losses/gradients.py",
         "factor if weight_unit is None else factor / weight_unit",
         "factor",
         "the unit of class weights stays in the gradients",

@@ -25,6 +25,7 @@ from attention_mutants import ATTENTION
 from exact_mutants import EXACT
 from experts_mutants import EXPERTS
 from hopper_mutants import HOPPER, HOPPER_TESTS
+from logprobs_mutants import LOGPROBS
 from mutants_report import CAUGHT, NEEDS_GPU, SURVIVED, TIMED_OUT, Fate, keep, known
 from ops_mutants import OPS
 from parallel_mutants import PARALLEL
@@ -48,6 +49,9 @@ FILES = (
     "test/ops/test_glu_linear.py",
     "test/ops/test_chunked_loss.py",
     "test/ops/test_losses.py",
+    "test/ops/test_post_training_losses.py",
+    "test/ops/test_logprobs.py",
+    "test/ops/test_logprob_routes.py",
     "test/ops/test_norms_and_rope.py",
     "test/ops/test_router.py",
     "test/ops/test_router_logits.py",
@@ -87,6 +91,7 @@ class Mutant(NamedTuple):
 
 
 RUNTIME = ("autograd", "blocks", "checks", "launcher", "layout", "registry", "support")
+LINEAR = "linear_cross_entropy or test_losses or test_chunked_loss or few"
 # file -> the -k of pytest that selects the tests which must catch the bugs in the file
 TESTS = {
     **{f"runtime/{file}.py": "test_ops or test_tiles or compiled_graph" for file in RUNTIME},
@@ -101,10 +106,17 @@ TESTS = {
     "ops/router_logits.py": "router_logits",
     "ops/load_balancing.py": "load_balancing or test_router",
     "nn.py": "test_moe_modules or modules",
-    "ops/losses/rows.py": "cross_entropy or test_losses or test_errors",
+    "losses.py": "test_post_training_losses",
+    "ops/losses/rows.py": "cross_entropy or test_losses or test_errors or test_logprobs",
+    "ops/losses/row_kernels.py": "cross_entropy or test_losses or logprob",
     "ops/losses/cross_entropy.py": "cross_entropy or test_losses",
-    "ops/losses/linear_cross_entropy.py": "linear_cross_entropy or test_losses or test_chunked_loss or few",
-    "ops/losses/chunks.py": "test_losses or test_chunked_loss",
+    "ops/losses/linear_cross_entropy.py": LINEAR,
+    "ops/losses/operands.py": LINEAR,
+    "ops/losses/gradients.py": LINEAR,
+    "ops/losses/linear_logprobs.py": "logprob",
+    "ops/losses/products.py": "test_losses or test_chunked_loss or logprob",
+    "ops/losses/chunks.py": "test_losses or test_chunked_loss or logprob",
+    "ops/losses/slices.py": "test_losses or test_chunked_loss or logprob",
     "ops/losses/units.py": "test_losses",
     "ops/losses/dw_sum/__init__.py": "test_chunked_loss",
     "ops/losses/dw_sum/portable.py": "test_chunked_loss",
@@ -125,7 +137,18 @@ TESTS = {
 ON_HOPPER = [(file, *bug, HOPPER_TESTS[file]) for file, *bug in HOPPER]
 MUTANTS = [
     Mutant(*bug)
-    for bug in (*OPS, *ROUTERS, *EXACT, *EXPERTS, *ATTENTION, *ATTENTION_BACKWARD, *PATCHES, *PARALLEL, *ON_HOPPER)
+    for bug in (
+        *OPS,
+        *LOGPROBS,
+        *ROUTERS,
+        *EXACT,
+        *EXPERTS,
+        *ATTENTION,
+        *ATTENTION_BACKWARD,
+        *PATCHES,
+        *PARALLEL,
+        *ON_HOPPER,
+    )
 ]
 
 

@@ -1,69 +1,28 @@
-"""Dispatcher ops of the fused linear cross-entropy.
+"""Dispatcher ops for the forward of the fused linear losses.
 
 The forward runs over chunks of tokens and can compute the gradients at once. ``linear_cross_entropy_last`` finishes the
-last chunk. The backward runs over slices of the vocabulary and recomputes the logits.
+last chunk.
 """
 
-from collections.abc import Callable, Iterator
+import functools
 from typing import Any, NamedTuple
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from liger_like.ops.losses.cross_entropy import launch_bwd, launch_fwd
-from liger_like.ops.losses.dw_sum import MAX_ROUNDS, add_products, exponents_like, has_products, scale_rows
-from liger_like.ops.losses.rows import OPTIONS_SCHEMA, Options, raise_bad_label
-from liger_like.ops.losses.units import size_of_gradient, unit
+from liger_like.ops.losses.dw_sum import MAX_ROUNDS, add_products, exponents_like, has_products
+from liger_like.ops.losses.products import addmm, even_step, kept_first, pitch, store_logits
+from liger_like.ops.losses.row_kernels import launch_bwd, launch_fwd
+from liger_like.ops.losses.rows import OPTIONS_SCHEMA, Options, raise_bad_label, top_words
+from liger_like.ops.losses.units import unit
 from liger_like.ops.losses.vocab_shards import SHARD_SCHEMA, Shard, launch_fwd_of_shard
-from liger_like.runtime.layout import packed
 from liger_like.runtime.registry import op
-from liger_like.runtime.support import in_graph
 
 CHUNK_ROWS = 2048  # tokens per chunk at which the products reach full speed; half as many without gradients
 CHUNK_BYTES = 64 * 2**20  # least bytes of logits per chunk: with a small vocabulary CHUNK_ROWS tokens are too few
-SLICE_COLUMNS = 2048  # least columns of logits per slice, in new memory where dw has no room
-SMALL_PRODUCT = 2**22  # elements below which cuBLAS splits the sum over tokens and rounds its parts to the dtype
+NO_WORD = -1  # the id of no word
 READS_HOST = torch.Tag.cudagraph_unsafe  # the host reads the token count: torch.compile keeps it out of CUDA graphs
-COMPACT_BELOW = 0.75  # if a smaller share of the tokens counts, the backward gathers these first
-
-
-def _addmm(out: Tensor, a: Tensor, b: Tensor, accumulate: bool) -> None:
-    """Store a @ b in ``out``, or add it to ``out`` if ``accumulate``; the sum is kept in the dtype of ``out``."""
-    if out.dtype == a.dtype:
-        torch.addmm(out, a, b, beta=int(accumulate), out=out)
-    elif a.is_cuda:
-        torch.addmm(out, a, b, out_dtype=out.dtype, beta=int(accumulate), out=out)
-    else:
-        torch.addmm(out, a.to(out.dtype), b.to(out.dtype), beta=int(accumulate), out=out)
-
-
-def _logits(out: Tensor, x: Tensor, weight: Tensor, bias: Tensor | None, u: Tensor | None, b: Tensor | None) -> None:
-    """Store x weight^T + bias + u b^T in ``out``."""
-    if bias is None:
-        torch.mm(x, weight.t(), out=out)
-    else:
-        torch.addmm(bias, x, weight.t(), out=out)
-    if u is not None:
-        out.addmm_(u, b.t())
-
-
-def _losses_and_gradient(
-    z: Tensor, target: Tensor, class_weight: Tensor | None, weight_unit: Tensor | None, rows: tuple[Tensor, ...],
-    options: Options, index: Tensor, shard: Shard, differentiate: bool,
-) -> None:  # fmt: skip
-    """Fill ``rows`` from logits ``z``, and overwrite ``z`` with its gradient if ``differentiate``."""
-    wanted = [t if t.numel() else None for t in rows]
-    if shard:
-        launch_fwd_of_shard(z, target, class_weight, wanted, options, index, shard)
-    else:
-        launch_fwd(z, target, class_weight, wanted, options, index)
-    if differentiate:
-        launch_bwd(
-            z, z, target, class_weight, (rows[2], rows[5]), None, (None, None, None), options,
-            unit=unit(options), factor=weight_unit, order=index, v_start=shard.first_word,
-            vocabulary=shard.words or z.shape[1],
-        )  # fmt: skip
 
 
 class Forward(NamedTuple):
@@ -90,62 +49,66 @@ class Forward(NamedTuple):
     options: Options
 
 
-class Backward(NamedTuple):
-    """Arguments of ``linear_cross_entropy_bwd``, in the order of its schema; ``shard`` and ``options`` follow flat.
+class TokenForward(NamedTuple):
+    """Further arguments of ``linear_logprobs_fwd``, after those of ``Forward``, in the order of its schema.
 
-    ``order`` to ``entropy`` are results of the forward; ``dloss`` to ``dentropy`` are upstream gradients [T].
+    ``mean_logit``, ``log_sum_sq_prob``: results to compute. ``ids`` [T, K]: words whose log-probabilities to compute,
+    and those of the ``topk`` best. ``kept``: number of tokens whose logits to return.
     """
 
-    x: Tensor
-    weight: Tensor
-    target: Tensor
-    bias: Tensor | None
-    u: Tensor | None
-    b: Tensor | None
-    class_weight: Tensor | None
-    order: Tensor
-    chunk_bounds: Tensor
-    lse: Tensor
-    lse_rest: Tensor
-    entropy: Tensor
-    dloss: Tensor
-    dlogprob: Tensor | None
-    dentropy: Tensor | None
-    dw_sum: Tensor | None
-    needs: list[bool]
-    dw_dtype: torch.dtype
-    shard: Shard
-    options: Options
+    logits_dtype: torch.dtype
+    mean_logit: bool
+    log_sum_sq_prob: bool
+    ids: Tensor | None
+    topk: int
+    kept: int
 
 
-def flat(call: Forward | Backward) -> tuple[Any, ...]:
-    """Return the arguments of a call as the op takes them."""
+class TokenResults(NamedTuple):
+    """Further results of ``linear_logprobs_fwd``, after those of ``linear_cross_entropy_fwd``; empty if not computed.
+
+    ``words`` [T, K + topk]: ids, then the best words. ``logprob_at``: their log-probabilities. ``kept_logits``: logits
+    of the first ``kept`` tokens of ``order``, in the dtype of x. ``kept_rows``: lse, lse_rest and entropy [T] of the
+    logits as they are kept, if this rounds them.
+    """
+
+    mean_logit: Tensor
+    log_sum_sq_prob: Tensor
+    words: Tensor
+    logprob_at: Tensor
+    kept_logits: Tensor
+    kept_rows: Tensor
+
+
+def flat(call: Any) -> tuple[Any, ...]:
+    """Return the arguments of a call, Forward or Backward, as the op takes them."""
     return *call[:-2], *call.shard, *call.options
 
 
-def _call(kind: Any, args: tuple[Any, ...]) -> Any:
+def call_of(kind: Any, args: tuple[Any, ...]) -> Any:
     """Return the arguments of an op as a ``kind``, Forward or Backward: the inverse of ``flat``."""
     own = len(kind._fields) - 2
     sharded = own + len(Shard._fields)
     return kind(*args[:own], Shard(*args[own:sharded]), Options(*args[sharded:]))
 
 
-def _outputs(call: Forward) -> tuple[Tensor, ...]:
+def _unless_empty(x: Tensor, wanted: bool, shape: tuple[int, ...], dtype: torch.dtype = torch.float32) -> Tensor:
+    return x.new_empty(shape if wanted else (0,) * len(shape), dtype=dtype)
+
+
+def _outputs(call: Forward, wide: bool = False) -> tuple[Tensor, ...]:
     x, u, shard = call.x, call.u, call.shard
     (T, H), V = x.shape, call.weight.shape[0]
-
-    def unless_empty(wanted: bool, shape: tuple[int, ...], dtype: torch.dtype = torch.float32) -> Tensor:
-        return x.new_empty(shape if wanted else (0,) * len(shape), dtype=dtype)
-
+    unless_empty = functools.partial(_unless_empty, x)
     rows = [unless_empty(wanted, (T,)) for wanted in (True, True, True, call.entropy)]
     rows += [unless_empty(call.argmax, (T,), torch.int64), unless_empty(True, (T,))]
     needs_dx, needs_dw, needs_dbias, needs_du, needs_db = call.needs
-    step, dw_in_16_bits = _chunks(x, V, call.needs, call.chunk_rows, call.accum_dtype, call.dw_dtype)
+    step, dw_in_16_bits = _chunks(call, wide)
     # the products read these rows, which must start at multiples of 16 bytes
     dx = unless_empty(needs_dx, (T, -(-H // 4) * 4))
     dw = unless_empty(needs_dw, (V, H), torch.float16 if dw_in_16_bits else call.accum_dtype or torch.float32)
     exponents = exponents_like(dw) if dw_in_16_bits else x.new_empty((0, 0), dtype=torch.uint8)
-    last_logits = unless_empty(dw_in_16_bits, (step, -(-V // 16) * 16), x.dtype)
+    last_logits = unless_empty(dw_in_16_bits, (step, pitch(V)), x.dtype)
     last_x = unless_empty(dw_in_16_bits and (shard.released or shard.reduce_dx or not needs_dx), (step, H), x.dtype)
     rank = 0 if u is None else u.shape[1]
     dbias, du, db = (
@@ -157,7 +120,21 @@ def _outputs(call: Forward) -> tuple[Tensor, ...]:
     return *rows, order, chunk_bounds, dx, dw, exponents, last_logits, last_x, dbias, du, db
 
 
-def _flops(x: Tensor, weight: Tensor, target: Tensor, bias: Tensor | None, u: Tensor | None, *args: Any) -> int:
+def _token_results(call: Forward, more: TokenForward) -> TokenResults:
+    T, V = call.x.shape[0], call.weight.shape[0]
+    unless_empty = functools.partial(_unless_empty, call.x)
+    columns = more.topk + (0 if more.ids is None else more.ids.shape[1])
+    return TokenResults(
+        unless_empty(more.mean_logit, (T,)),
+        unless_empty(more.log_sum_sq_prob, (T,)),
+        unless_empty(columns > 0, (T, columns), torch.int64),
+        unless_empty(columns > 0, (T, columns)),
+        call.x.new_empty((more.kept, pitch(V))),
+        unless_empty(more.kept > 0 and more.logits_dtype != call.x.dtype, (3, T)),
+    )
+
+
+def flops(x: Tensor, weight: Tensor, target: Tensor, bias: Tensor | None, u: Tensor | None, *args: Any) -> int:
     """Return the FLOPs of the logits of all tokens and of the needed gradients, deferred products included."""
     needs_dx, needs_dw, _, needs_du, needs_db = next(arg for arg in args if isinstance(arg, list))
     rank = 0 if u is None else u.shape[1]
@@ -165,16 +142,23 @@ def _flops(x: Tensor, weight: Tensor, target: Tensor, bias: Tensor | None, u: Te
     return 2 * x.shape[0] * weight.shape[0] * each
 
 
+ARGUMENTS = (
+    "Tensor x, Tensor weight, Tensor target, Tensor? bias, Tensor? u, Tensor? b, Tensor? class_weight,"
+    " Tensor? weight_unit, bool[5] needs, bool entropy, bool argmax, SymInt? chunk_rows, ScalarType? accum_dtype,"
+    f" ScalarType dw_dtype, {SHARD_SCHEMA}, {OPTIONS_SCHEMA}"
+)
+RESULTS = (
+    "Tensor loss, Tensor logprob, Tensor lse, Tensor entropy, Tensor argmax, Tensor lse_rest, Tensor order,"
+    " Tensor chunk_bounds, Tensor dx, Tensor dw, Tensor exponents, Tensor last_logits, Tensor last_x, Tensor dbias,"
+    " Tensor du, Tensor db"
+)
+
+
 @op(
-    "linear_cross_entropy(Tensor x, Tensor weight, Tensor target, Tensor? bias, Tensor? u, Tensor? b,"
-    " Tensor? class_weight, Tensor? weight_unit, bool[5] needs, bool entropy, bool argmax, SymInt? chunk_rows,"
-    f" ScalarType? accum_dtype, ScalarType dw_dtype, {SHARD_SCHEMA},"
-    f" {OPTIONS_SCHEMA}) -> (Tensor loss, Tensor logprob, Tensor lse, Tensor entropy, Tensor argmax,"
-    " Tensor lse_rest, Tensor order, Tensor chunk_bounds, Tensor dx, Tensor dw, Tensor exponents, Tensor last_logits,"
-    " Tensor last_x, Tensor dbias, Tensor du, Tensor db)",
-    lambda *args: _outputs(_call(Forward, args)),
+    f"linear_cross_entropy({ARGUMENTS}) -> ({RESULTS})",
+    lambda *args: _outputs(call_of(Forward, args)),
     READS_HOST,
-    flops=_flops,
+    flops=flops,
 )
 def linear_cross_entropy_fwd(*args: Any) -> tuple[Tensor, ...]:
     """Return per-token results of the logits x weight^T + bias + u b^T, and the gradients that ``needs`` names.
@@ -188,52 +172,98 @@ def linear_cross_entropy_fwd(*args: Any) -> tuple[Tensor, ...]:
     empty, x is in the memory of dx, and the product for dx is left, too. With a ``shard``, weight, bias and b are a
     vocabulary shard; the sum of a chunk's dx over the processes overlaps the next chunk.
     """
-    call: Forward = _call(Forward, args)
-    x, weight, target, bias, u, b, class_weight, weight_unit, needs, *_, shard, options = call
+    call: Forward = call_of(Forward, args)
+    outs = _outputs(call)
+    _run_chunks(call, outs)
+    return outs
+
+
+@op(
+    f"linear_logprobs({ARGUMENTS}, ScalarType logits_dtype, bool mean_logit, bool log_sum_sq_prob, Tensor? ids,"
+    f" SymInt topk, SymInt kept) -> ({RESULTS}, Tensor mean_logit, Tensor log_sum_sq_prob, Tensor words,"
+    " Tensor logprob_at, Tensor kept_logits, Tensor kept_rows)",
+    lambda *args: _token_outputs(args)[2],
+    READS_HOST,
+    flops=flops,
+)
+def linear_logprobs_fwd(*args: Any) -> tuple[Tensor, ...]:
+    """Return what ``linear_cross_entropy_fwd`` does, and the further results of each token in ``TokenResults``.
+
+    The arguments are those of ``Forward`` and of ``TokenForward``.
+    """
+    call, more, outs = _token_outputs(args)
+    own = len(outs) - len(TokenResults._fields)
+    _run_chunks(call, outs[:own], more, TokenResults(*outs[own:]))
+    return outs
+
+
+def _token_outputs(args: tuple[Any, ...]) -> tuple[Forward, TokenForward, tuple[Tensor, ...]]:
+    further = len(TokenForward._fields)
+    call, more = call_of(Forward, args[:-further]), TokenForward(*args[-further:])
+    outs = _outputs(call, wide=more.logits_dtype != call.x.dtype)
+    return call, more, (*outs, *_token_results(call, more))
+
+
+def _run_chunks(
+    call: Forward, outs: tuple[Tensor, ...], more: TokenForward | None = None, results: TokenResults | None = None
+) -> None:
+    """Fill ``outs``, the results of ``linear_cross_entropy_fwd``, and the further ``results``."""
+    x, weight, target, bias, u, b, _, _, needs, *_, shard, options = call
     raise_bad_label(x.device)
     (T, H), V = x.shape, weight.shape[0]
-    outs = _outputs(call)
     rows, order, chunk_bounds = outs[:6], outs[6], outs[7]
     argmax, (dx, dw, exponents, last_logits, last_x, dbias, du, db) = outs[4], outs[8:]
     needs_dx, needs_dw, needs_dbias, needs_du, needs_db = needs
     chunk_bounds.zero_()  # without tokens no chunk sets it
-    zeros = [t for t in rows if t.dtype != torch.int64]
+    zeros = [t for t in (*rows, *(results or ())[:4]) if t.dtype == torch.float32]
     zeros += [t for t in (dw, exponents, dbias, db) if T == 0 or needs_dbias]
     torch._foreach_zero_(zeros)  # one launch
     argmax.fill_(-1)
-    step, _ = _chunks(x, V, needs, call.chunk_rows, call.accum_dtype, call.dw_dtype)
-    count = _kept_first(target, options.ignore_index, order, many=step < T)
-    logits = last_logits if last_logits.numel() else x.new_empty((step, -(-V // 16) * 16))
+    wide = more is not None and more.logits_dtype != x.dtype
+    step, _ = _chunks(call, wide)
+    count = kept_first(target, options.ignore_index, order, many=step < T)
+    # the gradient of the logits takes their memory if it has their dtype
+    logits = None if wide and not any(needs) else last_logits
+    if logits is not None and not logits.numel():
+        logits = x.new_empty((step, pitch(V)))
+    wide_logits = x.new_empty((step, pitch(V)), dtype=more.logits_dtype) if wide else logits
+    if more is not None:
+        _spread_words(more, results)
     start, end, n = 0, step, T
     sums: list[Any] = []
     while start < end:
         chunk, accumulate = slice(start, end), start > 0
-        index, z = order[chunk], logits[: end - start, :V]
+        index, z = order[chunk], wide_logits[: end - start, :V]
+        dz = z if logits is None else logits[: end - start, :V]
         if last_x.numel():
             x_c = last_x[: end - start]
         else:
             x_c = dx[chunk].view(x.dtype)[:, :H] if needs_dx else x.new_empty((end - start, H))
         torch.index_select(x, 0, index, out=x_c)
         u_c = None if u is None else u[index]
-        _logits(z, x_c, weight, bias, u_c, b)
-        _losses_and_gradient(z, target, class_weight, weight_unit, rows, options, index, shard, any(needs))
+        store_logits(z, x_c, weight, bias, u_c, b)
+        _fill_rows(call, z, index, rows, more, results)
+        if results is not None and start < len(results.kept_logits):
+            _keep(call, z, order, start, results)
+        if any(needs):
+            _differentiate(call, z, dz, index, rows)
         if start == 0:
             n = count()
-            step = _even(n - end, step)
+            step = even_step(n - end, step)
         if needs_dbias:
-            dbias += z.sum(0, dtype=torch.float32)
+            dbias += dz.sum(0, dtype=torch.float32)
         if needs_du:
-            _addmm(du[chunk], z, b, False)
+            addmm(du[chunk], dz, b, False)
         if needs_db:
-            _addmm(db, z.t(), u_c, accumulate)
+            addmm(db, dz.t(), u_c, accumulate)
         chunk_bounds.copy_(torch.tensor([n, start, end]))
         is_left = exponents.numel() > 0 and end >= n
         if needs_dw and not exponents.numel():
-            _addmm(dw, z.t(), x_c, accumulate)
+            addmm(dw, dz.t(), x_c, accumulate)
         elif needs_dw and not is_left:
-            add_products(dw, exponents, z, x_c, accumulate=accumulate)
+            add_products(dw, exponents, dz, x_c, accumulate=accumulate)
         if needs_dx and (last_x.numel() or not is_left):  # after the last use of x_c
-            _addmm(dx[chunk, :H], z, weight, False)
+            addmm(dx[chunk, :H], dz, weight, False)
         if needs_dx and shard.reduce_dx:
             sums.append(dist.all_reduce(dx[chunk], group=shard.processes(), async_op=True))
         if is_left:
@@ -243,7 +273,11 @@ def linear_cross_entropy_fwd(*args: Any) -> tuple[Tensor, ...]:
         work.wait()
     for grad in (dx, du) if end < T else ():
         grad[end:].zero_()
-    return outs
+    if results is not None and results.kept_rows.numel():
+        others = order[len(results.kept_logits) :]
+        for of_kept, row in zip(results.kept_rows, (rows[2], rows[5], rows[3]), strict=True):
+            if row.numel():
+                of_kept[others] = row[others]
 
 
 @op(
@@ -276,175 +310,72 @@ def linear_cross_entropy_last(
     x = last_x[: end - start] if last_x.numel() else dx[start:end].view(z.dtype)[:, :H]  # autocast's, not the weight's
     add_products(dw, exponents, z, x, accumulate=start > 0, out=out, factor=factor)
     if not last_x.numel():
-        _addmm(dx[start:end, :H], z, weight.to(z.dtype), False)
+        addmm(dx[start:end, :H], z, weight.to(z.dtype), False)
 
 
-def _bwd_outputs(call: Backward) -> tuple[Tensor, ...]:
-    x, u = call.x, call.u
-    (T, H), V, rank = x.shape, call.weight.shape[0], 0 if u is None else u.shape[1]
-    needs_dx, needs_dw, needs_dbias, needs_du, needs_db = call.needs
-    dx = x.new_empty((T if needs_dx else 0, H), dtype=torch.float32)
-    dw = x.new_empty((V if needs_dw and call.dw_sum is None else 0, H), dtype=call.dw_dtype)
-    dbias = x.new_empty(V if needs_dbias else 0, dtype=torch.float32)
-    du = x.new_empty((T if needs_du else 0, rank), dtype=torch.float32)
-    db = x.new_empty((V if needs_db else 0, rank), dtype=torch.float32)
-    return dx, dw, dbias, du, db
+def _chunks(call: Forward, wide: bool) -> tuple[int, bool]:
+    """Return the tokens per chunk, enough for products at full speed, and True if dw is summed in 16 bits.
 
-
-@op(
-    "linear_cross_entropy_bwd(Tensor x, Tensor weight, Tensor target, Tensor? bias, Tensor? u, Tensor? b,"
-    " Tensor? class_weight, Tensor order, Tensor chunk_bounds, Tensor lse, Tensor lse_rest, Tensor entropy,"
-    " Tensor dloss, Tensor? dlogprob, Tensor? dentropy, Tensor(a!)? dw_sum, bool[5] needs, ScalarType dw_dtype,"
-    f" {SHARD_SCHEMA}, {OPTIONS_SCHEMA})"
-    " -> (Tensor dx, Tensor dw, Tensor dbias, Tensor du, Tensor db)",
-    lambda *args: _bwd_outputs(_call(Backward, args)),
-    READS_HOST,
-    flops=_flops,
-)
-def linear_cross_entropy_bwd(*args: Any) -> tuple[Tensor, ...]:
-    """Return the gradients for upstream gradients [T], from logits recomputed for a slice of the vocabulary at a time.
-
-    The arguments are those of ``Backward``. A slice's rows of dw are final: one product over all tokens, rounded once,
-    or added to ``dw_sum``. The other gradients are in fp32. dx and du are summed over slices; a half-precision dx is
-    the second half of each fp32 row.
+    ``wide``: the logits take more memory than their gradient.
     """
-    call: Backward = _call(Backward, args)
-    x, weight, target, bias, u, b, class_weight, order, chunk_bounds, *_, shard, options = call
-    dw_sum, needs = call.dw_sum, call.needs
-    outs = _bwd_outputs(call)
-    dx, dw, dbias, du, db = outs
-    needs_dx, needs_dw, needs_dbias, needs_du, needs_db = needs
-    V, H = weight.shape
-    index = order[: int(chunk_bounds[0])] if int(chunk_bounds[0]) < COMPACT_BELOW * x.shape[0] else None
-    if index is not None:
-        x, u = x[index], None if u is None else u[index]
-    n = x.shape[0]
-    if n == 0:
-        for t in outs:
-            t.zero_()
-        return outs
-    upstream = [packed(g) for g in (call.dloss, call.dlogprob, call.dentropy)]
-    factor = x.new_ones(1, dtype=torch.float32)
-    if x.dtype == torch.float16:
-        factor = size_of_gradient(upstream, target, class_weight, call.lse, options)
-        upstream = [None if g is None else g / factor for g in upstream]
-    entropies = call.entropy if call.entropy.numel() else None
-    du_sum = du.new_empty((n, du.shape[1]))
-    for start, end in _slices(V, n, H * dw.itemsize // x.itemsize if dw.numel() else 0):
-        part, accumulate = slice(start, end), start > 0
-        z = None  # frees the last slice's memory before the next is allocated
-        z = _logits_behind(dw, end, x, end - start)
-        w, b_part = weight[part], None if b is None else b[part]
-        _logits(z, x, w, None if bias is None else bias[part], u, b_part)
-        launch_bwd(
-            z, z, target, class_weight, (call.lse, call.lse_rest), entropies, upstream, options,
-            order=index, v_start=shard.first_word + start, vocabulary=shard.words or V,
-        )  # fmt: skip
-        if needs_dx:
-            _addmm(dx[:n], z, w, accumulate)
-        if needs_du:
-            _addmm(du_sum, z, b_part, accumulate)
-        if needs_db:
-            _addmm(db[part], z.t(), u, False)
-        if needs_dbias:
-            torch.sum(z, 0, dtype=torch.float32, out=dbias[part])
-        if needs_dw:
-            out = dw[part] if dw_sum is None else dw_sum[part]
-            # cuBLAS stores a product in its operands' dtype or in fp32 only; fp16 still needs the factor
-            if x.dtype == torch.float16 or out.dtype not in (x.dtype, torch.float32) or out.numel() < SMALL_PRODUCT:
-                product = torch.empty_like(out, dtype=torch.float32)
-                _addmm(product, z.t(), x, False)
-                scale_rows(product, None, factor, out, dw_sum is not None)
-            else:
-                _addmm(out, z.t(), x, dw_sum is not None)
-    if needs_dx and shard.reduce_dx:
-        dist.all_reduce(dx[:n], group=shard.processes())
-    dbias *= factor
-    db *= factor
-    if needs_du:
-        scale_rows(du_sum, index, factor, du if index is None else du.zero_(), False)
-    if needs_dx and x.dtype != torch.float32:
-        first, second = dx.view(x.dtype).split(H, 1)
-        scale_rows(dx[:n], None, factor, first, False)
-        scale_rows(first[:n], index, torch.ones_like(factor), second if index is None else second.zero_(), False)
-    elif needs_dx and index is not None:
-        dx_sum = dx[:n].clone()
-        scale_rows(dx_sum, index, factor, dx.zero_(), False)
-    return outs
-
-
-def _chunks(
-    x: Tensor,
-    V: int,
-    needs: list[bool],
-    chunk_rows: int | None,
-    accum_dtype: torch.dtype | None,
-    dw_dtype: torch.dtype,
-) -> tuple[int, bool]:
-    """Return the tokens per chunk, enough for products at full speed, and True if dw is summed in 16 bits."""
+    x, V, needs = call.x, call.weight.shape[0], call.needs
     T, H = x.shape
-    dw_in_16_bits = needs[1] and accum_dtype is None and dw_dtype == torch.bfloat16 and H % 8 == 0
+    dw_in_16_bits = needs[1] and call.accum_dtype is None and call.dw_dtype == torch.bfloat16 and H % 8 == 0
     dw_in_16_bits = dw_in_16_bits and has_products(x.device)
-    rows = chunk_rows or max(CHUNK_ROWS if any(needs) else CHUNK_ROWS // 2, CHUNK_BYTES // (V * x.itemsize))
+    most = CHUNK_ROWS if any(needs) and not wide else CHUNK_ROWS // 2
+    rows = call.chunk_rows or max(most, CHUNK_BYTES // (V * x.itemsize))
     few_rounds = -(-T // (MAX_ROUNDS * 128)) * 128
     if (
-        dw_in_16_bits and chunk_rows is None and few_rounds <= rows + H
+        dw_in_16_bits and call.chunk_rows is None and few_rounds <= rows + H
     ):  # larger chunks take more memory than a dw in fp32
         rows = max(rows, few_rounds)
     # sym_min: traced code with a symbolic T must not depend on whether T exceeds a chunk
     return torch.sym_min(T, rows), dw_in_16_bits and MAX_ROUNDS * rows >= T
 
 
-def _even(rest: int, step: int) -> int:
-    """Return tokens per chunk for the remaining ``rest``: equal chunks of at most ``step``, in multiples of 128."""
-    chunks = max(1, -(-rest // step))
-    return min(step, max(1, -(-rest // chunks // 128)) * 128)
+def _spread_words(more: TokenForward, results: TokenResults) -> None:
+    """Store the ids of all tokens in ``words``, and no word where the best ones will be."""
+    if results.words.numel():
+        results.words.fill_(NO_WORD)
+        if more.ids is not None:
+            results.words[:, : more.ids.shape[1]] = more.ids
 
 
-def _kept_first(target: Tensor, ignore_index: int, order: Tensor, *, many: bool) -> Callable[[], int]:
-    """Fill ``order`` with the tokens, and return a function that returns how many of them are computed.
-
-    With ``many`` chunks the tokens that are not ignored come first, so that the rest can be skipped. On a GPU the
-    function waits until the stream has counted them; call it after a chunk of products is queued, so that the GPU stays
-    busy. A graph under capture cannot wait: it computes all tokens.
-    """
-    T = target.shape[0]
-    if not many or in_graph(target):
-        torch.arange(T, out=order)
-        return lambda: T
-    ignored = target == ignore_index
-    torch.argsort(ignored, stable=True, out=order)
-    count = (T - ignored.sum()).to(torch.int64)
-    if not count.is_cuda:
-        return lambda: int(count)
-    on_host = torch.empty_like(count, device="cpu", pin_memory=True).copy_(count, non_blocking=True)
-    known = torch.cuda.Event()
-    known.record()
-
-    def ask() -> int:
-        known.synchronize()
-        return int(on_host)
-
-    return ask
+def _fill_rows(
+    call: Forward, z: Tensor, index: Tensor, rows: tuple[Tensor, ...], more: TokenForward | None,
+    results: TokenResults | None,
+) -> None:  # fmt: skip
+    """Fill ``rows`` and the further ``results`` of the tokens ``index`` from their logits."""
+    wanted = [t if t.numel() else None for t in rows]
+    options = call.options
+    if call.shard:
+        launch_fwd_of_shard(z, call.target, call.class_weight, wanted, options, index, call.shard)
+        return
+    if results is None:
+        launch_fwd(z, call.target, call.class_weight, wanted, options, index)
+        return
+    if more.topk:
+        ignored = call.target[index] == options.ignore_index
+        best = top_words(z, more.topk, options.logit_scale).masked_fill(ignored[:, None], NO_WORD)
+        results.words[index, -more.topk :] = best
+    launch_fwd(z, call.target, None, wanted, options, index, [t if t.numel() else None for t in results[:4]])
 
 
-def _slices(V: int, rows: int, dw_row: int) -> Iterator[tuple[int, int]]:
-    """Yield the (start, end) of slices of a vocabulary of ``V``, in multiples of 128 columns.
-
-    A slice's logits [rows, columns] take the memory of dw after the slice's own rows, which is not yet written; a row
-    of dw has ``dw_row`` elements. Slices are as large as that allows, but not below a minimum.
-    """
-    start = 0
-    while start < V:
-        size = max((V - start) * dw_row // (rows + dw_row) // 128 * 128, SLICE_COLUMNS if dw_row else 4 * SLICE_COLUMNS)
-        yield start, min(start + size, V)
-        start += size
+def _keep(call: Forward, z: Tensor, order: Tensor, start: int, results: TokenResults) -> None:
+    """Keep the logits of the chunk from ``start`` on as far as they fit, and the numbers of their rounded rows."""
+    kept = results.kept_logits[start : start + len(z), : z.shape[1]]
+    kept.copy_(z[: len(kept)])
+    if results.kept_rows.numel():
+        lse, lse_rest, entropy = results.kept_rows
+        rows = None, None, lse, entropy if call.entropy else None, None, lse_rest
+        launch_fwd(kept, call.target, None, rows, call.options, order[start : start + len(kept)])
 
 
-def _logits_behind(dw: Tensor, end: int, x: Tensor, columns: int) -> Tensor:
-    """Return a buffer for logits: the memory of ``dw`` from row ``end`` on if it suffices, else new memory."""
-    pitch = -(-columns // 16) * 16
-    free = dw[end:].view(-1).view(x.dtype)
-    if free.numel() < x.shape[0] * pitch:
-        free = x.new_empty(x.shape[0] * pitch)
-    return free[: x.shape[0] * pitch].view(-1, pitch)[:, :columns]
+def _differentiate(call: Forward, z: Tensor, dz: Tensor, index: Tensor, rows: tuple[Tensor, ...]) -> None:
+    """Fill ``dz`` with the gradient of the logits ``z`` for an upstream gradient of ``unit``."""
+    shard = call.shard
+    launch_bwd(
+        z, dz, call.target, call.class_weight, (rows[2], rows[5]), None, (None, None, None), call.options,
+        unit=unit(call.options), factor=call.weight_unit, order=index, v_start=shard.first_word,
+        vocabulary=shard.words or z.shape[1],
+    )  # fmt: skip

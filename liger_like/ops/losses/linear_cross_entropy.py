@@ -21,15 +21,9 @@ import torch
 from torch import Tensor
 from torch.nn.functional import linear
 
-from liger_like.ops.losses.chunks import (
-    Backward,
-    Forward,
-    flat,
-    linear_cross_entropy_bwd,
-    linear_cross_entropy_fwd,
-    linear_cross_entropy_last,
-)
-from liger_like.ops.losses.dw_sum import scale_rows
+from liger_like.ops.losses.chunks import Forward, flat, linear_cross_entropy_fwd
+from liger_like.ops.losses.gradients import recomputed, scaled
+from liger_like.ops.losses.operands import Lora, check_operands, checked_lora, checked_outputs, is_small, low_rank
 from liger_like.ops.losses.rows import (
     Options,
     RowLosses,
@@ -40,17 +34,14 @@ from liger_like.ops.losses.rows import (
     reduce_loss,
     row_losses_ref,
 )
-from liger_like.ops.losses.units import unit, unit_of_weights
+from liger_like.ops.losses.units import unit_of_weights
 from liger_like.ops.losses.vocab_shards import WHOLE, Shard, all_vocab_logits, summed_gradient
-from liger_like.runtime.autograd import apply, is_last_backward, once_differentiable
-from liger_like.runtime.checks import require, require_choice, require_integer, require_number
+from liger_like.runtime.autograd import apply, once_differentiable
+from liger_like.runtime.checks import require, require_choice, require_integer
 from liger_like.runtime.registry import refuses_dtensors
 from liger_like.runtime.support import autocast_dtype, use_kernel
 
-FEW_TOKENS = 1024  # so many logits take about the memory that a chunk of the op takes, too
 OUTPUTS = ("logprob", "lse", "entropy", "argmax", "correct")
-
-Lora = tuple[Tensor, Tensor, float] | tuple[Tensor, Tensor]
 
 
 class LossOutput(NamedTuple):
@@ -96,27 +87,13 @@ def fused_linear_cross_entropy_ref(
     x = x.reshape(-1, x.shape[-1])
     logits = linear(summed_gradient(x, shard) if shard.reduce_dx else x, weight, bias)
     if lora is not None:
-        u, b = _low_rank(x, lora, shard)
+        u, b = low_rank(x, lora, shard)
         logits = torch.addmm(logits, u, b.t())
     if shard:
         logits = all_vocab_logits(logits, shard)
     options = Options(ignore_index, label_smoothing, z_loss, softcap, logit_scale)
     rows = row_losses_ref(logits, target.reshape(-1), class_weight, options)
     return _finish(rows, reduction, target, class_weight, ignore_index, num_items, outputs)
-
-
-def _low_rank(x: Tensor, lora: Lora, shard: Shard) -> tuple[Tensor, Tensor]:
-    """Return the factors u [T, r] and b [V, r] of the logits u b^T that ``lora`` adds for ``x`` [T, H].
-
-    A vocabulary shard computes a part of their gradients: the gradient of u is summed over the processes, or that of A
-    if dx is not.
-    """
-    if len(lora) == 2:
-        u = lora[0].reshape(-1, lora[0].shape[-1])
-    else:
-        parts_meet_here = shard and not shard.reduce_dx  # else the gradient of u is summed
-        u = linear(x, summed_gradient(lora[0], shard) if parts_meet_here else lora[0]) * lora[2]
-    return summed_gradient(u, shard) if shard.reduce_dx else u, lora[1]
 
 
 def _finish(
@@ -209,135 +186,10 @@ class _FusedLinearCrossEntropy(torch.autograd.Function):
     ) -> Any:
         if dloss is None and dlogprob is None and dentropy is None:
             return (None,) * len(ctx.needs_input_grad)
-        grads = _scaled(ctx, dloss) if ctx.grads_now else _recomputed(ctx, dloss, dlogprob, dentropy)
+        saved, upstream = ctx.saved_tensors, (dloss, dlogprob, dentropy)
+        grads = scaled(ctx, saved, dloss) if ctx.grads_now else recomputed(ctx, saved, upstream)
         asked = (grad if needed else None for grad, needed in zip(grads, ctx.needs_input_grad[:5], strict=True))
         return *asked, *(None,) * (len(ctx.needs_input_grad) - 5)
-
-
-def _grad_to_add_to(ctx: Any, weight: Tensor) -> Tensor | None:
-    """Return the weight's ``grad`` if it exists and the backward may add to it in place, else None."""
-    if not ctx.accumulate_grad or not ctx.needs_input_grad[1] or torch.compiler.is_compiling() or not weight.is_leaf:
-        return None
-    grad = weight.grad
-    if grad is None or not grad.is_contiguous():
-        return None
-    torch.autograd.graph.increment_version(grad)  # kernels change no version
-    return grad
-
-
-def _scaled(ctx: Any, dloss: Tensor) -> tuple[Tensor | None, ...]:
-    """Return the forward's gradients times the upstream gradient, rounded once.
-
-    In the last backward dw takes the memory of its sum where it fits, and the last chunk's logits are freed.
-    """
-    weight, weight_unit, order, chunk_bounds, *saved = ctx.saved_tensors
-    dx_sum, dw_sum, exponents, last_logits, last_x, dbias, du_sum, db = saved
-    dtype, dw_dtype, H = ctx.like
-    needs_dx, needs_dw, _, needs_du, _ = ctx.needs_input_grad[:5]
-    factor = (dloss / unit(ctx.options)).reshape(1)
-    factor = factor if weight_unit is None else factor / weight_unit
-    last_use = is_last_backward()
-    dx = du = dw = None
-    if needs_dw and exponents.numel():
-        dw = dw_sum.view(dw_dtype) if last_use else torch.empty_like(dw_sum, dtype=dw_dtype)
-        dx_sum = dx_sum if last_use else dx_sum.clone()
-        linear_cross_entropy_last(dx_sum, dw_sum, exponents, last_logits, last_x, weight, chunk_bounds, factor, dw)
-        if last_use:
-            last_logits.untyped_storage().resize_(0)
-    elif needs_dw and (grad := _grad_to_add_to(ctx, weight)) is not None:
-        scale_rows(dw_sum, None, factor, grad, True)
-    elif needs_dw:
-        fits = last_use and dw_sum.itemsize == dw_dtype.itemsize
-        dw = dw_sum.view(dw_dtype) if fits else torch.empty_like(dw_sum, dtype=dw_dtype)
-        scale_rows(dw_sum, None, factor, dw, False)
-    if needs_dx:
-        dx = dx_sum.new_empty((dx_sum.shape[0], H), dtype=dtype)
-        scale_rows(dx_sum[:, :H], order, factor, dx, False)
-    if needs_du:
-        du = torch.empty_like(du_sum, dtype=dtype)
-        scale_rows(du_sum, order, factor, du, False)
-    return dx, dw, (dbias * factor).to(dtype), du, (db * factor).to(dtype)
-
-
-def _recomputed(
-    ctx: Any, dloss: Tensor | None, dlogprob: Tensor | None, dentropy: Tensor | None
-) -> tuple[Tensor | None, ...]:
-    """Return the gradients for per-token upstream gradients, from recomputed logits."""
-    x, weight, *rest = ctx.saved_tensors
-    dtype, dw_dtype, H = ctx.like
-    if dloss is None:
-        dloss = torch.zeros_like(dentropy if dlogprob is None else dlogprob)
-    dw_sum = _grad_to_add_to(ctx, weight)
-    needs = list(ctx.needs_input_grad[:5])
-    upstream = dloss, dlogprob, dentropy
-    call = Backward(x, weight.to(dtype), *rest, *upstream, dw_sum, needs, dw_dtype, ctx.shard, ctx.options)
-    dx, dw, dbias, du, db = linear_cross_entropy_bwd(*flat(call))
-    if dtype != torch.float32:
-        dx = dx.view(dtype)[:, H:]
-    return dx, None if dw_sum is not None else dw, dbias.to(dtype), du.to(dtype), db.to(dtype)
-
-
-def _check(
-    x: Tensor, weight: Tensor, weight_dtype: torch.dtype, bias: Tensor | None, lora: Lora | None, shard: Shard
-) -> None:
-    """Raise unless the operands of the logits have matching dtypes, shapes and devices."""
-    H, V = x.shape[-1], weight.shape[0]
-    if weight.dim() != 2:
-        raise ValueError(f"weight must have shape [V, {H}], got {list(weight.shape)}")
-    if V == 0:
-        raise ValueError(f"weight must have at least one row, got shape {list(weight.shape)}")
-    if not isinstance(shard, Shard):
-        raise TypeError(f"shard must be a Shard, got {type(shard).__name__}")
-    operands: list[tuple[str, Tensor, torch.dtype, tuple[int, ...]]] = [("weight", weight, weight_dtype, (V, H))]
-    if bias is not None:
-        operands.append(("bias", bias, x.dtype, (V,)))
-    if lora is not None:
-        first = lora[0].shape
-        shape, rank = ((first[0], H), first[0]) if len(lora) == 3 else ((*x.shape[:-1], first[-1]), first[-1])
-        operands += [("lora[0]", lora[0], x.dtype, shape), ("lora[1]", lora[1], x.dtype, (V, rank))]
-    for name, tensor, dtype, shape in operands:
-        require(name, tensor, like=x, shape=shape)
-        if tensor.dtype != dtype:
-            raise TypeError(f"{name} must have the dtype of x, {dtype}, got {tensor.dtype}")
-
-
-def _checked_lora(lora: Any) -> Lora | None:
-    """Return ``lora`` with its scaling as a Python float. Raise unless its form is valid; ``_check`` checks shapes."""
-    if lora is None:
-        return None
-    if not isinstance(lora, tuple | list) or len(lora) not in (2, 3):
-        raise TypeError(f"lora must be (A, B, scaling) or (u, B), got {_kind(lora)}")
-    for i, matrix in enumerate(lora[:2]):
-        require(f"lora[{i}]", matrix)
-    return (*lora[:2], *(require_number("lora[2]", scaling) for scaling in lora[2:]))  # type: ignore[return-value]
-
-
-def _kind(value: Any) -> str:
-    """Return the name of the type of ``value``, and of the types in a tuple or list."""
-    name = type(value).__name__
-    return f"{name} of {[_kind(item) for item in value]}" if isinstance(value, tuple | list) else name
-
-
-def _checked_outputs(outputs: Any) -> tuple[str, ...]:
-    """Return ``outputs`` as a tuple. Raise unless all of them are known."""
-    if not isinstance(outputs, tuple | list):
-        raise TypeError(f"outputs must be a tuple out of {OUTPUTS}, got {_kind(outputs)}")
-    unknown = [name for name in outputs if not isinstance(name, str) or name not in OUTPUTS]
-    if unknown:
-        raise ValueError(f"outputs must be out of {OUTPUTS}, got {unknown}")
-    return tuple(outputs)
-
-
-def _is_small(target: Tensor) -> bool:
-    """Return True in a compiled graph with so few tokens that Inductor's kernels need less host time and memory.
-
-    A number of tokens that torch.compile keeps as a symbol does not qualify: the choice would limit it.
-    """
-    if not torch.compiler.is_compiling():
-        return False
-    from torch.fx.experimental.symbolic_shapes import has_static_value  # this import takes a third of a second
-
-    return has_static_value(target.numel()) and target.numel() <= FEW_TOKENS
 
 
 @refuses_dtensors("liger_like.parallel.vocab_parallel_cross_entropy")
@@ -393,14 +245,14 @@ def fused_linear_cross_entropy(
         require(name, tensor)
     if bias is not None:
         require("bias", bias)
-    lora, outputs = _checked_lora(lora), _checked_outputs(outputs)
+    lora, outputs = checked_lora(lora), checked_outputs(outputs, OUTPUTS)
     chunk_rows = None if chunk_rows is None else require_integer("chunk_rows", chunk_rows, 1)
     weight_dtype = x.dtype
     if dtype := autocast_dtype(x):  # the kernel path casts the weight itself: its gradient needs no cast
         weight_dtype = weight.dtype
         x, bias = x.to(dtype), None if bias is None else bias.to(dtype)
         lora = None if lora is None else (lora[0].to(dtype), lora[1].to(dtype), *lora[2:])
-    _check(x, weight, weight_dtype, bias, lora, shard)
+    check_operands(x, weight, weight_dtype, bias, lora, shard)
     require_choice("accum_dtype", accum_dtype, (None, *dict.fromkeys((torch.float32, x.dtype))))
     require_choice("recompute", recompute, (False, True))
     require_choice("accumulate_grad", accumulate_grad, (False, True))
@@ -408,12 +260,12 @@ def fused_linear_cross_entropy(
     num_items = checked_num_items(num_items, reduction)
     check_target(target, x, x.shape[:-1])
     check_class_weight("class_weight", class_weight, x, shard.words or weight.shape[0])
-    if not use_kernel(x) or (chunk_rows is None and not shard and _is_small(target)):
+    if not use_kernel(x) or (chunk_rows is None and not shard and is_small(target)):
         others = {"reduction": reduction, "class_weight": class_weight, "num_items": num_items, "lora": lora}
         others |= {"outputs": outputs, "shard": shard, **options._asdict()}
         return fused_linear_cross_entropy_ref(x, weight.to(x.dtype), target, bias, **others)
     x = x.reshape(-1, x.shape[-1])
-    u, b = (None, None) if lora is None else _low_rank(x, lora, shard)
+    u, b = (None, None) if lora is None else low_rank(x, lora, shard)
     per_token = reduction == "none" or "logprob" in outputs or "entropy" in outputs
     grads_now = torch.is_grad_enabled() and not (per_token or recompute)
     wants_argmax = "argmax" in outputs or "correct" in outputs

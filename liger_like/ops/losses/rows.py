@@ -15,6 +15,7 @@ from liger_like.runtime.registry import op
 
 SOFTCAP_MAX = 1e30  # logits divided by a larger softcap would underflow in fp32
 SOFTCAP_MUST = f"must be positive and at most {SOFTCAP_MAX:g}, or None"
+TOP_ROWS = 128  # rows that are ranked at a time
 REDUCTIONS = ("mean", "sum", "none")
 OPTIONS_SCHEMA = "int ignore_index, float label_smoothing, float z_loss, float? softcap, float logit_scale"
 
@@ -39,13 +40,17 @@ class RowLosses(NamedTuple):
     argmax: Tensor
 
 
-def check_labels(target: Tensor, V: int, ignore_index: int) -> None:
-    """Raise if a label on the CPU is neither in [0, V) nor ``ignore_index``; traced code leaves this to ``gather``."""
+def check_labels(target: Tensor, V: int, ignore_index: int, name: str = "target") -> None:
+    """Raise if a label on the CPU is neither in [0, V) nor ``ignore_index``; traced code leaves this to ``gather``.
+
+    ``name`` is the caller's argument.
+    """
     if target.device.type == "cpu" and not torch.compiler.is_compiling():
         bad = target[(target != ignore_index) & ((target < 0) | (target >= V))]
         if bad.numel():
+            none = "ignore_index" if name == "target" else "no word"
             raise ValueError(
-                f"target holds label {bad[0].item()}, which is neither in [0, {V}) nor ignore_index = {ignore_index}"
+                f"{name} holds label {bad[0].item()}, which is neither in [0, {V}) nor {none} = {ignore_index}"
             )
 
 
@@ -65,13 +70,20 @@ def raise_bad_label(device: torch.device) -> None:
         raise ValueError(f"target held label {label}, which is neither in [0, V) nor ignore_index; its row was ignored")
 
 
+def scores_ref(logits: Tensor, options: Options) -> tuple[Tensor, Tensor]:
+    """Return the scaled logits before and after the softcap, in at least fp32.
+
+    The softcap is monotonic but rounds large scores together, so ranks are those of the logits before it.
+    """
+    raw = logits.to(torch.promote_types(logits.dtype, torch.float32)) * options.logit_scale
+    return raw, raw if options.softcap is None else options.softcap * torch.tanh(raw / options.softcap)
+
+
 def row_losses_ref(logits: Tensor, target: Tensor, weight: Tensor | None, options: Options) -> RowLosses:
     """Compute every per-row result in plain torch; this defines the losses."""
     check_labels(target, logits.shape[-1], options.ignore_index)
-    z = logits.to(torch.promote_types(logits.dtype, torch.float32)) * options.logit_scale
-    argmax = z.argmax(-1)  # before the softcap, which is monotonic but rounds large scores together
-    if options.softcap is not None:
-        z = options.softcap * torch.tanh(z / options.softcap)
+    raw, z = scores_ref(logits, options)
+    argmax = raw.argmax(-1)
     ignored = target == options.ignore_index
     label = target.masked_fill(ignored, 0).long()
     logp, lse = z.log_softmax(-1), z.logsumexp(-1)
@@ -84,6 +96,25 @@ def row_losses_ref(logits: Tensor, target: Tensor, weight: Tensor | None, option
     entropy = -(p * logp.where(p > 0, 0)).sum(-1)
     floats = (t.masked_fill(ignored, 0) for t in (loss, logprob, lse.detach(), entropy))
     return RowLosses(*floats, argmax.masked_fill(ignored, -1))
+
+
+def top_words(z: Tensor, k: int, logit_scale: float) -> Tensor:
+    """Return the ``k`` words [M, k] of the largest scores of each row of ``z`` [M, V], equal ones in ascending order.
+
+    ``torch.topk`` may return any of equal scores. Here it finds the k-th largest score, and then the first of those
+    words that reach it, in pieces of few rows, since ranks take the memory of logits.
+    """
+    z = z if logit_scale > 0 else z * logit_scale
+    V = z.shape[1]
+    first = torch.arange(V, 0, -1, dtype=torch.int32, device=z.device)
+    found = []
+    for part in z.split(TOP_ROWS):
+        least = part.topk(k).values[:, -1:]
+        rank = torch.where(part > least, first + V, first.where(~(part < least), 0))  # not less: a NaN has a rank, too
+        words = V - (rank.topk(k).values.long() - 1) % V - 1
+        order = part.gather(1, words).sort(dim=1, descending=True, stable=True).indices
+        found.append(words.gather(1, order))
+    return torch.cat(found)
 
 
 def reduce_loss(

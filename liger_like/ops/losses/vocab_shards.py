@@ -11,7 +11,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from liger_like.ops.losses.cross_entropy import launch_fwd
+from liger_like.ops.losses.row_kernels import launch_fwd
 from liger_like.ops.losses.rows import Options
 from liger_like.runtime.autograd import once_differentiable
 

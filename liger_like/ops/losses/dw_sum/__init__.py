@@ -30,13 +30,13 @@ MAX_ROUNDS = 16
 
 @triton.jit
 def _scale_rows_kernel(
-    src_ptr, out_ptr, order_ptr, factor_ptr, stride_sm, stride_om, N, ADD: tl.constexpr, BLOCK_N: tl.constexpr
+    src_ptr, out_ptr, order_ptr, factor_ptr, stride_sm, stride_om, stride_f, N, ADD: tl.constexpr, BLOCK_N: tl.constexpr
 ):
     pid = tl.program_id(0).to(tl.int64)
     row = pid
     if order_ptr is not None:
         row = tl.load(order_ptr + pid).to(tl.int64)
-    factor = tl.load(factor_ptr).to(tl.float32)
+    factor = tl.load(factor_ptr + row * stride_f).to(tl.float32)
     for n in range(0, N, BLOCK_N):
         offs_n = n + tl.arange(0, BLOCK_N)
         mask = offs_n < N
@@ -111,14 +111,14 @@ def add_products(
 
 @op("scale_rows(Tensor src, Tensor? order, Tensor factor, Tensor(a!) out, bool add) -> ()", lambda *args: None)
 def scale_rows(src: Tensor, order: Tensor | None, factor: Tensor, out: Tensor, add: bool) -> None:
-    """Store row i of ``src`` [M, N] times ``factor`` [1] in row ``order[i]`` (None: i) of ``out``, or ``add`` it.
+    """Store row i of ``src`` [M, N] times ``factor`` in row ``order[i]`` (None: i) of ``out``, or ``add`` it.
 
-    The result is rounded once. ``out`` may share the memory of ``src`` in a dtype of equal or smaller size, if their
-    rows start at the same addresses.
+    ``factor`` is [1], or has a number for each row of ``out``. The result is rounded once. ``out`` may share the memory
+    of ``src`` in a dtype of equal or smaller size, if their rows start at the same addresses.
     """
     M, N = src.shape
     block_n = min(triton.next_power_of_2(N), 4096)
     if M:
-        sizes = src.stride(0), out.stride(0), N
+        sizes = src.stride(0), out.stride(0), int(factor.numel() > 1), N
         warps = max(1, block_n // 512)
         launch(_scale_rows_kernel, (M,), (src, out, order, factor), sizes, ADD=add, BLOCK_N=block_n, num_warps=warps)

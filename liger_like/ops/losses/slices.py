@@ -1,0 +1,210 @@
+"""Dispatcher ops for the backward of the fused linear losses, from logits recomputed in slices of the vocabulary."""
+
+from typing import Any, NamedTuple
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from liger_like.ops.losses.chunks import READS_HOST, call_of, flops
+from liger_like.ops.losses.dw_sum import scale_rows
+from liger_like.ops.losses.products import addmm, copies, logits_behind, slices, store_logits
+from liger_like.ops.losses.row_kernels import launch_bwd
+from liger_like.ops.losses.rows import OPTIONS_SCHEMA, Options
+from liger_like.ops.losses.units import size_of_gradient
+from liger_like.ops.losses.vocab_shards import SHARD_SCHEMA, Shard
+from liger_like.runtime.layout import packed
+from liger_like.runtime.registry import op
+
+SMALL_PRODUCT = 2**22  # elements below which cuBLAS splits the sum over tokens and rounds its parts to the dtype
+COMPACT_BELOW = 0.75  # if a smaller share of the tokens counts, the backward gathers these first
+
+
+class Backward(NamedTuple):
+    """Arguments of ``linear_cross_entropy_bwd``, in the order of its schema; ``shard`` and ``options`` follow flat.
+
+    ``order`` to ``entropy`` are results of the forward; ``dloss`` to ``dentropy`` are upstream gradients [T].
+    """
+
+    x: Tensor
+    weight: Tensor
+    target: Tensor
+    bias: Tensor | None
+    u: Tensor | None
+    b: Tensor | None
+    class_weight: Tensor | None
+    order: Tensor
+    chunk_bounds: Tensor
+    lse: Tensor
+    lse_rest: Tensor
+    entropy: Tensor
+    dloss: Tensor
+    dlogprob: Tensor | None
+    dentropy: Tensor | None
+    dw_sum: Tensor | None
+    needs: list[bool]
+    dw_dtype: torch.dtype
+    shard: Shard
+    options: Options
+
+
+class TokenBackward(NamedTuple):
+    """Further arguments of ``linear_logprobs_bwd``, after those of ``Backward``, in the order of its schema.
+
+    ``ids`` [T, K] and ``dlogprob_at`` [T, K], the upstream gradient of their log-probabilities. ``kept_logits``: logits
+    of the first tokens of ``order``, which are not recomputed; their gradient takes their memory if they are all that
+    count.
+    """
+
+    logits_dtype: torch.dtype
+    ids: Tensor | None
+    dlogprob_at: Tensor | None
+    kept_logits: Tensor | None
+
+
+def _bwd_outputs(call: Backward) -> tuple[Tensor, ...]:
+    x, u = call.x, call.u
+    (T, H), V, rank = x.shape, call.weight.shape[0], 0 if u is None else u.shape[1]
+    needs_dx, needs_dw, needs_dbias, needs_du, needs_db = call.needs
+    dx = x.new_empty((T if needs_dx else 0, H), dtype=torch.float32)
+    dw = x.new_empty((V if needs_dw and call.dw_sum is None else 0, H), dtype=call.dw_dtype)
+    dbias = x.new_empty(V if needs_dbias else 0, dtype=torch.float32)
+    du = x.new_empty((T if needs_du else 0, rank), dtype=torch.float32)
+    db = x.new_empty((V if needs_db else 0, rank), dtype=torch.float32)
+    return dx, dw, dbias, du, db
+
+
+ARGUMENTS = (
+    "Tensor x, Tensor weight, Tensor target, Tensor? bias, Tensor? u, Tensor? b, Tensor? class_weight, Tensor order,"
+    " Tensor chunk_bounds, Tensor lse, Tensor lse_rest, Tensor entropy, Tensor dloss, Tensor? dlogprob,"
+    " Tensor? dentropy, Tensor(a!)? dw_sum, bool[5] needs, ScalarType dw_dtype,"
+    f" {SHARD_SCHEMA}, {OPTIONS_SCHEMA}"
+)
+RESULTS = "Tensor dx, Tensor dw, Tensor dbias, Tensor du, Tensor db"
+
+
+@op(
+    f"linear_cross_entropy_bwd({ARGUMENTS}) -> ({RESULTS})",
+    lambda *args: _bwd_outputs(call_of(Backward, args)),
+    READS_HOST,
+    flops=flops,
+)
+def linear_cross_entropy_bwd(*args: Any) -> tuple[Tensor, ...]:
+    """Return the gradients for upstream gradients [T], from logits recomputed for a slice of the vocabulary at a time.
+
+    The arguments are those of ``Backward``. A slice's rows of dw are final: one product over all tokens, rounded once,
+    or added to ``dw_sum``. The other gradients are in fp32. dx and du are summed over slices; a half-precision dx is
+    the second half of each fp32 row.
+    """
+    return _gradients(call_of(Backward, args), None)
+
+
+def _flops_without_kept(*args: Any) -> int:
+    """Return the FLOPs of ``flops`` less those of the logits that are kept."""
+    call, more = _token_call(args)
+    kept = 0 if more.kept_logits is None else len(more.kept_logits)
+    rank = 0 if call.u is None else call.u.shape[1]
+    return flops(*args) - 2 * kept * call.weight.shape[0] * (call.x.shape[1] + rank)
+
+
+@op(
+    f"linear_logprobs_bwd({ARGUMENTS}, ScalarType logits_dtype, Tensor? ids, Tensor? dlogprob_at,"
+    f" Tensor(b!)? kept_logits) -> ({RESULTS})",
+    lambda *args: _bwd_outputs(_token_call(args)[0]),
+    READS_HOST,
+    flops=_flops_without_kept,
+)
+def linear_logprobs_bwd(*args: Any) -> tuple[Tensor, ...]:
+    """Return what ``linear_cross_entropy_bwd`` does; the arguments are those of ``Backward`` and ``TokenBackward``."""
+    return _gradients(*_token_call(args))
+
+
+def _token_call(args: tuple[Any, ...]) -> tuple[Backward, TokenBackward]:
+    further = len(TokenBackward._fields)
+    return call_of(Backward, args[:-further]), TokenBackward(*args[-further:])
+
+
+def _upstream(call: Backward, more: TokenBackward | None) -> tuple[list[Tensor | None], Tensor | None, Tensor]:
+    """Return the upstream gradients of loss, logprob and entropy, that of ``logprob_at``, and the factor [1] that they
+    lack, with which fp16 holds the gradient of the logits.
+    """
+    upstream = [packed(g) for g in (call.dloss, call.dlogprob, call.dentropy)]
+    d_at = None if more is None else packed(more.dlogprob_at)
+    if call.x.dtype != torch.float16:
+        return upstream, d_at, call.x.new_ones(1, dtype=torch.float32)
+    sizes = upstream if d_at is None else [*upstream, d_at.abs().sum(1)]
+    factor = size_of_gradient(sizes, call.target, call.class_weight, call.lse, call.options)
+    return [None if g is None else g / factor for g in upstream], None if d_at is None else d_at / factor, factor
+
+
+def _gradients(call: Backward, more: TokenBackward | None) -> tuple[Tensor, ...]:
+    """Return the gradients of ``linear_cross_entropy_bwd``."""
+    x, weight, target, bias, u, b, class_weight, order, chunk_bounds, *_, shard, options = call
+    dw_sum, needs = call.dw_sum, call.needs
+    outs = _bwd_outputs(call)
+    dx, dw, dbias, du, db = outs
+    needs_dx, needs_dw, needs_dbias, needs_du, needs_db = needs
+    V, H = weight.shape
+    kept = None if more is None else more.kept_logits
+    counted = int(chunk_bounds[0])
+    index = order[:counted] if counted < COMPACT_BELOW * x.shape[0] or kept is not None else None
+    if index is not None:
+        x, u = x[index], None if u is None else u[index]
+    n = x.shape[0]
+    if n == 0:
+        for t in outs:
+            t.zero_()
+        return outs
+    upstream, d_at, factor = _upstream(call, more)
+    logits_dtype, at = (x.dtype, (None, None)) if more is None else (more.logits_dtype, (packed(more.ids), d_at))
+    entropies = call.entropy if call.entropy.numel() else None
+    du_sum = du.new_empty((n, du.shape[1]))
+    k = 0 if kept is None else min(n, len(kept))
+    parts = slices(V, n * copies(logits_dtype, x.dtype), H * dw.itemsize // x.itemsize if dw.numel() else 0)
+    for start, end in ((0, V),) if k == n else parts:
+        part, accumulate = slice(start, end), start > 0
+        z = dz = None  # frees the last slice's memory before the next is allocated
+        w, b_part = weight[part], None if b is None else b[part]
+        if k == n:
+            z = dz = kept[:n, :V]
+        else:
+            z, dz = logits_behind(dw, end, x, end - start, logits_dtype)
+            if k:
+                z[:k] = kept[:k, part]
+            u_k = None if u is None else u[k:]
+            store_logits(z[k:], x[k:], w, None if bias is None else bias[part], u_k, b_part)
+        launch_bwd(
+            z, dz, target, class_weight, (call.lse, call.lse_rest), entropies, upstream, options,
+            order=index, v_start=shard.first_word + start, vocabulary=shard.words or V, at=at,
+        )  # fmt: skip
+        if needs_dx:
+            addmm(dx[:n], dz, w, accumulate)
+        if needs_du:
+            addmm(du_sum, dz, b_part, accumulate)
+        if needs_db:
+            addmm(db[part], dz.t(), u, False)
+        if needs_dbias:
+            torch.sum(dz, 0, dtype=torch.float32, out=dbias[part])
+        if needs_dw:
+            out = dw[part] if dw_sum is None else dw_sum[part]
+            # cuBLAS stores a product in its operands' dtype or in fp32 only; fp16 still needs the factor
+            if x.dtype == torch.float16 or out.dtype not in (x.dtype, torch.float32) or out.numel() < SMALL_PRODUCT:
+                product = torch.empty_like(out, dtype=torch.float32)
+                addmm(product, dz.t(), x, False)
+                scale_rows(product, None, factor, out, dw_sum is not None)
+            else:
+                addmm(out, dz.t(), x, dw_sum is not None)
+    if needs_dx and shard.reduce_dx:
+        dist.all_reduce(dx[:n], group=shard.processes())
+    dbias *= factor
+    db *= factor
+    if needs_du:
+        scale_rows(du_sum, index, factor, du if index is None else du.zero_(), False)
+    if needs_dx and x.dtype != torch.float32:
+        first, second = dx.view(x.dtype).split(H, 1)
+        scale_rows(dx[:n], None, factor, first, False)
+        scale_rows(first[:n], index, torch.ones_like(factor), second if index is None else second.zero_(), False)
+    elif needs_dx and index is not None:
+        dx_sum = dx[:n].clone()
+        scale_rows(dx_sum, index, factor, dx.zero_(), False)
+    return outs
