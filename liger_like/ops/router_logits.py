@@ -109,7 +109,7 @@ def _router_logits_bwd(
     parts = torch.cat((hi, (dz - hi).to(x.dtype)), dim=1)
     dx, dw = x.new_empty(0), weight.new_empty(0)
     if needs_dx:
-        dx = (parts @ torch.cat((weight, weight))).view(x.shape)
+        dx = _product(parts, torch.cat((weight, weight))).to(x.dtype).view(x.shape)
     if needs_dw:
         dw = _product(parts.t(), as_rows(x)).view(2, *weight.shape).sum(0).to(weight.dtype)
     return dx, dw

@@ -208,11 +208,13 @@ def test_graph_capture():
 
     def step():
         out = ops.fused_linear_logprobs(**inputs, outputs=("logprob", "entropy"), chunk_rows=16, uniform_gradient=True)
-        return out.logprob, *torch.autograd.grad((out.logprob + out.entropy).sum(), leaves)
+        return out.logprob.detach(), *torch.autograd.grad((out.logprob + out.entropy).sum(), leaves)
 
-    want = step()
-    torch.cuda.synchronize()
-    graph = torch.cuda.CUDAGraph()
+    side, graph = torch.cuda.Stream(), torch.cuda.CUDAGraph()
+    side.wait_stream(torch.cuda.current_stream())
+    with torch.cuda.stream(side):
+        want = step()
+    torch.cuda.current_stream().wait_stream(side)
     with torch.cuda.graph(graph):
         got = step()
     graph.replay()

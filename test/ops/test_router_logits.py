@@ -75,7 +75,7 @@ def test_the_rule(shape):
 def test_more_rows_than_int32_offsets():
     x = torch.zeros(2**20 + 64, 2048, dtype=torch.bfloat16, device="cuda")
     x[-64:], weight = (t for t in operands(64, 2048, 8, "cuda"))
-    torch.testing.assert_close(op.router_logits(x, weight)[-64:], op.router_logits_ref(x[-64:], weight))
+    assert torch.equal(op.router_logits(x, weight)[-64:], op.router_logits(x[-64:], weight))
 
 
 def test_kept_and_flops(device):

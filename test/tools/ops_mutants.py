@@ -88,8 +88,8 @@ OPS = [
     ("ops/qk_norm_rope.py", "dw_ptr + D, dkw1", "dw_ptr, dkw1", "the gradient of k's weight lands on that of q's"),
     (
         "ops/glu.py",
-        "return x * sigmoid, sigmoid * (1.0 + x * (1.0 - sigmoid))\n    elif",
-        "return x * sigmoid, sigmoid\n    elif",
+        "return act, s + act * (1.0 - s)\n    elif",
+        "return act, s\n    elif",
         "SiLU's slope lacks a term",
     ),
     ("ops/glu.py", "0.044715 * x * x * x", "0.044175 * x * x * x", "two digits of GELU's constant swapped"),

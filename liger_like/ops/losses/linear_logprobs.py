@@ -162,7 +162,7 @@ class _FusedLinearLogprobs(torch.autograd.Function):
         ctx.in_forward = any(needs) and "logprob" in outputs and (frozen_head or settings.uniform)
         kept = 0
         if any(needs) and not ctx.in_forward and settings.keep_logits:
-            kept = torch.sym_min(x.shape[0], settings.keep_logits // (pitch(weight.shape[0]) * x.itemsize))
+            kept = min(x.shape[0], settings.keep_logits // (pitch(weight.shape[0]) * x.itemsize))
         call = Forward(
             x, weight.to(x.dtype), target, bias, u, b, None, None,
             needs=[ctx.in_forward and needed for needed in needs],
