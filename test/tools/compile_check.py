@@ -44,7 +44,11 @@ from liger_like.ops.attention import tiles as attention_tiles
 from liger_like.ops.attention.hopper import backward as hopper_backward
 from liger_like.ops.attention.hopper import backward_256 as hopper_backward_256
 from liger_like.ops.attention.hopper import forward as hopper_forward
+from liger_like.ops.experts import choice as experts_choice
 from liger_like.ops.experts import tiles as experts_tiles
+from liger_like.ops.experts.hopper import depth as experts_depth
+from liger_like.ops.experts.hopper import down_bwd as experts_down_bwd
+from liger_like.ops.experts.hopper import rows as experts_rows
 from liger_like.ops.glu import GLUS
 from liger_like.ops.glu_linear import glu_linear
 from liger_like.ops.losses import dw_sum
@@ -87,6 +91,9 @@ ONLY = {
     hopper_backward._attention_bwd_hopper_kernel: ("sm_90",),
     hopper_backward_256._attention_dkv_hopper_kernel: ("sm_90",),
     hopper_backward_256._attention_dq_hopper_kernel: ("sm_90",),
+    experts_rows._experts_rows_hopper_kernel: ("sm_90",),
+    experts_down_bwd._experts_down_bwd_hopper_kernel: ("sm_90",),
+    experts_depth._experts_depth_hopper_kernel: ("sm_90",),
 }
 # (kernel, architecture) -> N: at most one in N instructions of a loop may move a register to memory or back.
 # The Hopper backward holds up to 208 sums, products and operands in 240 registers. A softcap, spans and packed
@@ -334,6 +341,13 @@ def record() -> list[Launch]:
                     with patch.object(hopper_forward, "num_programs", lambda device, each: math.inf):
                         for call in shared:
                             differentiate(*call)
+        with (
+            patch.object(experts_tiles, "gpu_class", lambda device: "hopper"),
+            patch.object(Tensor, "new_empty", Tensor.new_zeros),  # rows are indices
+            patch.multiple(experts_choice, architecture=lambda device: 9, INTERPRET=False),
+        ):
+            for spec, dtype, shape, options in experts_calls(choice.DTYPES):
+                differentiate(spec, dtype, shape, options)
         # The ops leave these products to torch on a CPU, so launch them here, with M and N divisible by 16 and not.
         flags, factors = (False, True), (None, torch.ones(1))
         for architecture, accumulate, factor, M, N in itertools.product((9, 10), flags, factors, (128, 136), (64, 72)):

@@ -5,10 +5,14 @@ occurs once in it, what replaces that, and why. And pytest's -k for the tests th
 ROWS, BUFFERS, PRODUCTS, FORWARD, BACKWARD, BACKWARD_256 = (
     f"ops/attention/hopper/{name}.py" for name in ("rows", "buffers", "products", "forward", "backward", "backward_256")
 )
+EXPERTS_PRODUCTS, EXPERTS_ROWS, EXPERTS_DOWN_BWD, EXPERTS_DEPTH = (
+    f"ops/experts/hopper/{name}.py" for name in ("products", "rows", "down_bwd", "depth")
+)
 SHARED = "test_attention_hopper and (documents or leaks or few_key_heads or 4097) and 64-64"
 # heads of which products take slices
 SLICED = "(number_of_warp_groups or narrower_heads) and (80 or 96)"
 HOPPER_TESTS = {
+    **dict.fromkeys((EXPERTS_PRODUCTS, EXPERTS_ROWS, EXPERTS_DOWN_BWD, EXPERTS_DEPTH), "test_experts_hopper"),
     ROWS: SHARED,
     BUFFERS: SLICED,
     PRODUCTS: f"{SHARED} or {SLICED}",
@@ -20,6 +24,53 @@ HOPPER_TESTS = {
 }
 
 HOPPER = [
+    (EXPERTS_PRODUCTS, "FAR - end + row, col", "FAR - end + row + 1, col", "an expert ends a row later"),
+    (
+        EXPERTS_PRODUCTS,
+        "*block(rows, cols, w.element_size(), 3))",
+        "*block(cols, rows, w.element_size(), 3))",
+        "blocks of weights are turned",
+    ),
+    (EXPERTS_PRODUCTS, "pred=steps > 0", "pred=True", "an expert without rows empties a buffer that it did not read"),
+    (
+        EXPERTS_ROWS,
+        "left = n * HALF if SPLIT else n * 2 * HALF",
+        "left = n * 2 * HALF",
+        "gate has the columns of the next tile",
+    ),
+    (
+        EXPERTS_ROWS,
+        "second = N + first if SPLIT else HALF + first",
+        "second = HALF + first",
+        "the bias of up is that of gate",
+    ),
+    (
+        EXPERTS_ROWS,
+        "tma_store_wait(1)  # the left half",
+        "tma_store_wait(2)  # the left half",
+        "h overwrites gate before it has left",
+    ),
+    (EXPERTS_ROWS, "h_s.slice(i * HALF // 2,", "h_s.slice(0 * HALF // 2,", "both halves of h are the second"),
+    (EXPERTS_DOWN_BWD, "gated_and_grads(g, u, dh * w,", "gated_and_grads(g, u, dh,", "dz without the weight"),
+    (EXPERTS_DOWN_BWD, "(h * w).to(dtype)", "h.to(dtype)", "dW2 without the weight"),
+    (
+        EXPERTS_DOWN_BWD,
+        "place * tiles_n + n, gl.sum",
+        "place * tiles_n, gl.sum",
+        "a tile's part of dw overwrites another's",
+    ),
+    (
+        EXPERTS_DOWN_BWD,
+        "dh_s.index(half).slice(chunk, CHUNK)",
+        "dh_s.index(half).slice(0, CHUNK)",
+        "all rows have dh of the first",
+    ),
+    (
+        EXPERTS_DEPTH,
+        "right = within(end, 0, k, n * 2 * HALF + HALF)",
+        "right = within(end, 0, k, n * 2 * HALF)",
+        "both halves of a tile are the left one",
+    ),
     (
         ROWS,
         "length = gl.maximum(start_of(cu_ptr, index + 1, count, total) - start, 0)",

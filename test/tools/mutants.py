@@ -68,6 +68,7 @@ FILES = (
     "test/ops/test_compiled.py",
     "test/attention/test_attention_hopper_backward.py",
     "test/attention/test_attention_hopper.py",
+    "test/ops/test_experts_hopper.py",
     "test/ops/test_gpu.py",
     "test/parallel/test_parallel_moe.py",
 )  # the quickest tests come first
