@@ -97,7 +97,8 @@ def fused_linear_logprobs_ref(
     if lora is not None:
         u, b = low_rank(x.reshape(-1, x.shape[-1]), lora, WHOLE)
         logits = logits + linear(u.to(dtype), b.to(dtype)).view(logits.shape)
-    logits = _RoundedGradient.apply(logits, x.dtype)
+    if dtype != x.dtype and logits.requires_grad:
+        logits = _RoundedGradient.apply(logits, x.dtype)
     options = _tempered(Options(ignore_index, 0.0, 0.0, softcap, logit_scale), temperature)
     results = row_losses_ref(logits, target, None, options)._asdict()
     raw, z = scores_ref(logits, options)
@@ -105,17 +106,16 @@ def fused_linear_logprobs_ref(
     results["correct"] = (results["argmax"] == target) & ~ignored
     results["mean_logit"] = z.detach().mean(-1).masked_fill(ignored, 0)
     results["log_sum_sq_prob"] = (2 * logp.detach()).logsumexp(-1).masked_fill(ignored, 0)
-    tokens = TokenOutputs(**{name: results[name] for name in outputs})
-    ignored = ignored.unsqueeze(-1)
+    asked, ignored = {name: results[name] for name in outputs}, ignored.unsqueeze(-1)
     if ids is not None:
         check_labels(ids, z.shape[-1], NO_WORD, "ids")
         at = logp.gather(-1, ids.clamp(min=0)).masked_fill(ignored | (ids < 0), 0)
-        tokens = tokens._replace(logprob_at=at)
+        asked["logprob_at"] = at
     if topk:
         best = raw.detach().sort(dim=-1, descending=True, stable=True).indices[..., :topk]
         at = logp.detach().gather(-1, best).masked_fill(ignored, 0)
-        tokens = tokens._replace(topk_logprob=at, topk_ids=best.masked_fill(ignored, NO_WORD))
-    return tokens
+        asked |= {"topk_logprob": at, "topk_ids": best.masked_fill(ignored, NO_WORD)}
+    return TokenOutputs(**asked)
 
 
 def _tempered(options: Options, temperature: float) -> Options:
@@ -185,10 +185,13 @@ class _FusedLinearLogprobs(torch.autograd.Function):
         )  # fmt: skip
         ctx.like, ctx.logits_dtype = (x.dtype, weight.dtype, x.shape[1]), dtype
         K = 0 if ids is None else ids.shape[1]
-        at = results.logprob_at
-        fixed = lse, argmax, results.mean_logit, results.log_sum_sq_prob, at[:, K:], results.words[:, K:]
-        # None, not an empty tensor: torch.compile would give it a gradient
-        free = entropy if "entropy" in outputs else None, None if not K else at[:, :K] if topk else at
+        # copies: of two outputs that share memory, one of them without a gradient, torch 2.11 compiles a wrong backward
+        at, best = (t.clone() for t in results.logprob_at.tensor_split([K], 1))
+        fixed = lse, argmax, results.mean_logit, results.log_sum_sq_prob, best, results.words[:, K:]
+        # only what was asked for: torch 2.11 compiles a None among the outputs into wrong gradients
+        ctx.free = "entropy" in outputs, K > 0
+        asked = entropy, at
+        free = (t for t, is_asked in zip(asked, ctx.free, strict=True) if is_asked)
         ctx.mark_non_differentiable(*fixed)
         ctx.save_for_backward(
             x, weight, target, bias, u, b, ids, lse, lse_rest, entropy, results.kept_logits, results.kept_rows,
@@ -198,8 +201,10 @@ class _FusedLinearLogprobs(torch.autograd.Function):
 
     @staticmethod
     @once_differentiable
-    def backward(ctx: Any, dlogprob: Tensor | None, dentropy: Tensor | None, d_at: Tensor | None, *_: None) -> Any:
+    def backward(ctx: Any, dlogprob: Tensor | None, *others: Tensor | None) -> Any:
         none = (None,) * len(ctx.needs_input_grad)
+        grads = iter(others)
+        dentropy, d_at = (next(grads) if is_asked else None for is_asked in ctx.free)
         if dlogprob is None and dentropy is None and d_at is None:
             return none
         x, weight, target, bias, u, b, ids, lse, lse_rest, entropy, kept_logits, kept_rows, order, *sums = (
@@ -209,7 +214,7 @@ class _FusedLinearLogprobs(torch.autograd.Function):
         if ctx.in_forward and dentropy is None and d_at is None:
             dloss = _factor(dlogprob, target, order, ctx)
         if dloss is not None:
-            grads = scaled(ctx, (weight, None, order, *sums), dloss)
+            dtensors = scaled(ctx, (weight, None, order, *sums), dloss)
         else:
             if kept_rows.numel():
                 lse, lse_rest, entropy = kept_rows
@@ -218,8 +223,8 @@ class _FusedLinearLogprobs(torch.autograd.Function):
             saved = x, weight, target, bias, u, b, None, order, sums[0], lse, lse_rest, entropy
             at = (None, None) if d_at is None else (ids, d_at)
             more = TokenBackward(ctx.logits_dtype, *at, kept_logits if kept_logits.numel() else None)
-            grads = recomputed(ctx, saved, (None, dlogprob, dentropy), more)
-        asked = (grad if needed else None for grad, needed in zip(grads, ctx.needs_input_grad[:5], strict=True))
+            dtensors = recomputed(ctx, saved, (None, dlogprob, dentropy), more)
+        asked = (grad if needed else None for grad, needed in zip(dtensors, ctx.needs_input_grad[:5], strict=True))
         return *asked, *none[5:]
 
 
@@ -339,8 +344,9 @@ def fused_linear_logprobs(
 
 def _shaped(rows: tuple[Tensor, ...], target: Tensor, outputs: tuple[str, ...], at: bool, topk: int) -> TokenOutputs:
     """Return the results of the autograd function in the shape of ``target``, and None for those not asked for."""
-    names = "logprob", "entropy", "logprob_at", "lse", "argmax", "mean_logit", "log_sum_sq_prob", "topk_logprob"
-    results = dict(zip((*names, "topk_ids"), rows, strict=True))
+    free = "logprob", *(["entropy"] if "entropy" in outputs else []), *(["logprob_at"] if at else [])
+    fixed = "lse", "argmax", "mean_logit", "log_sum_sq_prob", "topk_logprob", "topk_ids"
+    results = dict(zip((*free, *fixed), rows, strict=True))
     if "correct" in outputs:
         results["correct"] = results["argmax"] == target.reshape(-1)
     asked = [*outputs, *(["logprob_at"] if at else []), *(["topk_logprob", "topk_ids"] if topk else [])]
