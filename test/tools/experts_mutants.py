@@ -85,7 +85,7 @@ EXPERTS = [
     (LORA, "acc * scale, mask", "acc, mask", "an adapter without its scale"),
     (LORA, "-t.shape[1] % DEPTH.value", "0", "ranks that are no multiple of a product's least depth"),
     (LORA, "t.to(dtype), (0, 0", "t, (0, 0", "factors keep another dtype than the experts"),
-    (LORA, 'if hasattr(matrix, "placements"):', "if False:", "a DTensor among the factors"),
+    (INIT, 'for name in ("gate_up_lora", "down_lora"):', "for name in ():", "adapters beside DTensors"),
     (INIT, " or needs.a1 or needs.b1", "", "an adapter of gate_up that trains alone has no dz"),
     (INIT, "needs.down or needs.a2 or needs.b2", "needs.down", "an adapter of down that trains alone has no w h"),
     (INIT, "needs.x or needs.a1", "needs.x", "A of gate_up that trains alone has no product of dz and B"),
