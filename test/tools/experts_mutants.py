@@ -78,6 +78,7 @@ EXPERTS = [
     ),
     (BACKWARD, "source, mask = offs_m, offs_m < end", "source, mask = offs_m, offs_m <= end", "db of the next expert"),
     (BACKWARD, "source = row // TOPK", "source = row", "db of down gathers rows in place of tokens"),
+    (FORWARD, "None, gate_up, h):", "None, gate_up):", "TMA is given rows of h that are not aligned"),
     (BACKWARD, "return out.zero_()", "return out", "dW without a token is memory that nothing wrote"),
     (INIT, "needs.gate_up or needs.gate_up_bias", "needs.gate_up", "a bias that trains alone has no dz"),
     (BLOCKS, "v_ptr + expert * R * N + offs_r", "v_ptr + offs_r", "all rows take the adapter of the first expert"),
