@@ -33,8 +33,9 @@ def expert_parallel(model: nn.Module, mesh: DeviceMesh, *, tokens: int | None = 
     """Shard the experts of every mixture in ``model`` over ``mesh``, of one dimension, and return their parameters.
 
     Each of n processes keeps E / n experts of the modules that ``liger_like.patch`` has patched, except those of
-    Llama 4 and LongCat-Flash, and of ``liger_like.nn.Experts``. Their parameters become DTensors, with the values of the mesh's first process. Each
-    process has tokens of its own, and the other parameters as in data parallelism: replicated, or sharded by FSDP.
+    Llama 4 and LongCat-Flash, and of ``liger_like.nn.Experts``. Their parameters become DTensors, with the values of
+    the mesh's first process. Each process has tokens of its own, and the other parameters as in data parallelism:
+    replicated, or sharded by FSDP.
     ``tokens`` is the largest number of tokens that a process may have in a forward; processes then may have different
     numbers. Without it they must have the same number, which each forward compares, in one more transfer of a number.
 
