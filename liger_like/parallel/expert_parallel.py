@@ -86,8 +86,8 @@ def _has_experts(module: nn.Module) -> bool:
 def _check(name: str, module: nn.Module, processes: int) -> None:
     """Raise ValueError unless the experts of ``module`` are whole and ``processes`` divides their number."""
     weight = module._parameters.get("gate_up_proj")
-    parametrised = weight is None or hasattr(module, "parametrizations")
-    if parametrised or name.endswith(".base_layer"):  # the name that PEFT gives a module with adapters
+    # PEFT gives a module with adapters the name base_layer
+    if weight is None or hasattr(module, "parametrizations") or name.endswith(".base_layer"):
         raise ValueError(f"the weights of {name} must be plain parameters: merge adapters (LoRA) first")
     if isinstance(weight, DTensor):
         raise ValueError(f"the experts of {name} are sharded: call expert_parallel once, and before fully_shard")
