@@ -31,7 +31,7 @@ EXPERTS = [
     (BLOCKS, "tl.clamp(u, -limit, limit,", "tl.minimum(u, limit,", "up is clamped on one side"),
     (BLOCKS, "tl.where(g <= limit, dg, 0.0)", "dg", "a clamped gate has a gradient"),
     (BLOCKS, "tl.abs(u) <= limit", "u <= limit", "up that is clamped from below has a gradient"),
-    (BLOCKS, "sigmoid * (1.0 + alpha * c *", "sigmoid * (1.0 + c *", "the slope of GPT-OSS' unit without alpha"),
+    (BLOCKS, "s + alpha * act *", "s + act *", "the slope of GPT-OSS' unit without alpha"),
     (BLOCKS, "acc = tl.dot(a, b, acc,", "acc = tl.dot(a, b, acc * 0.0,", "a product keeps its last block of depth"),
     (FORWARD, "col = n * BLOCK_N + j", "col = j", "all tiles have the columns of the first"),
     (FORWARD, "first += BLOCK_N // 2", "first += BLOCK_N", "the right half is stored a tile further"),
