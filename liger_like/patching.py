@@ -44,16 +44,7 @@ PATCHED, ALREADY, SKIPPED, ABSENT = "patched", "already patched", "skipped", "ab
 # makes a whole model faster.
 RECOGNISERS: dict[str, Recogniser] = {
     recogniser.pattern: recogniser
-    for recogniser in (
-        RMSNorm(),
-        LayerNorm(),
-        QKNormRope(),
-        Rope(),
-        OwnExperts(),
-        GLUMLP(),
-        Router(),
-        LMHead(),
-    )
+    for recogniser in (RMSNorm(), LayerNorm(), QKNormRope(), Rope(), OwnExperts(), GLUMLP(), Router(), LMHead())
 }
 
 raise_errors = False  # the tests set it: there an unexpected exception is a bug, not a reason to skip the module

@@ -101,7 +101,7 @@ def block_forward(self: Any, hidden_states: Tensor, experts: Callable[..., Tenso
     scores, index = router_scores.topk(self.top_k, dim=1)
     out = self.shared_expert(x)
     rows = experts((x[:, None] * scores[..., None]).flatten(0, 1), index.reshape(-1, 1))
-    out.add_(rows.view(len(x), self.top_k, -1).sum(1))
+    out.add_(rows.view(-1, self.top_k, self.hidden_dim).sum(1))
     return out, router_logits
 
 

@@ -32,9 +32,10 @@ _comms: Any = torch.ops._c10d_functional  # in contrast to torch.distributed's, 
 def expert_parallel(model: nn.Module, mesh: DeviceMesh, *, tokens: int | None = None) -> set[nn.Parameter]:
     """Shard the experts of every mixture in ``model`` over ``mesh``, of one dimension, and return their parameters.
 
-    Each of n processes keeps E / n experts of the modules that ``liger_like.patch`` has patched, and of
-    ``liger_like.nn.Experts``. Their parameters become DTensors, with the values of the mesh's first process. Each
-    process has tokens of its own, and the other parameters as in data parallelism: replicated, or sharded by FSDP.
+    Each of n processes keeps E / n experts of the modules that ``liger_like.patch`` has patched, except those of
+    Llama 4 and LongCat-Flash, and of ``liger_like.nn.Experts``. Their parameters become DTensors, with the values of
+    the mesh's first process. Each process has tokens of its own, and the other parameters as in data parallelism:
+    replicated, or sharded by FSDP.
     ``tokens`` is the largest number of tokens that a process may have in a forward; processes then may have different
     numbers. Without it they must have the same number, which each forward compares, in one more transfer of a number.
 
@@ -85,7 +86,8 @@ def _has_experts(module: nn.Module) -> bool:
 def _check(name: str, module: nn.Module, processes: int) -> None:
     """Raise ValueError unless the experts of ``module`` are whole and ``processes`` divides their number."""
     weight = module._parameters.get("gate_up_proj")
-    if weight is None or name.endswith(".base_layer"):  # the name that PEFT gives a module with adapters
+    # PEFT gives a module with adapters the name base_layer
+    if weight is None or hasattr(module, "parametrizations") or name.endswith(".base_layer"):
         raise ValueError(f"the weights of {name} must be plain parameters: merge adapters (LoRA) first")
     if isinstance(weight, DTensor):
         raise ValueError(f"the experts of {name} are sharded: call expert_parallel once, and before fully_shard")

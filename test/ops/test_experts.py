@@ -9,7 +9,7 @@ from torch.utils.checkpoint import checkpoint
 from torch.utils.flop_counter import FlopCounterMode
 
 from liger_like import moe_experts
-from liger_like.ops.experts import moe_experts_ref, tiles
+from liger_like.ops.experts import choice, moe_experts_ref, tiles
 from liger_like.ops.experts.routing import BINS, BLOCK, Routing, moe_rows
 from liger_like.runtime.support import use_kernel
 from liger_like.testing import SPECS, assert_accurate, run
@@ -396,12 +396,22 @@ def test_bad_arguments(error, message, changed):
 # only on a GPU: its tiles
 
 
+@pytest.mark.parametrize(("I", "modules"), [(16, [choice.ROWS] * 2), (12, [])])
+def test_hopper_kernels_take_aligned_rows(I, modules, device, monkeypatch):
+    """Rows of gate and up may be aligned where those of h are not."""
+    asked = []
+    monkeypatch.setattr(choice, "_is_hopper", lambda device: True)
+    monkeypatch.setattr(choice, "gluon_module", asked.append)
+    SPEC.fn(**inputs(device, torch.float16, I=I))
+    assert asked == modules
+
+
 @pytest.mark.gpu
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32], ids=str)
 @pytest.mark.parametrize("options", SPEC.options, ids=str)
-@pytest.mark.parametrize("widths", [{"H": 512, "I": 256}, {"H": 456, "I": 328}, {"H": 100, "I": 75}], ids=str)
-def test_several_tiles_of_each_expert(widths, options, dtype, poisoned):
-    make = lambda: inputs("cuda", dtype, lead=(1500,), E=5, K=3, bias=True, elsewhere=1, **widths)  # noqa: E731
+@pytest.mark.parametrize(("H", "I"), [(512, 256), (456, 328), (456, 332), (100, 75)])
+def test_several_tiles_of_each_expert(H, I, options, dtype, poisoned):
+    make = lambda: inputs("cuda", dtype, lead=(1500,), H=H, I=I, E=5, K=3, bias=True, elsewhere=1)  # noqa: E731
     assert_accurate(SPEC.fn, SPEC.ref, make, options)
 
 

@@ -132,7 +132,9 @@ def test_factors_of_another_dtype(device):
     close({n: t.half() for n, t in got.items()}, expected, rtol=0, atol=0)
 
 
-def test_factors_that_are_dtensors_are_refused(mesh):
-    sharded = {n: distribute_tensor(t.detach(), mesh, [Replicate()]) for n, t in inputs("cpu", rank=2).items()}
-    with pytest.raises(TypeError, match="A of gate_up_lora must not be a DTensor"):
-        SPEC.fn(**sharded)
+@pytest.mark.parametrize("plain", [(), LORA, [n for n in inputs("cpu", rank=2) if n not in LORA]])
+def test_adapters_beside_dtensors_are_refused(plain, mesh):
+    given = {n: t.detach() for n, t in inputs("cpu", rank=2).items()}
+    given |= {n: distribute_tensor(t, mesh, [Replicate()]) for n, t in given.items() if n not in plain}
+    with pytest.raises(TypeError, match="gate_up_lora must be None beside DTensors"):
+        SPEC.fn(**given)

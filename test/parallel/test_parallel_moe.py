@@ -281,3 +281,12 @@ def test_adapters_are_refused(mesh):
     patch(model)
     with pytest.raises(ValueError, match=r"merge adapters \(LoRA\) first"):
         expert_parallel(model, mesh)
+
+
+@pytest.mark.parametrize("name", ["gate_up_proj", "down_proj_bias"])
+def test_parametrised_experts_are_refused(name, mesh):
+    experts = nn.Experts(E, H, 8, bias=True)
+    torch.nn.utils.parametrize.register_parametrization(experts, name, torch.nn.Identity())
+    with pytest.raises(ValueError, match="the weights of ParametrizedExperts must be plain parameters"):
+        expert_parallel(experts, mesh)
+    assert not any(isinstance(p, DTensor) for p in experts.parameters())

@@ -76,6 +76,7 @@ def test_llama4(k, device, defined, monkeypatch):
     x = torch.randn(2, 5, original.config.hidden_size, device=device)
     for block, twin in zip(blocks_of(patched), blocks_of(original), strict=True):
         torch.testing.assert_close(block(x), twin(x))
+        torch.testing.assert_close(block(x[:0]), twin(x[:0]))
     assert {row.status for row in rows(patch(patched, **OTHERS), "experts")} == {"already patched"}
     unpatch(patched)
     assert [type(m) for m in patched.modules()] == [type(m) for m in original.modules()]

@@ -31,7 +31,6 @@ HOPPER = [
         "*block(cols, rows, w.element_size(), 3))",
         "blocks of weights are turned",
     ),
-    (EXPERTS_PRODUCTS, "pred=steps > 0", "pred=True", "an expert without rows empties a buffer that it did not read"),
     (
         EXPERTS_ROWS,
         "left = n * HALF if SPLIT else n * 2 * HALF",

@@ -86,12 +86,7 @@ OPS = [
     ("ops/qk_norm_rope.py", "dot += tl.sum(dn * x, axis=1)", "pass", "the mean forgets the features that do not turn"),
     ("ops/qk_norm_rope.py", "dkw1 + dw1", "dw1", "dw of the last token's keys only"),
     ("ops/qk_norm_rope.py", "dw_ptr + D, dkw1", "dw_ptr, dkw1", "the gradient of k's weight lands on that of q's"),
-    (
-        "ops/glu.py",
-        "return act, s + act * (1.0 - s)\n    elif",
-        "return act, s\n    elif",
-        "SiLU's slope lacks a term",
-    ),
+    ("ops/glu.py", "return act, s + act * (1.0 - s)", "return act, s", "SiLU's slope lacks a term"),
     ("ops/glu.py", "0.044715 * x * x * x", "0.044175 * x * x * x", "two digits of GELU's constant swapped"),
     ("ops/glu.py", "0.7107068705", "0.7107086705", "two digits of erf's constant swapped"),
     ("ops/glu.py", "pid % blocks * BLOCK_N", "pid % blocks", "blocks of columns overlap"),

@@ -23,6 +23,7 @@ PARALLEL = [
     (FILE, '"down_bias": down_bias.to_local()}', '"down_bias": None}', "no bias of down"),
     (FILE, "len(weight) == 0 or len(weight) % processes", "len(weight) < processes", "uneven shards of experts"),
     (FILE, "if isinstance(weight, DTensor):", "if weight.is_sparse:", "experts are sharded twice"),
+    (FILE, ' or hasattr(module, "parametrizations")', "", "only gate_up may not be parametrised"),
     (FILE, ' or name.endswith(".base_layer")', "", "adapters of experts are not noticed"),
     (FILE, "_ToOwners.apply(out, self, x.dtype)", "_ToOwners.apply(out, self, out.dtype)", "rounded under autocast"),
 ]

@@ -190,8 +190,14 @@ def _run(operands: Operands, index: Tensor, gate: Gate, scales: Scales) -> Tenso
     return apply(_ExpertsValues, kept, h, *values, offsets, tiles, pos, gate.transposed, scales.down)
 
 
-def _tokens(x: Tensor, gate_up: Any, *args: Tensor, **kwargs: Tensor) -> dict[str, dict[int, int]]:
-    """Return the dimensions that may be sharded: those of the tokens. Each rank needs all experts."""
+def _tokens(x: Tensor, gate_up: Any, *args: Any, **kwargs: Any) -> dict[str, dict[int, int]]:
+    """Return the dimensions that may be sharded: those of the tokens. Each rank needs all experts.
+
+    An adapter would get the gradient of a rank's tokens only, since ``run_on_shards`` sees no factors.
+    """
+    for name in ("gate_up_lora", "down_lora"):
+        if kwargs.get(name) is not None:
+            raise TypeError(f"{name} must be None beside DTensors: give local tensors (to_local())")
     placements = getattr(gate_up, "placements", ())
     if not all(placement.is_replicate() for placement in placements):
         raise ValueError(

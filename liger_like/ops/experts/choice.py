@@ -32,14 +32,14 @@ def _is_hopper(device: torch.device) -> bool:
     return not INTERPRET and architecture(device) == 9
 
 
-def hopper_kernels(name: str, x: Tensor | None, *weights: Tensor) -> Any:
-    """Return the module ``name``, or False if its kernels do not accept sorted rows ``x`` and ``weights`` [E, M, N].
+def hopper_kernels(name: str, x: Tensor | None, *others: Tensor) -> Any:
+    """Return the module ``name``, or False if its kernels do not accept sorted rows ``x`` and ``others``.
 
-    ``x`` is None if nobody sorted them.
+    ``others`` are the weights and results [..., N] that TMA moves. ``x`` is None if the rows are not sorted.
     """
     return (
-        ((x is not None and sorts_rows(x, *weights)) or refused(NOT_SORTED))
-        and (all(map(_moved_by_tma, (x, *weights))) or refused(NO_TMA))
+        ((x is not None and sorts_rows(x, *others)) or refused(NOT_SORTED))
+        and (all(map(_moved_by_tma, (x, *others))) or refused(NO_TMA))
         and (name not in BROKEN or refused(f"{name} {BROKEN[name]}"))
         and gluon_module(name)
     )

@@ -192,7 +192,7 @@ def moe_gate_up(
     """
     z, h = _gate_up_outputs(x, gate_up, bias, u, v, row, offsets, tiles, topk, *options)
     gate, keep_z, tile = Gate(*options[:-1]), options[-1], tiles_for(x, x.shape[1], h.shape[1]).gate_up
-    if hopper := hopper_kernels(ROWS, x if row is None and u is None else None, gate_up):
+    if hopper := hopper_kernels(ROWS, x if row is None and u is None else None, gate_up, h):
         hopper.gate_up(x, gate_up, bias, offsets, tiles, gate, z if keep_z else None, h)
         return z, h
     x, stride_xm = with_stride(x)

@@ -39,8 +39,6 @@ def checked_lora(name: str, lora: Any, x: Tensor, shape: tuple[int, int, int]) -
     E, wide, depth = shape
     for part, matrix in (("A", a), ("B", b)):
         require(f"{part} of {name}", matrix, like=x)
-        if hasattr(matrix, "placements"):
-            raise TypeError(f"{part} of {name} must not be a DTensor: give local tensors (to_local())")
     R = a.shape[1] if a.dim() == 3 else 0
     if R == 0 or a.shape != (E, R, depth):
         raise ValueError(f"A of {name} must have shape [{E}, R, {depth}], with R of at least 1, got {list(a.shape)}")
