@@ -62,14 +62,12 @@ def _length(mask: Tensor) -> Tensor:
 
 def _mean(values: Tensor, num_items: Items, count: int | Tensor) -> Tensor:
     """Return the sum of ``values`` divided by ``num_items``, or by ``count`` for None; by 1 if that is 0."""
-    if isinstance(num_items, Tensor):
-        if num_items.numel() != 1:
-            raise ValueError(f"num_items must be a number or a tensor of one number, got shape {list(num_items.shape)}")
-        items = num_items.to(values.device).reshape(())
-    elif num_items is not None:
-        items = torch.tensor(require_number("num_items", num_items, "must be finite and not negative", 0.0))
-    else:
-        items = torch.as_tensor(count)
+    items = count if num_items is None else num_items
+    if not isinstance(items, Tensor):
+        return values.sum() / (require_number("num_items", items, "must be finite and not negative", 0.0) or 1)
+    if items.numel() != 1:
+        raise ValueError(f"num_items must be a number or a tensor of one number, got shape {list(items.shape)}")
+    items = items.to(values.device).reshape(())
     return values.sum() / items.where(items != 0, 1)
 
 
@@ -247,10 +245,10 @@ def kto(
         raise ValueError(f"desirable must have shape {[mask.shape[0]]}, got {list(desirable.shape)}")
     ratio = _summed("logprob", logprob, mask) - _summed("ref_logprob", ref_logprob, mask)
     if not isinstance(kl, Tensor):
-        kl = ratio.new_tensor(require_number("kl", kl))
+        kl = ratio.new_full((), require_number("kl", kl))  # new_tensor waits for the GPU
     point = kl.detach().to(ratio).mean().clamp(min=0)
     sign = torch.where(desirable, 1.0, -1.0).to(ratio)
-    weight = torch.where(desirable, *weights).to(ratio)
+    weight = torch.full_like(ratio, weights[0]).where(desirable, weights[1])
     losses = weight * (1 - (beta * sign * (ratio - point)).sigmoid())
     reward = beta * ratio.detach()
     metrics = {"kl": point}

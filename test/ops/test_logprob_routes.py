@@ -73,6 +73,17 @@ def test_uniform_gradient(dtype, device, monkeypatch, poisoned):
     assert_accurate(mean(SPEC.fn), mean(SPEC.ref), make, options, 1 if dtype == torch.float32 else draws(device))
 
 
+@pytest.mark.parametrize("rows", [16, None])
+def test_uniform_gradient_behind_an_ignored_prompt(rows, device, monkeypatch):
+    """A single chunk leaves the tokens in their order: the first ones may be ignored."""
+    monkeypatch.setattr(linear_logprobs, "recomputed", None)
+    inputs = trained(inputs_of(device, (41,)), "x", "weight")
+    inputs["target"][:4], inputs["target"][4] = -100, 3
+    leaves = inputs["x"], inputs["weight"]
+    got = torch.autograd.grad(SPEC.fn(**inputs, uniform_gradient=True, chunk_rows=rows).logprob.sum(), leaves)
+    torch.testing.assert_close(got, torch.autograd.grad(SPEC.ref(**inputs).logprob.sum(), leaves))
+
+
 @pytest.mark.parametrize("kind", ["random", "one", "nan"])
 def test_gradient_that_is_not_uniform(kind, device, monkeypatch):
     calls, right = [], linear_logprobs.recomputed

@@ -131,6 +131,22 @@ def test_few_tokens(rows, options, names, device):
     torch.testing.assert_close(*grads)
 
 
+@pytest.mark.parametrize("where", ["no word", "ignored"])
+def test_fp16_gradients_beside_large_ones_that_do_not_count(where, device):
+    inputs = trained(inputs_of(device, (41,), torch.float16, ids=2), "x", "weight")
+    inputs["target"][0], inputs["ids"][:, 1] = -100, -1
+    upstream = [torch.ones(41, device=device), torch.ones(41, 2, device=device)]
+    grads = []
+    for large in (1, 1e9):
+        if where == "ignored":
+            upstream[0][0] = large
+        else:
+            upstream[1][:, 1] = large
+        out = ops.fused_linear_logprobs(**inputs)
+        grads.append(torch.autograd.grad([out.logprob, out.logprob_at], [inputs["x"], inputs["weight"]], upstream))
+    torch.testing.assert_close(grads[1], grads[0])
+
+
 def test_words_of_equal_scores_come_in_order(device):
     """With the identity as the head, the logits are x."""
     z, y = torch.randint(-3, 4, (300, 50), device=device).float(), torch.zeros(300, dtype=torch.int64, device=device)

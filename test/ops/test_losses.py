@@ -111,6 +111,15 @@ def test_outputs_are_those_of_the_logits(device):
     assert all(not t[ignored].any() for t in (out.entropy, out.lse, out.logprob, out.correct))
 
 
+@pytest.mark.parametrize("fn", [ops.fused_linear_cross_entropy, ops.fused_linear_logprobs])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64], ids=["kernel", "reference"])
+def test_ignored_tokens_of_label_minus_1_are_not_correct(fn, dtype, device):
+    """Their argmax is -1, too."""
+    x, weight = (torch.randn(shape, dtype=dtype, device=device) for shape in ((4, 8), (20, 8)))
+    y = (x @ weight.T).argmax(-1).index_fill(0, torch.tensor([0, 2], device=device), -1)
+    assert fn(x, weight, y, ignore_index=-1, outputs=("correct",)).correct.tolist() == [False, True, False, True]
+
+
 def test_only_what_was_asked_for(device):
     inputs = LINEAR.inputs(torch.float32, device, lead=(5,), H=8, V=20)
     out = ops.fused_linear_cross_entropy(**inputs, outputs=("lse",))

@@ -319,6 +319,34 @@ def test_batches_add_up_to_a_large_one(name):
         torch.testing.assert_close(*grads)
 
 
+def test_numbers_are_not_rounded_to_fp32():
+    torch.manual_seed(0)
+    logprob, mask, desirable = drawn(), masks(), torch.arange(B) < 2
+    loss = losses.kto(logprob, logprob.detach(), mask, desirable, desirable_weight=0.1, undesirable_weight=0.3)[0]
+    torch.testing.assert_close(loss, loss.new_full((), (0.1 * 2 + 0.3 * 4) / 2 / B), rtol=1e-14, atol=0)
+    whole, part = (losses.dft(logprob, mask, num_items=number)[0] for number in (1, 0.3))
+    torch.testing.assert_close(part, whole / 0.3, rtol=1e-14, atol=0)
+
+
+@pytest.mark.gpu
+def test_no_loss_waits_for_the_gpu():
+    x, mask = torch.rand(B, S, device="cuda").neg(), masks().cuda()
+    pair, desirable = (x, x, mask, mask), mask[:, 2]
+    torch.cuda.set_sync_debug_mode("error")
+    try:
+        losses.dpo(x, x, x, x, mask, mask, num_items=3)
+        for fn in (losses.simpo, losses.cpo, losses.orpo):
+            fn(*pair, num_items=3)
+        losses.kto(x, x, mask, desirable)
+        for fn in (losses.grpo, losses.gspo, losses.dapo):
+            fn(x, x, mask, x, x, beta=0.1)
+        losses.ppo(x, x, mask, x, values=x, old_values=x, returns=x)
+        losses.dft(x, mask, num_items=3)
+        losses.bradley_terry(x[0], x[1], margin=x[2])
+    finally:
+        torch.cuda.set_sync_debug_mode("default")
+
+
 @pytest.mark.parametrize("name", ["cpo", "orpo"])
 def test_batches_with_equal_numbers_of_tokens_add_up(name):
     """The mean over tokens of a part of the loss is a batch's own."""

@@ -38,6 +38,12 @@ LOGPROBS = [
     (OP, "((dlogprob == first) | ~counted)", "((dlogprob >= first) | ~counted)", "larger gradients count as equal"),
     (
         OP,
+        "dlogprob[counted.to(torch.int8).argmax(0, keepdim=True)]",
+        "dlogprob[:1]",
+        "behind an ignored prompt no gradient is uniform",
+    ),
+    (
+        OP,
         "in_forward and dentropy is None and d_at is None",
         "in_forward and dentropy is None",
         "a frozen head drops the gradient of ids",
@@ -50,6 +56,7 @@ LOGPROBS = [
     ),
     (OP, "if kept_rows.numel():", "if False:", "rows of rounded logits do not sum to zero"),
     (ROWS, "first.where(~(part < least), 0)", "0", "of equal scores the last ones are no words"),
+    (ROWS, " & (argmax >= 0)", "", "ignored tokens of label -1 are correct"),
     (PRODUCTS, "out.copy_(bias.expand_as(out))", "out", "the bias is missing from logits in fp32"),
     (LOSSES, "value.to(torch", "value.abs().to(torch", "losses take absolute numbers"),
     (LOSSES, ".masked_fill(~mask, 0)\n\n\ndef _summed", "\n\n\ndef _summed", "tokens outside the mask count"),

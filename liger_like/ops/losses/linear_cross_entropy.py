@@ -31,6 +31,7 @@ from liger_like.ops.losses.rows import (
     check_target,
     checked_num_items,
     checked_options,
+    is_correct,
     reduce_loss,
     row_losses_ref,
 )
@@ -113,7 +114,7 @@ def _finish(
         return loss
     results = rows._asdict()
     if "correct" in outputs:
-        results["correct"] = rows.argmax == target.reshape(-1)
+        results["correct"] = is_correct(rows.argmax, target)
     return LossOutput(loss, **{name: results[name].view(target.shape) for name in outputs})
 
 

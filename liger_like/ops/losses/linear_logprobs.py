@@ -24,7 +24,15 @@ from liger_like.ops.losses.chunks import NO_WORD, Forward, TokenForward, TokenRe
 from liger_like.ops.losses.gradients import recomputed, scaled
 from liger_like.ops.losses.operands import Lora, check_operands, checked_lora, checked_outputs, is_small, low_rank
 from liger_like.ops.losses.products import pitch
-from liger_like.ops.losses.rows import Options, check_labels, check_target, checked_options, row_losses_ref, scores_ref
+from liger_like.ops.losses.rows import (
+    Options,
+    check_labels,
+    check_target,
+    checked_options,
+    is_correct,
+    row_losses_ref,
+    scores_ref,
+)
 from liger_like.ops.losses.slices import TokenBackward
 from liger_like.ops.losses.vocab_shards import WHOLE
 from liger_like.runtime.autograd import apply, is_last_backward, once_differentiable
@@ -212,7 +220,7 @@ class _FusedLinearLogprobs(torch.autograd.Function):
         )
         dloss = None
         if ctx.in_forward and dentropy is None and d_at is None:
-            dloss = _factor(dlogprob, target, order, ctx)
+            dloss = _factor(dlogprob, target, ctx)
         if dloss is not None:
             dtensors = scaled(ctx, (weight, None, order, *sums), dloss)
         else:
@@ -228,7 +236,7 @@ class _FusedLinearLogprobs(torch.autograd.Function):
         return *asked, *none[5:]
 
 
-def _factor(dlogprob: Tensor, target: Tensor, order: Tensor, ctx: Any) -> Tensor | None:
+def _factor(dlogprob: Tensor, target: Tensor, ctx: Any) -> Tensor | None:
     """Return the factor of the forward's gradients, [T] for a frozen head, or None if they are of no use.
 
     The forward has computed the gradients of -logprob. The host reads one bool unless the head is frozen.
@@ -239,7 +247,7 @@ def _factor(dlogprob: Tensor, target: Tensor, order: Tensor, ctx: Any) -> Tensor
         return -dlogprob
     if torch.compiler.is_compiling() or in_graph(target) or not target.numel():
         return None
-    first = dlogprob[order[:1]]
+    first = dlogprob[counted.to(torch.int8).argmax(0, keepdim=True)]
     return -first if ((dlogprob == first) | ~counted).all().item() else None
 
 
@@ -348,6 +356,6 @@ def _shaped(rows: tuple[Tensor, ...], target: Tensor, outputs: tuple[str, ...], 
     fixed = "lse", "argmax", "mean_logit", "log_sum_sq_prob", "topk_logprob", "topk_ids"
     results = dict(zip((*free, *fixed), rows, strict=True))
     if "correct" in outputs:
-        results["correct"] = results["argmax"] == target.reshape(-1)
+        results["correct"] = is_correct(results["argmax"], target)
     asked = [*outputs, *(["logprob_at"] if at else []), *(["topk_logprob", "topk_ids"] if topk else [])]
     return TokenOutputs(**{name: results[name].view(*target.shape, *results[name].shape[1:]) for name in asked})

@@ -98,6 +98,11 @@ def row_losses_ref(logits: Tensor, target: Tensor, weight: Tensor | None, option
     return RowLosses(*floats, argmax.masked_fill(ignored, -1))
 
 
+def is_correct(argmax: Tensor, target: Tensor) -> Tensor:
+    """Return whether each label is ``argmax`` [T]; False for ignored tokens, whose label may be -1 as their argmax."""
+    return (argmax == target.reshape(-1)) & (argmax >= 0)
+
+
 def top_words(z: Tensor, k: int, logit_scale: float) -> Tensor:
     """Return the ``k`` words [M, k] of the largest scores of each row of ``z`` [M, V], equal ones in ascending order.
 

@@ -132,7 +132,9 @@ def _upstream(call: Backward, more: TokenBackward | None) -> tuple[list[Tensor |
     d_at = None if more is None else packed(more.dlogprob_at)
     if call.x.dtype != torch.float16:
         return upstream, d_at, call.x.new_ones(1, dtype=torch.float32)
-    sizes = upstream if d_at is None else [*upstream, d_at.abs().sum(1)]
+    given = upstream if d_at is None else [*upstream, d_at.where(more.ids >= 0, 0).abs().sum(1)]
+    counts = call.target != call.options.ignore_index  # the kernel does not read other tokens' gradients
+    sizes = [None if g is None else g.where(counts, 0) for g in given]
     factor = size_of_gradient(sizes, call.target, call.class_weight, call.lse, call.options)
     return [None if g is None else g / factor for g in upstream], None if d_at is None else d_at / factor, factor
 
