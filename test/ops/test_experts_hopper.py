@@ -5,6 +5,7 @@ import torch
 
 from liger_like import moe_experts
 from liger_like.ops import experts
+from liger_like.ops.experts import choice
 from liger_like.runtime.launcher import recorded
 from liger_like.runtime.support import architecture
 from liger_like.testing import SPECS, assert_accurate, run
@@ -40,6 +41,21 @@ def test_sorted_rows_give_the_same_bits(options, device, monkeypatch, poisoned):
     monkeypatch.setattr(experts, "sorts_rows", lambda *_: True)
     for name, got in run(SPEC.fn, given, options).items():
         assert torch.equal(got, expected[name]), name
+
+
+def test_what_tma_moves():
+    make = lambda *shape: torch.empty(shape, dtype=torch.bfloat16, device="meta")  # noqa: E731
+    assert choice._moved_by_tma(make(2**30 - 1, 8))
+    assert choice._moved_by_tma(make(3, 5, 16)[..., :8])
+    for wrong in (
+        make(2**30, 8),
+        make(0, 8),
+        make(5, 12),
+        make(5, 8).expand(3, 5, 8),
+        make(8, 5).t(),
+        make(5, 16)[:, ::2],
+    ):
+        assert not choice._moved_by_tma(wrong)
 
 
 @pytest.mark.gpu

@@ -16,7 +16,8 @@ ROWS, DOWN_BWD, DEPTH = (f"liger_like.ops.experts.hopper.{name}" for name in ("r
 NOT_SORTED = (
     "the experts' kernels for Hopper GPUs take bfloat16 and float16, widths that are multiples of 8, and no adapter"
 )
-NO_TMA = "a tensor is empty or expanded, or its rows do not start at multiples of 16 bytes, as TMA wants them to"
+MOST_ROWS = 2**30  # that a descriptor of ``runtime.hopper`` has
+NO_TMA = "a tensor is empty, expanded or of 2^30 rows, or its rows do not start at multiples of 16 bytes, as TMA wants them to"
 
 
 def sorts_rows(x: Tensor, *weights: Tensor) -> bool:
@@ -46,7 +47,8 @@ def hopper_kernels(name: str, x: Tensor | None, *others: Tensor) -> Any:
 
 
 def _moved_by_tma(x: Tensor) -> bool:
-    """Return True if TMA can move ``x``: its rows are dense, and its strides multiples of 16 bytes but not 0."""
+    """Return True if TMA can move ``x``: dense rows, strides that are multiples of 16 bytes but not 0, few rows."""
     *strides, dense = x.stride()
     starts = [x.data_ptr(), *(stride * x.element_size() for stride in strides)]
-    return dense == 1 and x.numel() > 0 and all(strides) and not any(start & 15 for start in starts)
+    whole = dense == 1 and x.numel() > 0 and all(strides)
+    return whole and len(x) < MOST_ROWS and not any(start & 15 for start in starts)
