@@ -17,7 +17,7 @@ NOT_SORTED = (
     "the experts' kernels for Hopper GPUs take bfloat16 and float16, widths that are multiples of 8, and no adapter"
 )
 MOST_ROWS = 2**30  # that a descriptor of ``runtime.hopper`` has
-NO_TMA = "a tensor is empty, expanded or of 2^30 rows, or its rows do not start at multiples of 16 bytes, as TMA wants them to"
+NO_TMA = "TMA moves no tensor that is empty, expanded or of 2^30 rows, or whose rows start between multiples of 16 bytes"
 
 
 def sorts_rows(x: Tensor, *weights: Tensor) -> bool:
