@@ -17,7 +17,9 @@ NOT_SORTED = (
     "the experts' kernels for Hopper GPUs take bfloat16 and float16, widths that are multiples of 8, and no adapter"
 )
 MOST_ROWS = 2**30  # that a descriptor of ``runtime.hopper`` has
-NO_TMA = "TMA moves no tensor that is empty, expanded or of 2^30 rows, or whose rows start between multiples of 16 bytes"
+NO_TMA = (
+    "TMA moves no tensor that is empty, expanded or of 2^30 rows, nor rows that do not start at multiples of 16 bytes"
+)
 
 
 def sorts_rows(x: Tensor, *weights: Tensor) -> bool:
