@@ -32,7 +32,7 @@ HOPPER = [
         "blocks of weights are turned",
     ),
     (
-        EXPERTS_ROWS,
+        EXPERTS_PRODUCTS,
         "left = n * HALF if SPLIT else n * 2 * HALF",
         "left = n * 2 * HALF",
         "gate has the columns of the next tile",

@@ -13,7 +13,7 @@ from liger_like.ops.experts.forward import gate_arguments
 from liger_like.ops.experts.hopper.products import (
     HALF,
     STEP,
-    load_step,
+    load_tiles,
     multiply_steps,
     operands,
     rows_of_all,
@@ -28,25 +28,6 @@ COLUMNS = 2 * HALF.value  # of a tile: dw has a part for each
 STAGES = 3
 CHUNK = gl.constexpr(8)  # rows that are loaded at a time
 STRIP = gl.constexpr(8)  # neighbours in a row that a thread has
-
-
-@gluon.jit
-def _load(dout_desc, w_desc, offsets_ptr, tiles_ptr, E, I, H, ring, GROUP: gl.constexpr, STAGES: gl.constexpr):
-    tiles_n = gl.cdiv(I, 2 * HALF)
-    tiles_m = gl.load(offsets_ptr + E + 1)
-    use = 0
-    for tile in range(gl.program_id(0), tiles_m * tiles_n, gl.num_programs(0)):
-        m, n = grouped(tile, tiles_m, tiles_n, GROUP)
-        expert = gl.load(tiles_ptr + 2 * m)
-        row = gl.load(tiles_ptr + 2 * m + 1)
-        left = n * 2 * HALF
-        right = left + HALF
-        for k in range(0, H, STEP):
-            if w_desc.block_type.shape[-1] == STEP:
-                load_step(dout_desc, [row, k], w_desc, [expert, left, k], [expert, right, k], ring, use, STAGES)
-            else:
-                load_step(dout_desc, [row, k], w_desc, [expert, k, left], [expert, k, right], ring, use, STAGES)
-            use += 1
 
 
 @gluon.jit
@@ -162,7 +143,7 @@ def _experts_down_bwd_hopper_kernel(
             (_multiply, (1, offsets_ptr, E, I, H, ring, dh_s, dh_full, dh_empty, STAGES)),
             (_differentiate, (weights_ptr, z_ptr, offsets_ptr, tiles_ptr, dz_ptr, wh_ptr, part_ptr, E, I,
                               limit, alpha, dh_s, dh_full, dh_empty, ACT, LIMITED, INTERLEAVED, GROUP)),
-            (_load, (dout_desc, w_desc, offsets_ptr, tiles_ptr, E, I, H, ring, GROUP, STAGES)),
+            (load_tiles, (dout_desc, w_desc, offsets_ptr, tiles_ptr, E, I, H, ring, False, False, GROUP, STAGES)),
         ],
         worker_num_warps=[4, 4, 1],
         worker_num_regs=[160, 160, 24],

@@ -10,6 +10,7 @@ from typing import NamedTuple
 
 from torch import Tensor
 
+from liger_like.ops.experts.blocks import grouped
 from liger_like.runtime.gluon import (
     fence_async_shared,
     gl,
@@ -95,6 +96,33 @@ def load_step(a_desc, a_place, b_desc, left_place, right_place, ring, use, STAGE
     tma_load(a_desc, a_place, full, ring.a.index(s))
     tma_load(b_desc, left_place, full, ring.halves.index(2 * s))
     tma_load(b_desc, right_place, full, ring.halves.index(2 * s + 1))
+
+
+@gluon.jit
+def load_tiles(
+    a_desc, w_desc, offsets_ptr, tiles_ptr, E, N, K, ring, GLU: gl.constexpr, INTERLEAVED: gl.constexpr,
+    GROUP: gl.constexpr, STAGES: gl.constexpr,
+):  # fmt: skip
+    """Load the operands of all tiles of a program: rows, and the matrices [N, K] or [K, N] of their experts.
+
+    With GLU N counts the columns of gate; unless INTERLEAVED, those of up lie N further.
+    """
+    SPLIT: gl.constexpr = GLU and not INTERLEAVED  # gate on the left, up on the right
+    tiles_n = gl.cdiv(N, HALF if GLU else 2 * HALF)
+    tiles_m = gl.load(offsets_ptr + E + 1)
+    use = 0
+    for tile in range(gl.program_id(0), tiles_m * tiles_n, gl.num_programs(0)):
+        m, n = grouped(tile, tiles_m, tiles_n, GROUP)
+        expert = gl.load(tiles_ptr + 2 * m)
+        row = gl.load(tiles_ptr + 2 * m + 1)
+        left = n * HALF if SPLIT else n * 2 * HALF
+        right = N + left if SPLIT else HALF + left
+        for k in range(0, K, STEP):
+            if w_desc.block_type.shape[-1] == STEP:
+                load_step(a_desc, [row, k], w_desc, [expert, left, k], [expert, right, k], ring, use, STAGES)
+            else:
+                load_step(a_desc, [row, k], w_desc, [expert, k, left], [expert, k, right], ring, use, STAGES)
+            use += 1
 
 
 @gluon.jit

@@ -13,7 +13,7 @@ from liger_like.ops.experts.hopper.products import (
     HALF,
     STEP,
     halves_of,
-    load_step,
+    load_tiles,
     multiply_steps,
     operands,
     rows_of_all,
@@ -29,29 +29,6 @@ from liger_like.runtime.launcher import launch
 from liger_like.runtime.layout import packed
 
 STAGES, PARTS = 3, gl.constexpr(1)
-
-
-@gluon.jit
-def _load(
-    a_desc, w_desc, offsets_ptr, tiles_ptr, E, N, K, ring, GLU: gl.constexpr, INTERLEAVED: gl.constexpr,
-    GROUP: gl.constexpr, STAGES: gl.constexpr,
-):  # fmt: skip
-    SPLIT: gl.constexpr = GLU and not INTERLEAVED  # gate on the left, up on the right
-    tiles_n = gl.cdiv(N, HALF if GLU else 2 * HALF)
-    tiles_m = gl.load(offsets_ptr + E + 1)
-    use = 0
-    for tile in range(gl.program_id(0), tiles_m * tiles_n, gl.num_programs(0)):
-        m, n = grouped(tile, tiles_m, tiles_n, GROUP)
-        expert = gl.load(tiles_ptr + 2 * m)
-        row = gl.load(tiles_ptr + 2 * m + 1)
-        left = n * HALF if SPLIT else n * 2 * HALF
-        right = N + left if SPLIT else HALF + left
-        for k in range(0, K, STEP):
-            if w_desc.block_type.shape[-1] == STEP:
-                load_step(a_desc, [row, k], w_desc, [expert, left, k], [expert, right, k], ring, use, STAGES)
-            else:
-                load_step(a_desc, [row, k], w_desc, [expert, k, left], [expert, k, right], ring, use, STAGES)
-            use += 1
 
 
 @gluon.jit
@@ -124,7 +101,7 @@ def _experts_rows_hopper_kernel(
                          KEEP_Z, GLU, ACT, LIMITED, INTERLEAVED, GROUP, STAGES)),
             (_multiply, (1, z_desc, h_desc, offsets_ptr, tiles_ptr, bias_ptr, E, N, K, limit, alpha, ring, out_s,
                          KEEP_Z, GLU, ACT, LIMITED, INTERLEAVED, GROUP, STAGES)),
-            (_load, (a_desc, w_desc, offsets_ptr, tiles_ptr, E, N, K, ring, GLU, INTERLEAVED, GROUP, STAGES)),
+            (load_tiles, (a_desc, w_desc, offsets_ptr, tiles_ptr, E, N, K, ring, GLU, INTERLEAVED, GROUP, STAGES)),
         ],
         worker_num_warps=[4, 1],
         worker_num_regs=[240, 24],
