@@ -105,6 +105,32 @@ def references(monkeypatch):
 
 
 @pytest.fixture
+def calls(monkeypatch):
+    """Calls of ``moe_experts`` by patched experts; on a CPU its definition runs, since its kernels have their tests."""
+    from liger_like.patches import experts, own_experts
+
+    made, op = [], experts.moe_experts
+
+    def noted(*args, **options):
+        made.append(options)
+        return op(*args, **options)
+
+    for module in (experts, own_experts):
+        monkeypatch.setattr(module, "moe_experts", noted)
+    return made
+
+
+@pytest.fixture
+def defined(references, calls, monkeypatch):
+    """Let ``moe_experts`` run where no kernel can."""
+    from liger_like.patches import experts, own_experts
+
+    for module in (experts, own_experts):
+        monkeypatch.setattr(module, "use_kernel", lambda x: True)
+    return calls
+
+
+@pytest.fixture
 def results(monkeypatch, tmp_path):
     """Replace the folder of results and the pages of the sweeps by temporary ones."""
     from benchmark.common import markdown, measure

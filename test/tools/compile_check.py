@@ -41,18 +41,12 @@ from liger_like import testing
 from liger_like.ops import router_logits
 from liger_like.ops.attention import choice
 from liger_like.ops.attention import tiles as attention_tiles
-from liger_like.ops.attention.hopper import backward as hopper_backward
-from liger_like.ops.attention.hopper import backward_256 as hopper_backward_256
 from liger_like.ops.attention.hopper import forward as hopper_forward
 from liger_like.ops.experts import choice as experts_choice
 from liger_like.ops.experts import tiles as experts_tiles
-from liger_like.ops.experts.hopper import depth as experts_depth
-from liger_like.ops.experts.hopper import down_bwd as experts_down_bwd
-from liger_like.ops.experts.hopper import rows as experts_rows
 from liger_like.ops.glu import GLUS
 from liger_like.ops.glu_linear import glu_linear
 from liger_like.ops.losses import dw_sum
-from liger_like.ops.losses.dw_sum import hopper as dw_sum_hopper
 from liger_like.ops.losses.dw_sum import portable as dw_sum_portable
 from liger_like.ops.router import MAX_EXPERTS
 from liger_like.runtime import support, tiles
@@ -83,18 +77,8 @@ CLASSES = {
     "large": ("sm_80", "sm_100", "gfx950"),
     "small": ("sm_86", "sm_89", "sm_120", "gfx90a", "gfx942"),
 }
-# kernel -> the only GPUs that run it
-ONLY = {
-    dw_sum_portable._add_products_kernel: ("sm_90", "sm_100"),
-    dw_sum_hopper._add_products_hopper_kernel: ("sm_90",),
-    hopper_forward._attention_fwd_hopper_kernel: ("sm_90",),
-    hopper_backward._attention_bwd_hopper_kernel: ("sm_90",),
-    hopper_backward_256._attention_dkv_hopper_kernel: ("sm_90",),
-    hopper_backward_256._attention_dq_hopper_kernel: ("sm_90",),
-    experts_rows._experts_rows_hopper_kernel: ("sm_90",),
-    experts_down_bwd._experts_down_bwd_hopper_kernel: ("sm_90",),
-    experts_depth._experts_depth_hopper_kernel: ("sm_90",),
-}
+# kernel -> the only GPUs that run it; those in Gluon are for Hopper
+ONLY = {dw_sum_portable._add_products_kernel: ("sm_90", "sm_100")}
 # (kernel, architecture) -> N: at most one in N instructions of a loop may move a register to memory or back.
 # The Hopper backward holds up to 208 sums, products and operands in 240 registers. A softcap, spans and packed
 # sequences need further values that are the same in every iteration, and some of these are read again; spans with a
@@ -108,6 +92,11 @@ MAY_SPILL = {("_attention_bwd_hopper_kernel", 90): 16, ("_attention_dkv_kernel",
 # multiprocessor. The norms of width 256 then use 96 of 255 registers, and they are memory-bound anyway.
 BOUND_BY_MEMORY = 32
 PRODUCT = re.compile(r"(?<![.\w])\w+MMA\b")  # HMMA, HGMMA, UTCHMMA; HFMA2.MMA multiplies no matrices
+
+
+def only(kernel: JITFunction[Any]) -> tuple[str, ...]:
+    """Return the only GPUs that run a kernel; none if all do."""
+    return ("sm_90",) if kernel.is_gluon() else ONLY.get(kernel, ())
 
 
 @functools.cache
@@ -212,9 +201,8 @@ def calls() -> Iterator[tuple[testing.OpSpec, torch.dtype, dict[str, Any], dict[
             for width in HEAD_WIDTHS if "D" in shape else EXPERTS if "E" in shape else WIDTHS:
                 wide = few | {key: width for key in ("N", "V", "D", "E") if key in shape}
                 if "R" in shape:
-                    wide["R"] = max(
-                        2, width * shape["R"] // shape["D"] // 2 * 2
-                    )  # rotate the same share of the features
+                    # rotate the same share of the features
+                    wide["R"] = max(2, width * shape["R"] // shape["D"] // 2 * 2)
                     wide["R"] *= 2 if 2 * wide["R"] == width else 1  # rotating half of the features needs an option
                 if wide not in shapes:
                     shapes.append(wide)
@@ -289,7 +277,7 @@ def record() -> list[Launch]:
     gpus: tuple[str, ...] = tuple(TARGETS)
 
     def run(kernel: JITFunction[Any], *args: Any, grid: Any, warmup: bool, **options: Any) -> None:
-        made.append(Launch(kernel, args, options, ONLY.get(kernel, gpus)))
+        made.append(Launch(kernel, args, options, only(kernel) or gpus))
         launches.setdefault((kernel, *map(str, made[-1].bind(TARGETS["sm_90"][0])[1:])), made[-1])
 
     # INTERPRET makes the ops launch kernels on CPU tensors. No kernel runs, so the tensors need no values.
@@ -313,12 +301,10 @@ def record() -> list[Launch]:
             run_glu_linear(choice.DTYPES)
         for name, members in CLASSES.items():
             gpus = members
-            with patch.object(attention_tiles, "gpu_class", lambda device, name=name: name):
-                for spec, dtype, shape, options in attention_calls():
-                    differentiate(spec, dtype, shape, options)
-            with patch.object(experts_tiles, "gpu_class", lambda device, name=name: name):
-                for spec, dtype, shape, options in experts_calls(choice.DTYPES):
-                    differentiate(spec, dtype, shape, options)
+            kind = lambda device, name=name: name  # noqa: E731
+            with patch.object(attention_tiles, "gpu_class", kind), patch.object(experts_tiles, "gpu_class", kind):
+                for call in (*attention_calls(), *experts_calls(choice.DTYPES)):
+                    differentiate(*call)
         gpus = ("sm_90",)
         with (
             patch.object(attention_tiles, "gpu_class", lambda device: "hopper"),
@@ -402,11 +388,11 @@ def plan() -> list[tuple[int, str]]:
     variants_of = defaultdict(list)
     for index, launch in enumerate(LAUNCHES):
         tile = {key: value for key, value in launch.options.items() if key.startswith(TILE_OPTIONS)}
-        variants_of[launch.kernel, str(tile), variant(launch) if launch.kernel in ONLY else launch.gpus].append(index)
+        variants_of[launch.kernel, str(tile), variant(launch) if only(launch.kernel) else launch.gpus].append(index)
     jobs = []
     for turn, variants in enumerate(variants_of.values()):
         gpus = LAUNCHES[variants[0]].gpus
-        if LAUNCHES[variants[0]].kernel in ONLY:
+        if only(LAUNCHES[variants[0]].kernel):
             jobs += [(variants[turn % len(variants)], gpu) for gpu in gpus]
             continue
         if LAUNCHES[variants[0]].kernel.__name__.startswith("_attention"):
