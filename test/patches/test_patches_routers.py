@@ -298,7 +298,7 @@ def test_models_and_their_auxiliary_loss(family, device, calls):
 
 
 class SplitRouter:
-    """What expert parallelism of transformers 5.17 does behind a router: experts of other ranks get the id 4."""
+    """Give experts of other ranks the id 4, as the expert parallelism of transformers 5.17 does behind a router."""
 
     def __call__(self, module, args, output):
         logits, weights, index, *rest = output

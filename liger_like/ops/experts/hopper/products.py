@@ -1,4 +1,4 @@
-"""What the experts' kernels for Hopper share: the operands of a step, how they are loaded, and the loop of a product.
+"""Load operands and multiply them, for the experts' kernels on Hopper.
 
 A program per multiprocessor loops over tiles of [128, 256]. One warp loads by TMA, 64 of depth at a time, into a ring
 of STAGES buffers. Two warp groups multiply 64 rows each. A buffer is empty once both have read it.
@@ -39,7 +39,10 @@ LOADED = gl.constexpr(3 * 128 * 64 * 2)  # bytes of a step
 
 
 class Operands(NamedTuple):
-    """The ring of a kernel: left operands, halves of right ones, and the barriers for "full" and "empty"."""
+    """The ring of a kernel: left operands, right operands, and the barriers for "full" and "empty".
+
+    ``halves`` and ``b`` are the same memory: TMA loads half a right operand, a product reads it whole.
+    """
 
     a: gl.tensor
     halves: gl.tensor
