@@ -98,6 +98,31 @@ def linear_loss_inputs(
     return inputs
 
 
+def divergence_inputs(
+    dtype: torch.dtype,
+    device: str,
+    lead: tuple[int, ...],
+    H: int,
+    Ht: int,
+    V: int,
+    mask: bool = False,
+    bias: bool = False,
+    rank: int = 0,
+) -> Inputs:
+    """Return random arguments of ``fused_linear_divergence``, for a teacher of the hidden size ``Ht``."""
+    randn = partial(_randn, dtype=dtype, device=device)
+    fixed = partial(randn, grad=False)
+    inputs = {"x": randn(*lead, H), "weight": randn(V, H, scale=2 * H**-0.5)}
+    inputs |= {"teacher_x": fixed(*lead, Ht), "teacher_weight": fixed(V, Ht, scale=2 * Ht**-0.5)}
+    if mask:
+        inputs["mask"] = torch.rand(lead, device=device) < 0.8
+    if bias:
+        inputs |= {"bias": randn(V), "teacher_bias": fixed(V)}
+    if rank:
+        inputs |= {"lora_a": randn(rank, H, scale=H**-0.5), "lora_b": randn(V, rank)}
+    return inputs
+
+
 def with_lora(fn: Callable[..., Any]) -> Callable[..., Any]:
     def call(**kwargs: Any) -> Any:
         for name, scale in (("lora", 0.5), ("gate_up_lora", 0.7), ("down_lora", 1.2)):
@@ -269,6 +294,13 @@ def linear_loss_cost(itemsize: int, lead: tuple[int, ...], H: int, V: int, **_: 
     """Return the cost of the fused loss: the forward reads x and the weight, the backward writes their gradients."""
     T = torch.Size(lead).numel()
     return (T + V) * H * itemsize, (T + V) * H * itemsize, 6 * T * H * V
+
+
+def divergence_cost(itemsize: int, lead: tuple[int, ...], H: int, Ht: int, V: int, **_: Any) -> Cost:
+    """Return the cost of the divergence: that of the fused loss, and to read the teacher's operands."""
+    T = torch.Size(lead).numel()
+    read, written, flops = linear_loss_cost(itemsize, lead, H, V)
+    return read + (T + V) * Ht * itemsize, written, flops + 2 * T * Ht * V
 
 
 def experts_cost(itemsize: int, lead: tuple[int, ...], H: int, I: int, E: int, K: int, **_: Any) -> Cost:

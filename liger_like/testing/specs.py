@@ -12,6 +12,8 @@ from liger_like.ops.layer_norm import layer_norm_ref
 from liger_like.ops.load_balancing import load_balancing_loss_ref
 from liger_like.ops.losses.cross_entropy import cross_entropy_ref
 from liger_like.ops.losses.linear_cross_entropy import OUTPUTS, fused_linear_cross_entropy_ref
+from liger_like.ops.losses.linear_divergence import OUTPUTS as DIVERGENCE_OUTPUTS
+from liger_like.ops.losses.linear_divergence import fused_linear_divergence_ref
 from liger_like.ops.losses.linear_logprobs import OUTPUTS as TOKEN_OUTPUTS
 from liger_like.ops.losses.linear_logprobs import fused_linear_logprobs_ref
 from liger_like.ops.qk_norm_rope import qk_norm_rope_ref
@@ -27,6 +29,8 @@ from liger_like.testing.inputs import (
     attention_varlen_inputs,
     balance_cost,
     balance_inputs,
+    divergence_cost,
+    divergence_inputs,
     experts_cost,
     experts_inputs,
     glu_cost,
@@ -283,6 +287,26 @@ SPECS = (
         ),
         linear_loss_cost,
         "arXiv:2410.10989",
+    ),
+    OpSpec(
+        "fused_linear_divergence",
+        "KL(q || p), KL(p || q) or Jensen-Shannon of p = softmax(x W^T + b) and a teacher's q, in chunks of tokens",
+        with_lora(ops.fused_linear_divergence),
+        with_lora(fused_linear_divergence_ref),
+        divergence_inputs,
+        (
+            {},
+            {"chunk_rows": 16, "beta": 0.5, "temperature": 0.7, "outputs": DIVERGENCE_OUTPUTS},
+            {"chunk_rows": 16, "beta": 1.0, "reduction": "none", "softcap": 8.0, "teacher_softcap": 6.0},
+        ),
+        (
+            *({"lead": (t,), "H": 32, "Ht": 24, "V": 101} for t in (0, 37)),
+            {"lead": (4, 9), "H": 24, "Ht": 40, "V": 128, "mask": True, "bias": True, "rank": 4},
+            {"lead": (5,), "H": 16, "Ht": 16, "V": 4097},
+        ),
+        ({"lead": (8192,), "H": 4096, "Ht": 4096, "V": 151936},),
+        divergence_cost,
+        "arXiv:2306.13649",
     ),
     OpSpec(
         "moe_experts",

@@ -43,7 +43,7 @@ def few(spec):
 @each_dtype
 @each_case
 def test_accuracy(spec, options, dtype, device, poisoned):
-    loss = "target" in spec.inputs(dtype, device, **spec.test_shapes[0])
+    loss = {"target", "teacher_x"} & {*spec.inputs(dtype, device, **spec.test_shapes[0])}
     for shape in spec.test_shapes:
         # In half precision the rounding of the label's logit dominates the error of a row, so compare many rows.
         rows = torch.Size(shape.get("lead", ())).numel()
@@ -165,6 +165,8 @@ def test_frozen_inputs(spec, options, device, poisoned):
         for name, tensor in got.items():
             # Without dx, Triton picks another layout for the block, so dw and db add the rows in another order.
             another = device == "cuda" and spec.name == "layer_norm" and name in ("dweight", "dbias")
+            # The forward computes the gradients of a frozen head, for an upstream gradient of 1.
+            another |= spec.name == "fused_linear_divergence" and options.get("reduction") == "none"
             exact = {} if another else {"rtol": 0, "atol": 0}
             torch.testing.assert_close(tensor, full[name], **exact)
 
