@@ -111,11 +111,11 @@ def test_accuracy(beta, reduction, device, monkeypatch, poisoned):
 
 
 @pytest.mark.parametrize("dtype", HALF, ids=str)
-@pytest.mark.parametrize(("beta", "reduction"), [(0.0, "none"), (1e-3, "mean"), (0.5, "none"), (1.0, "mean")])
+@pytest.mark.parametrize(("beta", "reduction"), [(0.0, "none"), (1e-3, "mean")])
 def test_accuracy_in_half_precision(beta, reduction, dtype, device):
     options = {"beta": beta, "reduction": reduction, "chunk_rows": 16, "softcap": 9.0}
     make = lambda: inputs_of(device, (30,), dtype, bias=True)  # noqa: E731
-    assert_accurate(SPEC.fn, SPEC.ref, make, options, draws=10 if device == "cpu" else 60)
+    assert_accurate(SPEC.fn, SPEC.ref, make, options, draws=4 if device == "cpu" else 60)
 
 
 @pytest.mark.parametrize("beta", [1e-6, 0.5, 1.0])
@@ -338,16 +338,21 @@ def test_error_names_the_argument(error, message, changed):
 
 
 def test_sums_of_dw_in_16_bits(device, monkeypatch):
-    """The last chunk is left for the backward, which knows the factor; the interpreter truncates bf16."""
+    """The last chunk is left for the backward, which knows the factor. fp16 operands of a bf16 weight."""
     if device == "cpu":
         monkeypatch.setattr(dw_sum, "architecture", lambda device: 10)
-    inputs = trained(inputs_of(device, (40,), torch.bfloat16), "x", "weight")
-    loss, *grads = gradients(inputs, torch.tensor(0.7, device=device), beta=0.5, chunk_rows=16)
-    exact = {n: t.detach().double().requires_grad_(t.requires_grad) for n, t in inputs.items()}
-    want, *expected = gradients(exact, torch.tensor(0.7, device=device, dtype=torch.float64), beta=0.5)
+    inputs = trained(inputs_of(device, (40,), V=72), "x", "weight")
+    inputs["weight"] = inputs["weight"].detach().bfloat16().requires_grad_()
+    upstream, names = torch.tensor(0.7, device=device), ("x", "weight")
+    with torch.autocast(device, dtype=torch.float16):
+        loss = SPEC.fn(**inputs, beta=0.5, chunk_rows=16)
+    grads = torch.autograd.grad(loss, [inputs[n] for n in names], upstream)
+    exact = {n: t.detach().half().double().requires_grad_(n in names) for n, t in inputs.items()}
+    want = SPEC.ref(**exact, beta=0.5)
+    expected = torch.autograd.grad(want, [exact[n] for n in names], upstream.double())
     torch.testing.assert_close(loss.double(), want, rtol=1e-5, atol=0)
     for a, b in zip(grads, expected, strict=True):
-        assert (a.double() - b).norm() <= 1e-2 * b.norm()
+        assert (a.double() - b).norm() <= 5e-3 * b.norm()
 
 
 @pytest.mark.gpu
