@@ -128,12 +128,12 @@ def _divergence_kernel(
         mean = tl.load(mean_ptr + row)
     if GRADIENT:
         for v in range(0, whole, BLOCK_V):
-            loss, _ = _visit_block(
+            loss, mean = _visit_block(
                 z_ptr, t_ptr, dz_ptr, v, V, logit_scale, teacher_scale, lse, lse_rest, teacher_lse, teacher_lse_rest,
                 beta, loss, mean, upstream, SOFTCAP, TEACHER_SOFTCAP, KIND, IN_ONE_PASS and LOSS, True, False, BLOCK_V,
             )  # fmt: skip
         for v in range(whole, V, BLOCK_V):
-            loss, _ = _visit_block(
+            loss, mean = _visit_block(
                 z_ptr, t_ptr, dz_ptr, v, V, logit_scale, teacher_scale, lse, lse_rest, teacher_lse, teacher_lse_rest,
                 beta, loss, mean, upstream, SOFTCAP, TEACHER_SOFTCAP, KIND, IN_ONE_PASS and LOSS, True, True, BLOCK_V,
             )  # fmt: skip
