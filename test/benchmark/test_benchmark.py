@@ -207,6 +207,7 @@ def test_what_is_faster_than_ours() -> None:
     new = {
         "fused_linear_logprobs",
         "fused_linear_token_loss",
+        "fused_linear_divergence",
         "moe_experts",
         "moe_route",
         "moe_route_groups",

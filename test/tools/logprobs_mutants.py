@@ -1,5 +1,6 @@
 """Bugs, as in mutants.py, in ``fused_linear_logprobs`` and in the losses of post-training: file, old, new, why."""
 
+CHECKS = "_loss_checks.py"
 KERNELS, CHUNKS, SLICES = (f"ops/losses/{name}.py" for name in ("row_kernels", "chunks", "slices"))
 OP, ROWS, PRODUCTS, LOSSES = (
     "ops/losses/linear_logprobs.py",
@@ -58,9 +59,9 @@ LOGPROBS = [
     (ROWS, "first.where(~(part < least), 0)", "0", "of equal scores the last ones are no words"),
     (ROWS, " & (argmax >= 0)", "", "ignored tokens of label -1 are correct"),
     (PRODUCTS, "out.copy_(bias.expand_as(out))", "out", "the bias is missing from logits in fp32"),
-    (LOSSES, "value.to(torch", "value.abs().to(torch", "losses take absolute numbers"),
-    (LOSSES, ".masked_fill(~mask, 0)\n\n\ndef _summed", "\n\n\ndef _summed", "tokens outside the mask count"),
-    (LOSSES, "items.where(items != 0, 1)", "items", "a batch without tokens gives NaN"),
+    (CHECKS, "value.to(torch", "value.abs().to(torch", "losses take absolute numbers"),
+    (CHECKS, ".masked_fill(~mask, 0)\n\n\ndef _summed", "\n\n\ndef _summed", "tokens outside the mask count"),
+    (CHECKS, "items.where(items != 0, 1)", "items", "a batch without tokens gives NaN"),
     (LOSSES, "chosen_ratio / _length(chosen_mask) - rejected", "chosen_ratio - rejected", "IPO sums the tokens"),
     (LOSSES, "(1 - 2 * wrong)", "(1 - wrong)", "robust DPO is biased"),
     (LOSSES, "mean().clamp(min=0)", "mean()", "the reference point of KTO is negative"),

@@ -22,6 +22,8 @@ from typing import NamedTuple
 import torch
 from attention_backward_mutants import ATTENTION_BACKWARD
 from attention_mutants import ATTENTION
+from divergence_mutants import CHUNKS, DIVERGENCE, OP, ROWS, SHARDS, TOPK
+from divergence_mutants import PARALLEL as DIVERGENCE_PARALLEL
 from exact_mutants import EXACT
 from experts_mutants import EXPERTS
 from hopper_mutants import HOPPER, HOPPER_TESTS
@@ -51,6 +53,8 @@ FILES = (
     "test/ops/test_losses.py",
     "test/ops/test_post_training_losses.py",
     "test/ops/test_logprobs.py",
+    "test/ops/test_topk_divergence.py",
+    "test/ops/test_divergence.py",
     "test/ops/test_logprob_routes.py",
     "test/ops/test_norms_and_rope.py",
     "test/ops/test_router.py",
@@ -71,6 +75,7 @@ FILES = (
     "test/ops/test_experts_hopper.py",
     "test/ops/test_gpu.py",
     "test/parallel/test_parallel_moe.py",
+    "test/parallel/test_parallel_divergence.py",
 )  # the quickest tests come first
 
 
@@ -108,6 +113,10 @@ TESTS = {
     "ops/load_balancing.py": "load_balancing or test_router",
     "nn.py": "test_moe_modules or modules",
     "losses.py": "test_post_training_losses",
+    "_loss_checks.py": "test_post_training_losses",
+    TOPK: "test_topk_divergence",
+    **dict.fromkeys((ROWS, CHUNKS, OP), "test_divergence"),
+    **dict.fromkeys((SHARDS, DIVERGENCE_PARALLEL), "test_parallel_divergence"),
     "ops/losses/rows.py": "cross_entropy or test_losses or test_errors or test_logprobs",
     "ops/losses/row_kernels.py": "cross_entropy or test_losses or logprob",
     "ops/losses/cross_entropy.py": "cross_entropy or test_losses",
@@ -141,6 +150,7 @@ MUTANTS = [
     for bug in (
         *OPS,
         *LOGPROBS,
+        *DIVERGENCE,
         *ROUTERS,
         *EXACT,
         *EXPERTS,
