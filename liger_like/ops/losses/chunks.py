@@ -272,8 +272,8 @@ def run_chunks(
             own = slice(first - start, last - start)
             z = wide_logits[: last - first, :V]
             if visit is not None:
-                dz = logits[own, :V] if wide and any(needs) else z
-                visit(x_c[own], z, dz if any(needs) else None, order[first:last])
+                dz = None if not any(needs) else z if not wide else logits[own, :V]
+                visit(x_c[own], z, dz, order[first:last])
                 continue
             _fill(call, z, x_c[own], order, first, rows, more, results)
             given = None if upstream is None else upstream(first, last)
