@@ -12,6 +12,7 @@ ENTRIES = {
         "fp_fusion",
         "losses",
         "memory_bound",
+        "post_training",
         "report",
         "tune",
     ),
