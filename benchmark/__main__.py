@@ -16,7 +16,7 @@ ENTRIES = {
         "report",
         "tune",
     ),
-    "training": ("curves", "sharded", "small", "sweeps", "training"),
+    "training": ("curves", "sharded", "small", "sweeps", "trainers", "training"),
     "coverage": ("coverage",),
 }
 
