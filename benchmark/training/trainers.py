@@ -173,9 +173,12 @@ KINDS = {"SFT": sft, "DPO": dpo, "GRPO": grpo}
 
 
 def patched(trainer: Any) -> None:
+    """Patch a trainer. Raises RuntimeError if TRL's head would still run: its time is not ours."""
     from liger_like.trainer import patch_trainer  # type: ignore[attr-defined]
 
-    patch_trainer(trainer)
+    heads = [row for row in patch_trainer(trainer).rows if row.pattern == "trl head"]
+    if not heads or any(row.status != "patched" for row in heads):
+        raise RuntimeError("; ".join(row.reason for row in heads) or "no head of TRL")
 
 
 CONTESTANTS: dict[str, Callable[[Any], None]] = {"TRL": nothing, "liger_like": patched}

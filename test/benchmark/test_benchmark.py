@@ -20,9 +20,17 @@ from benchmark.kernels import (
     losses_report,
     memory_bound,
     memory_bound_report,
+    post_training_report,
     slower_report,
 )
-from benchmark.training import curves, sharded_report, small_report, sweeps_report, training_report
+from benchmark.training import (
+    curves,
+    sharded_report,
+    small_report,
+    sweeps_report,
+    trainers_report,
+    training_report,
+)
 from liger_like import testing
 from liger_like.ops.losses.linear_cross_entropy import fused_linear_cross_entropy_ref
 
@@ -36,6 +44,8 @@ REPORTS: dict[str, Any] = {
     "sweeps": sweeps_report,
     "sharded": sharded_report,
     "curves": curves,
+    "post-training": post_training_report,
+    "trainers": trainers_report,
 }
 ERRORS = {"loss": 1e-7, "dx": 2e-3, "dw": 1e-3}
 RESULT = {
