@@ -2,6 +2,7 @@
 
 import datetime
 import fcntl
+import gc
 import importlib.metadata
 import json
 import os
@@ -136,6 +137,7 @@ def peak_mib(step: Callable[[], T]) -> tuple[float, T]:
 
 def kept_mib(forward: Step) -> float:
     """Return the memory that a warm ``forward`` leaves allocated, for the backward and as its results, in MiB."""
+    gc.collect()  # cycles of the step before would be freed within this one
     before = torch.cuda.memory_allocated()
     results = forward()
     kept = torch.cuda.memory_allocated() - before
