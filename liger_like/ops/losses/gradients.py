@@ -4,6 +4,7 @@
 weight, and the columns of x. Their first five arguments are x, weight, bias, u and b.
 """
 
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -11,7 +12,7 @@ from torch import Tensor
 
 from liger_like.ops.losses.chunks import flat, linear_cross_entropy_last
 from liger_like.ops.losses.dw_sum import scale_rows
-from liger_like.ops.losses.slices import Backward, TokenBackward, linear_cross_entropy_bwd, linear_logprobs_bwd
+from liger_like.ops.losses.slices import Backward, linear_cross_entropy_bwd
 from liger_like.ops.losses.units import unit
 from liger_like.runtime.autograd import is_last_backward
 
@@ -27,19 +28,26 @@ def grad_to_add_to(ctx: Any, weight: Tensor) -> Tensor | None:
     return grad
 
 
-def scaled(ctx: Any, saved: tuple[Tensor, ...], dloss: Tensor) -> tuple[Tensor | None, ...]:
-    """Return the forward's gradients times the upstream gradient, rounded once.
+def factor_of(ctx: Any, dloss: Tensor, weight_unit: Tensor | None) -> Tensor:
+    """Return the factor [1] or [T] of gradients that are in the unit of ``unit`` and ``weight_unit``."""
+    factor = (dloss / unit(ctx.options)).reshape(-1)
+    return factor if weight_unit is None else factor / weight_unit
 
-    ``saved`` holds the weight, ``weight_unit``, and the forward's results from ``order`` on. ``dloss`` is a scalar, or
-    [T] if the weight, the bias and b need no gradient. In the last backward dw takes the memory of its sum where it
-    fits, and the last chunk's logits are freed.
+
+def scaled(
+    ctx: Any, saved: tuple[Tensor, ...], factor: Tensor, of_rows: Tensor | None = None
+) -> tuple[Tensor | None, ...]:
+    """Return the forward's gradients times ``factor``, rounded once.
+
+    ``saved`` holds the weight and the forward's results from ``order`` on. ``factor`` is [1], or [T] if the weight, the
+    bias and b need no gradient; ``of_rows`` [T] takes its place for dx and du. In the last backward dw takes the memory
+    of its sum where it fits, and the last chunk's logits are freed.
     """
-    weight, weight_unit, order, chunk_bounds, *sums = saved
+    weight, order, chunk_bounds, *sums = saved
     dx_sum, dw_sum, exponents, last_logits, last_x, dbias, du_sum, db = sums
+    of_rows = factor if of_rows is None else of_rows
     dtype, dw_dtype, H = ctx.like
     needs_dx, needs_dw, needs_dbias, needs_du, needs_db = ctx.needs_input_grad[:5]
-    factor = (dloss / unit(ctx.options)).reshape(-1)
-    factor = factor if weight_unit is None else factor / weight_unit
     last_use = is_last_backward()
     dx = du = dw = None
     if needs_dw and exponents.numel():
@@ -56,10 +64,10 @@ def scaled(ctx: Any, saved: tuple[Tensor, ...], dloss: Tensor) -> tuple[Tensor |
         scale_rows(dw_sum, None, factor, dw, False)
     if needs_dx:
         dx = dx_sum.new_empty((dx_sum.shape[0], H), dtype=dtype)
-        scale_rows(dx_sum[:, :H], order, factor, dx, False)
+        scale_rows(dx_sum[:, :H], order, of_rows, dx, False)
     if needs_du:
         du = torch.empty_like(du_sum, dtype=dtype)
-        scale_rows(du_sum, order, factor, du, False)
+        scale_rows(du_sum, order, of_rows, du, False)
     dbias, db = (
         (grad * factor).to(dtype) if needed else None for grad, needed in ((dbias, needs_dbias), (db, needs_db))
     )
@@ -70,11 +78,12 @@ def recomputed(
     ctx: Any,
     saved: tuple[Tensor, ...],
     upstream: tuple[Tensor | None, Tensor | None, Tensor | None],
-    more: TokenBackward | None = None,
+    more: tuple[Any, ...] = (),
+    op: Callable[..., tuple[Tensor, ...]] = linear_cross_entropy_bwd,
 ) -> tuple[Tensor | None, ...]:
     """Return the gradients for per-token ``upstream`` gradients of loss, logprob and entropy, from recomputed logits.
 
-    ``saved`` holds the arguments of ``Backward`` up to ``entropy``.
+    ``saved`` holds the arguments of ``Backward`` up to ``entropy``, and ``more`` further arguments of ``op``.
     """
     x, weight, *rest = saved
     dtype, dw_dtype, H = ctx.like
@@ -84,8 +93,7 @@ def recomputed(
     dw_sum = grad_to_add_to(ctx, weight)
     needs = list(ctx.needs_input_grad[:5])
     call = Backward(x, weight.to(dtype), *rest, dloss, *others, dw_sum, needs, dw_dtype, ctx.shard, ctx.options)
-    grads = linear_cross_entropy_bwd(*flat(call)) if more is None else linear_logprobs_bwd(*flat(call), *more)
-    dx, dw, dbias, du, db = grads
+    dx, dw, dbias, du, db = op(*flat(call), *more)
     if dtype != torch.float32:
         dx = dx.view(dtype)[:, H:]
     return dx, None if dw_sum is not None else dw, dbias.to(dtype), du.to(dtype), db.to(dtype)
