@@ -103,12 +103,6 @@ LOGPROBS = [
     ),
     (TOKEN_LOSS, "grad * factor if asked", "grad if asked", "gradients of per_token lack the upstream gradient"),
     (TOKEN_LOSS, "torch.promote_types(t.dtype, torch.float32)) if", "t.dtype) if", "they are rounded twice"),
-    (
-        TOKEN_LOSS,
-        "None if grad is None else total for total",
-        "total for total",
-        "the last chunk's gradient where there is none",
-    ),
     (CHUNKS, "upstream(first, last)", "upstream(start, end)", "gradients of a whole chunk for a part of it"),
     (CHUNKS, "logits[own, :V] if wide", "logits[: last - first, :V] if wide", "parts of a chunk in the same memory"),
     (
