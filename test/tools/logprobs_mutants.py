@@ -86,12 +86,6 @@ LOGPROBS = [
     (TOKEN_LOSS, "self.unit = self.unit / unit, unit", "self.unit = unit / unit, unit", "sums keep their old unit"),
     (TOKEN_LOSS, "None if units is None else factor * units", "None", "all rows of dx in the last unit"),
     (TOKEN_LOSS, "HEADROOM * self.unit", "1e9 * self.unit", "larger gradients overflow in fp16"),
-    (
-        TOKEN_LOSS,
-        "accum_dtype=torch.float32 if x.dtype == torch.float16 else None",
-        "accum_dtype=None",
-        "sums in 16 bits change their unit",
-    ),
     (TOKEN_LOSS, "t.detach()[self.order]", "t.detach()", "numbers of other tokens"),
     (TOKEN_LOSS, "total[index] = grad.to", "total[first:last] = grad.to", "gradients in the order of the chunks"),
     (TOKEN_LOSS, "_check_leaves(losses, given)", "pass", "a tensor that the function closes over gets no gradient"),
