@@ -107,7 +107,7 @@ def test_ignored_tokens_take_no_part(kept, dtype, device):
     ids = torch.randint(0, V, (T, 2), device=device)
 
     def fn(tokens, a):
-        return a * (tokens.logprob + tokens.entropy + tokens.logprob_at.sum(-1))
+        return a.square() * (tokens.logprob + tokens.entropy + tokens.logprob_at.sum(-1))
 
     options = {"outputs": ("entropy",), "chunk_rows": 16}
     found = [call(fn, {"x": x, "weight": w, "target": y}, a, ids=ids, **options)]

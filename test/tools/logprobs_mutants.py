@@ -87,12 +87,6 @@ LOGPROBS = [
     (TOKEN_LOSS, "self.unit = self.unit / unit, unit", "self.unit = unit / unit, unit", "sums keep their old unit"),
     (TOKEN_LOSS, "None if units is None else factor * units", "None", "all rows of dx in the last unit"),
     (TOKEN_LOSS, "HEADROOM * self.unit", "1e9 * self.unit", "larger gradients overflow in fp16"),
-    (
-        TOKEN_LOSS,
-        "accum_dtype=torch.float32 if x.dtype == torch.float16 else None",
-        "accum_dtype=None",
-        "sums in 16 bits change their unit",
-    ),
     (TOKEN_LOSS, "t.detach()[self.order]", "t.detach()", "numbers of other tokens"),
     (TOKEN_LOSS, "total[index] = grad.to", "total[first:last] = grad.to", "gradients in the order of the chunks"),
     (TOKEN_LOSS, "_check_leaves(losses, given)", "pass", "a tensor that the function closes over gets no gradient"),
@@ -104,12 +98,6 @@ LOGPROBS = [
     ),
     (TOKEN_LOSS, "grad * factor if asked", "grad if asked", "gradients of per_token lack the upstream gradient"),
     (TOKEN_LOSS, "torch.promote_types(t.dtype, torch.float32)) if", "t.dtype) if", "they are rounded twice"),
-    (
-        TOKEN_LOSS,
-        "None if grad is None else total for total",
-        "total for total",
-        "the last chunk's gradient where there is none",
-    ),
     (CHUNKS, "upstream(first, last)", "upstream(start, end)", "gradients of a whole chunk for a part of it"),
     (CHUNKS, "logits[own, :V] if wide", "logits[: last - first, :V] if wide", "parts of a chunk in the same memory"),
     (

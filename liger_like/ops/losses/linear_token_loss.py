@@ -262,7 +262,7 @@ class _FusedLinearTokenLoss(torch.autograd.Function):
             entropy="entropy" in outputs,
             argmax="argmax" in outputs or "correct" in outputs,
             chunk_rows=settings.chunk_rows,
-            accum_dtype=torch.float32 if x.dtype == torch.float16 else None,  # sums in 16 bits do not change their unit
+            accum_dtype=torch.float32 if x.dtype == torch.float16 else None,  # another unit would cost 16 bits some
             dw_dtype=weight.dtype,
             shard=WHOLE,
             options=options,
