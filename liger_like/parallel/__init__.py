@@ -5,7 +5,11 @@ from liger_like.parallel.context_parallel import context_parallel
 from liger_like.parallel.expert_parallel import expert_parallel
 from liger_like.parallel.gradients import finalize_partial_grads
 from liger_like.parallel.pipeline import pipeline_loss
-from liger_like.parallel.vocab_parallel import VocabParallelHead, vocab_parallel_cross_entropy
+from liger_like.parallel.vocab_parallel import (
+    VocabParallelHead,
+    vocab_parallel_cross_entropy,
+    vocab_parallel_logprobs,
+)
 
 __all__ = [
     "VocabParallelHead",
@@ -15,4 +19,5 @@ __all__ = [
     "finalize_partial_grads",
     "pipeline_loss",
     "vocab_parallel_cross_entropy",
+    "vocab_parallel_logprobs",
 ]

@@ -13,7 +13,7 @@ from torch import Tensor
 
 from liger_like.ops.losses.dw_sum import MAX_ROUNDS, add_products, exponents_like, has_products
 from liger_like.ops.losses.products import addmm, even_step, kept_first, pitch, store_logits
-from liger_like.ops.losses.row_kernels import launch_bwd, launch_fwd
+from liger_like.ops.losses.row_kernels import NOTHING, launch_bwd, launch_fwd
 from liger_like.ops.losses.rows import OPTIONS_SCHEMA, Options, raise_bad_label, top_words
 from liger_like.ops.losses.units import unit
 from liger_like.ops.losses.vocab_shards import SHARD_SCHEMA, Shard, launch_fwd_of_shard
@@ -242,9 +242,8 @@ def _run_chunks(
         torch.index_select(x, 0, index, out=x_c)
         u_c = None if u is None else u[index]
         store_logits(z, x_c, weight, bias, u_c, b)
-        _fill_rows(call, z, index, rows, more, results)
-        if results is not None and start < len(results.kept_logits):
-            _keep(call, z, order, start, results)
+        kept = None if results is None else _keep(z, start, results)
+        _fill_rows(call, z, index, rows, more, results, kept)
         if any(needs):
             _differentiate(call, z, dz, index, rows)
         if start == 0:
@@ -318,7 +317,7 @@ def _chunks(call: Forward, wide: bool) -> tuple[int, bool]:
 
     ``wide``: the logits take more memory than their gradient.
     """
-    x, V, needs = call.x, call.weight.shape[0], call.needs
+    x, V, needs = call.x, call.shard.width or call.weight.shape[0], call.needs
     T, H = x.shape
     dw_in_16_bits = needs[1] and call.accum_dtype is None and call.dw_dtype == torch.bfloat16 and H % 8 == 0
     dw_in_16_bits = dw_in_16_bits and has_products(x.device)
@@ -343,32 +342,37 @@ def _spread_words(more: TokenForward, results: TokenResults) -> None:
 
 def _fill_rows(
     call: Forward, z: Tensor, index: Tensor, rows: tuple[Tensor, ...], more: TokenForward | None,
-    results: TokenResults | None,
+    results: TokenResults | None, kept: Tensor | None,
 ) -> None:  # fmt: skip
-    """Fill ``rows`` and the further ``results`` of the tokens ``index`` from their logits."""
+    """Fill ``rows`` and the further ``results`` of the tokens ``index`` from their logits, and from those kept."""
     wanted = [t if t.numel() else None for t in rows]
-    options = call.options
+    further = NOTHING if results is None else [t if t.numel() else None for t in results[:4]]
+    options, kept_rows, topk = (
+        call.options,
+        None if kept is None else results.kept_rows,
+        0 if more is None else more.topk,
+    )
     if call.shard:
-        launch_fwd_of_shard(z, call.target, call.class_weight, wanted, options, index, call.shard)
+        launch_fwd_of_shard(
+            z, call.target, call.class_weight, wanted, options, index, call.shard, further, topk, kept, kept_rows
+        )
         return
-    if results is None:
-        launch_fwd(z, call.target, call.class_weight, wanted, options, index)
-        return
-    if more.topk:
+    if topk:
         ignored = call.target[index] == options.ignore_index
-        best = top_words(z, more.topk, options.logit_scale).masked_fill(ignored[:, None], NO_WORD)
-        results.words[index, -more.topk :] = best
-    launch_fwd(z, call.target, None, wanted, options, index, [t if t.numel() else None for t in results[:4]])
+        best = top_words(z, topk, options.logit_scale).masked_fill(ignored[:, None], NO_WORD)
+        results.words[index, -topk:] = best
+    launch_fwd(z, call.target, call.class_weight, wanted, options, index, further)
+    if kept is not None:
+        lse, lse_rest, entropy = kept_rows
+        of_kept = None, None, lse, entropy if call.entropy else None, None, lse_rest
+        launch_fwd(kept, call.target, None, of_kept, options, index[: len(kept)])
 
 
-def _keep(call: Forward, z: Tensor, order: Tensor, start: int, results: TokenResults) -> None:
-    """Keep the logits of the chunk from ``start`` on as far as they fit, and the numbers of their rounded rows."""
+def _keep(z: Tensor, start: int, results: TokenResults) -> Tensor | None:
+    """Keep the logits of the chunk from ``start`` on as far as they fit; return them if this has rounded them."""
     kept = results.kept_logits[start : start + len(z), : z.shape[1]]
     kept.copy_(z[: len(kept)])
-    if results.kept_rows.numel():
-        lse, lse_rest, entropy = results.kept_rows
-        rows = None, None, lse, entropy if call.entropy else None, None, lse_rest
-        launch_fwd(kept, call.target, None, rows, call.options, order[start : start + len(kept)])
+    return kept if len(kept) and results.kept_rows.numel() else None
 
 
 def _differentiate(call: Forward, z: Tensor, dz: Tensor, index: Tensor, rows: tuple[Tensor, ...]) -> None:
