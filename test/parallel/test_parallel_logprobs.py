@@ -12,7 +12,7 @@ from liger_like.ops.losses.linear_logprobs import OUTPUTS
 from liger_like.parallel import vocab_parallel_cross_entropy, vocab_parallel_logprobs
 
 B, S, H, V = 2, 4, 16, 37
-CUT = 20  # words of the first of two processes
+CUT = 22  # words of the first of two processes
 BOTH = (False, True)
 ALL = {"outputs": OUTPUTS, "ids": 4, "topk": 5, "temperature": 0.7, "softcap": 3.0, "logit_scale": 0.5}
 CASES = {  # "sequence": whether x is sharded by its tokens
@@ -36,7 +36,7 @@ CASES = {  # "sequence": whether x is sharded by its tokens
 }
 HALF_CASES = {
     "kept": {"keep_logits": 48 * 2 * 4, "outputs": ("logprob", "entropy"), "ids": 2},
-    "all kept": {"keep_logits": 2**20, "bias": True},
+    "all kept": {"keep_logits": 2**20, "bias": True, "far": True, "outputs": ("logprob", "entropy")},
     "rounded": {"logits_dtype": torch.float16, "outputs": ("logprob", "mean_logit")},
 }
 
@@ -51,10 +51,12 @@ def draw(options, dtype):
     target[0, 1:3] = options.get("ignore_index", -100)
     if options.pop("bias", False):
         leaves["bias"] = randn(V)
-    if options.pop("equal", False):  # words of other shards have equal scores
-        leaves = {"x": leaves["x"], "weight": leaves["weight"][:1].repeat(V, 1)}
-    if options.pop("far", False):  # large logits of exact products, so that all processes see the same logits
+    equal, far = options.pop("equal", False), options.pop("far", False)
+    if equal or far:  # exact products, so that all processes see the same logits
         leaves = {name: (t * 4).round() / 4 for name, t in leaves.items()}
+    if equal:  # words of other shards have equal scores
+        leaves["weight"] = leaves["weight"][:1].repeat(V, 1)
+    if far:
         leaves["bias"] += 1e4
     if options.pop("padding", False):
         leaves["bias"][CUT:] = -torch.inf
