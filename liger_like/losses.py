@@ -9,6 +9,9 @@ the number of sequences, pairs or tokens that the function names. None stands fo
 accumulation over several batches, pass the number in all of them: then the gradients of the batches add up to the
 gradient of one large batch. Where several processes average their gradients, pass that number divided by the number of
 processes.
+
+``token_policy`` and ``token_dft`` are the losses of single tokens, for ``fused_linear_token_loss``: a loss that is a sum
+over tokens then takes one pass over the head.
 """
 
 import math
@@ -18,9 +21,25 @@ import torch
 from torch import Tensor
 from torch.nn.functional import logsigmoid
 
+from liger_like import _token_losses as terms
+from liger_like._token_losses import token_dft, token_policy
 from liger_like.runtime.checks import require, require_choice, require_number, require_positive
 
-__all__ = ["bradley_terry", "cpo", "dapo", "dft", "dpo", "grpo", "gspo", "kto", "orpo", "ppo", "simpo"]
+__all__ = [
+    "bradley_terry",
+    "cpo",
+    "dapo",
+    "dft",
+    "dpo",
+    "grpo",
+    "gspo",
+    "kto",
+    "orpo",
+    "ppo",
+    "simpo",
+    "token_dft",
+    "token_policy",
+]
 
 Result = tuple[Tensor, dict[str, Tensor]]
 Items = float | Tensor | None
@@ -262,12 +281,7 @@ def _policy(
     by_sequence: bool,
 ) -> tuple[Tensor, Tensor, dict[str, Tensor]]:  # fmt: skip
     """Return the clipped losses [B, S] of a policy, 0 outside the mask, the mask, and metrics."""
-    low, high = (
-        require_number(name, value, "must be finite and not negative", 0.0)
-        for name, value in zip(
-            ("epsilon", "epsilon_high"), (epsilon[0], epsilon[0] if epsilon[1] is None else epsilon[1]), strict=True
-        )
-    )
+    low, high = terms.checked_epsilons(*epsilon)
     beta = require_number("beta", beta)
     require("logprob", logprob)
     mask = _checked_mask("mask", mask, tuple(logprob.shape))
@@ -279,18 +293,16 @@ def _policy(
     log_ratio = logprob - (logprob.detach() if old_logprob is None else _tokens("old_logprob", old_logprob, mask))
     if by_sequence:
         log_ratio = (log_ratio.sum(1) / _length(mask)).unsqueeze(1)
-    ratio = log_ratio.exp()
-    losses = -torch.minimum(ratio * advantage, ratio.clamp(1 - low, 1 + high) * advantage)
-    clipped = {"low": (ratio < 1 - low) & (advantage < 0), "high": (ratio > 1 + high) & (advantage > 0)}
+    losses, ratio = terms.clipped(log_ratio, advantage, low, high)
+    outside = {"low": (ratio < 1 - low) & (advantage < 0), "high": (ratio > 1 + high) & (advantage > 0)}
     counted = mask if losses.shape == mask.shape else torch.ones_like(mask[:, :1])
     metrics = {
-        f"clipped_{name}": _mean(share.to(ratio) * counted, None, counted.sum()) for name, share in clipped.items()
+        f"clipped_{name}": _mean(share.to(ratio) * counted, None, counted.sum()) for name, share in outside.items()
     }
     if beta:
         if ref_logprob is None:
             raise ValueError("ref_logprob must be given for a beta that is not 0")
-        gap = _tokens("ref_logprob", ref_logprob, mask) - logprob
-        kl = torch.expm1(gap) - gap
+        kl = terms.divergence(logprob, _tokens("ref_logprob", ref_logprob, mask))
         metrics["kl"] = _mean(kl.detach(), None, mask.sum())
         losses = losses + beta * kl
     return losses.expand(mask.shape).masked_fill(~mask, 0), mask, metrics
@@ -406,7 +418,9 @@ def dft(logprob: Tensor, mask: Tensor, *, num_items: Items = None) -> Result:
     mask = _checked_mask("mask", mask, tuple(logprob.shape))
     logprob = _tokens("logprob", logprob, mask)
     count = mask.sum()
-    return _mean(-logprob.detach().exp() * logprob, num_items, count), {"nll": _mean(-logprob.detach(), None, count)}
+    return _mean(terms.weighed_by_probability(logprob), num_items, count), {
+        "nll": _mean(-logprob.detach(), None, count)
+    }
 
 
 def bradley_terry(

@@ -82,8 +82,12 @@ def linear_loss_inputs(
     weighted: bool = False,
     rank: int = 0,
     ids: int = 0,
+    per_token: bool = False,
 ) -> Inputs:
-    """Return random arguments of a fused linear loss, for ``ids`` words of each token, -1 among them."""
+    """Return random arguments of a fused linear loss, for ``ids`` words of each token, -1 among them.
+
+    ``per_token`` adds what the function of ``with_loss_of_tokens`` takes.
+    """
     randn = partial(_randn, dtype=dtype, device=device)
     inputs = {"x": randn(*lead, H), "weight": randn(V, H, scale=2 * H**-0.5)}
     inputs["target"] = _labels(lead, V, device)
@@ -95,7 +99,25 @@ def linear_loss_inputs(
         inputs |= {"lora_a": randn(rank, H, scale=H**-0.5), "lora_b": randn(V, rank)}
     if ids:
         inputs["ids"] = torch.randint(-1, V, (*lead, ids), device=device)
+    if per_token:
+        inputs |= {"advantage": torch.randn(lead, device=device), "value": _randn(*lead, dtype=dtype, device=device)}
     return inputs
+
+
+def with_loss_of_tokens(fn: Callable[..., Any]) -> Callable[..., Any]:
+    """Return ``fn`` with a function of everything that a loss of tokens can be differentiated by."""
+
+    def loss_fn(tokens: Any, advantage: Tensor, value: Tensor) -> Tensor:
+        loss = advantage * (tokens.logprob - value).square()
+        if tokens.entropy is not None:
+            loss = loss + 0.3 * tokens.entropy.square()
+        return loss if tokens.logprob_at is None else loss + tokens.logprob_at.sin().sum(-1)
+
+    def call(x: Tensor, weight: Tensor, target: Tensor, advantage: Tensor, value: Tensor, **kwargs: Any) -> Any:
+        total = fn(x, weight, target, loss_fn, advantage, value, **kwargs)
+        return (total[0], *total[1]) if isinstance(total, tuple) else total
+
+    return call
 
 
 def with_lora(fn: Callable[..., Any]) -> Callable[..., Any]:

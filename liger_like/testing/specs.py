@@ -14,6 +14,7 @@ from liger_like.ops.losses.cross_entropy import cross_entropy_ref
 from liger_like.ops.losses.linear_cross_entropy import OUTPUTS, fused_linear_cross_entropy_ref
 from liger_like.ops.losses.linear_logprobs import OUTPUTS as TOKEN_OUTPUTS
 from liger_like.ops.losses.linear_logprobs import fused_linear_logprobs_ref
+from liger_like.ops.losses.linear_token_loss import fused_linear_token_loss_ref
 from liger_like.ops.qk_norm_rope import qk_norm_rope_ref
 from liger_like.ops.rms_norm import add_rms_norm_ref, rms_norm_ref
 from liger_like.ops.rope import rope_ref
@@ -43,6 +44,7 @@ from liger_like.testing.inputs import (
     route_inputs,
     with_longest,
     with_lora,
+    with_loss_of_tokens,
     with_top_k,
     with_transposed,
 )
@@ -283,6 +285,25 @@ SPECS = (
         ),
         linear_loss_cost,
         "arXiv:2410.10989",
+    ),
+    OpSpec(
+        "fused_linear_token_loss",
+        "sum over tokens of a function of their log-probabilities, in chunks of tokens",
+        with_lora(with_loss_of_tokens(ops.fused_linear_token_loss)),
+        with_lora(with_loss_of_tokens(fused_linear_token_loss_ref)),
+        linear_loss_inputs,
+        ({}, {"chunk_rows": 16, "outputs": ("entropy", "correct"), "topk": 2, "softcap": 8.0, "temperature": 0.7}),
+        (
+            {"lead": (0,), "H": 32, "V": 101, "per_token": True},
+            {"lead": (2, 3, 5), "H": 32, "V": 101, "per_token": True},
+            {"lead": (41,), "H": 24, "V": 97, "bias": True, "rank": 4, "ids": 5, "per_token": True},
+        ),
+        tuple(
+            {"lead": (t,), "H": h, "V": v, "per_token": True}
+            for t, h, v in ((8192, 4096, 151936), (16384, 2048, 248320))
+        ),
+        linear_loss_cost,
+        "arXiv:2402.03300",
     ),
     OpSpec(
         "moe_experts",
