@@ -10,7 +10,7 @@ accumulation over several batches, pass the number in all of them: then the grad
 gradient of one large batch. Where several processes average their gradients, pass that number divided by the number of
 processes.
 
-``token_policy`` and ``token_dft`` are the losses of single tokens, for ``fused_linear_token_loss``: a loss that is a sum
+``token_policy`` and ``token_dft`` are losses of single tokens, for ``fused_linear_token_loss``: a loss that is a sum
 over tokens then takes one pass over the head.
 """
 
@@ -417,10 +417,8 @@ def dft(logprob: Tensor, mask: Tensor, *, num_items: Items = None) -> Result:
     require("logprob", logprob)
     mask = _checked_mask("mask", mask, tuple(logprob.shape))
     logprob = _tokens("logprob", logprob, mask)
-    count = mask.sum()
-    return _mean(terms.weighed_by_probability(logprob), num_items, count), {
-        "nll": _mean(-logprob.detach(), None, count)
-    }
+    losses, count = terms.weighed_by_probability(logprob), mask.sum()
+    return _mean(losses, num_items, count), {"nll": _mean(-logprob.detach(), None, count)}
 
 
 def bradley_terry(

@@ -108,7 +108,7 @@ def with_loss_of_tokens(fn: Callable[..., Any]) -> Callable[..., Any]:
     """Return ``fn`` with a function of everything that a loss of tokens can be differentiated by."""
 
     def loss_fn(tokens: Any, advantage: Tensor, value: Tensor) -> Tensor:
-        loss = advantage * (tokens.logprob - value).square()
+        loss: Tensor = advantage * (tokens.logprob - value).square()
         if tokens.entropy is not None:
             loss = loss + 0.3 * tokens.entropy.square()
         return loss if tokens.logprob_at is None else loss + tokens.logprob_at.sin().sum(-1)

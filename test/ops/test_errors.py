@@ -94,6 +94,7 @@ CALLS = {
     ops.cross_entropy: {"logits": X, "target": Y, "weight": W},
     ops.fused_linear_cross_entropy: {"x": X, "weight": HEAD, "target": Y},
     ops.fused_linear_logprobs: {"x": X, "weight": HEAD, "target": Y},
+    ops.fused_linear_token_loss: {"x": X, "weight": HEAD, "target": Y, "loss_fn": lambda tokens: tokens.logprob},
     ops.moe_route: {"logits": X, "top_k": 2, "bias": W},
     ops.load_balancing_loss: {"logits": X, "top_k": 2, "mask": X[:, 0]},
     nn.Router: {"hidden_size": 8, "num_experts": 4, "top_k": 2},
@@ -132,7 +133,8 @@ WRONG = (
 def arguments():
     found = []
     for function in CALLS:
-        parameters = [p for p in inspect.signature(function).parameters.values() if p.kind is not p.VAR_KEYWORD]
+        parameters = inspect.signature(function).parameters.values()
+        parameters = [p for p in parameters if p.kind not in (p.VAR_KEYWORD, p.VAR_POSITIONAL)]
         if function in OPTIONS_OF:
             op, others = OPTIONS_OF[function]
             options = inspect.signature(op).parameters.values()

@@ -371,7 +371,7 @@ def _fill(
     call: Forward, z: Tensor, x_c: Tensor, order: Tensor, start: int, rows: tuple[Tensor, ...],
     more: TokenForward | None, results: TokenResults | None,
 ) -> None:  # fmt: skip
-    """Fill ``x_c`` and the logits ``z`` of the tokens of ``order`` from ``start`` on, their ``rows`` and ``results``."""
+    """Fill ``x_c``, logits ``z``, ``rows`` and further ``results`` of the tokens of ``order`` from ``start`` on."""
     operands = *call[:7], order[start : start + len(z)]
     topk, kept, kept_rows = 0 if more is None else more.topk, None, None
     if results is not None and start < len(results.kept_logits):

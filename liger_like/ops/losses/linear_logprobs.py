@@ -366,8 +366,8 @@ def fused_linear_logprobs(
     outside [0, V): at once on the CPU, in the next call on a GPU.
     """
     x, bias, options, temperature, lora, outputs, topk, chunk_rows = checked_arguments(
-        x, weight, target, bias, ignore_index, temperature, softcap, logit_scale, lora, outputs, ids, topk, logits_dtype,
-        accumulate_grad, chunk_rows, shard,
+        x, weight, target, bias, ignore_index, temperature, softcap, logit_scale, lora, outputs, ids, topk,
+        logits_dtype, accumulate_grad, chunk_rows, shard,
     )  # fmt: skip
     keep_logits = require_integer("keep_logits", keep_logits, 0)
     require_choice("uniform_gradient", uniform_gradient, (False, True))

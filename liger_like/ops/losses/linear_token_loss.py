@@ -327,11 +327,10 @@ def fused_linear_token_loss(
     ``loss_fn(tokens, *per_token)`` gets the ``TokenOutputs`` of n tokens and the same tokens' rows of ``per_token``,
     tensors [...] or [..., K] shaped like ``target`` [...], and returns their losses [n]. It is called for one chunk of
     tokens after the other, in any order, so a token's loss must depend on its own rows only. ``tokens`` holds
-    "logprob", what ``outputs`` names, ``logprob_at`` for ``ids``, and the words of ``topk``; these and the other options
-    are those of ``fused_linear_logprobs``. The losses may depend on ``logprob``, ``entropy`` and ``logprob_at`` by
-    gradient. So may they on ``per_token``, of which ``loss_fn`` gets tensors that require a gradient in at least fp32,
-    but not on other tensors that require one. ``liger_like.losses`` has such functions: ``token_policy``,
-    ``token_dft``.
+    ``logprob``, what ``outputs`` names, ``logprob_at`` for ``ids``, and the words of ``topk``; these and the other
+    options are those of ``fused_linear_logprobs``. Gradients flow to ``logprob``, ``entropy``, ``logprob_at`` and
+    ``per_token``, whose tensors that require a gradient ``loss_fn`` gets in at least fp32, but not to other tensors.
+    ``liger_like.losses`` has such functions: ``token_policy``, ``token_dft``.
 
     Returns the sum [] in fp32, to be divided by a number of tokens for their mean, or with ``outputs``, ``ids`` or
     ``topk`` a tuple of the sum and the ``TokenOutputs`` of all tokens, without gradient. An ignored token has loss 0
@@ -348,8 +347,8 @@ def fused_linear_token_loss(
     [0, V): at once on the CPU, in the next call on a GPU.
     """
     checked = checked_arguments(
-        x, weight, target, bias, ignore_index, temperature, softcap, logit_scale, lora, outputs, ids, topk, logits_dtype,
-        accumulate_grad, chunk_rows, shard,
+        x, weight, target, bias, ignore_index, temperature, softcap, logit_scale, lora, outputs, ids, topk,
+        logits_dtype, accumulate_grad, chunk_rows, shard,
     )  # fmt: skip
     if not callable(loss_fn):
         raise TypeError(f"loss_fn must be a function, got {type(loss_fn).__name__}")

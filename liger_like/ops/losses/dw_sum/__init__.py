@@ -38,7 +38,7 @@ def _scale_rows_kernel(
     if order_ptr is not None:
         row = tl.load(order_ptr + pid).to(tl.int64)
     factor = tl.load(factor_ptr + row * stride_f).to(tl.float32)
-    if IN_PLACE:
+    if IN_PLACE:  # noqa: SIM102  # a constant
         if factor == 1.0:
             return
     for n in range(0, N, BLOCK_N):
