@@ -114,9 +114,9 @@ def of_head(op: Callable[..., Any], x: Tensor, weight: Tensor, target: Tensor, *
     """
     if not hasattr(weight, "device_mesh"):
         return op(x, weight, target, **options)
-    import liger_like.parallel  # it takes a third of a second
+    from liger_like import parallel  # only where it is used: it imports all of torch.distributed.tensor
 
-    return getattr(liger_like.parallel, VOCAB_PARALLEL[op])(x, weight, target, **options)
+    return getattr(parallel, VOCAB_PARALLEL[op])(x, weight, target, **options)
 
 
 @torch.compiler.disable  # type: ignore[untyped-decorator]

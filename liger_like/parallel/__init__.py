@@ -9,6 +9,7 @@ from liger_like.parallel.vocab_parallel import (
     VocabParallelHead,
     vocab_parallel_cross_entropy,
     vocab_parallel_logprobs,
+    vocab_parallel_token_loss,
 )
 
 __all__ = [
@@ -20,4 +21,5 @@ __all__ = [
     "pipeline_loss",
     "vocab_parallel_cross_entropy",
     "vocab_parallel_logprobs",
+    "vocab_parallel_token_loss",
 ]

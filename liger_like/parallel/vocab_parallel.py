@@ -15,6 +15,7 @@ from torch.distributed.tensor.parallel import ParallelStyle
 from liger_like.ops.losses import vocab_shards
 from liger_like.ops.losses.linear_cross_entropy import LossOutput, fused_linear_cross_entropy
 from liger_like.ops.losses.linear_logprobs import TokenOutputs, fused_linear_logprobs
+from liger_like.ops.losses.linear_token_loss import fused_linear_token_loss
 from liger_like.runtime.autograd import once_differentiable
 from liger_like.runtime.checks import require, require_integer, require_type
 
@@ -98,8 +99,45 @@ def vocab_parallel_logprobs(
     def logprobs(x: Tensor, weight: Tensor, target: Tensor, ids: Tensor | None = None, **more: Any) -> TokenOutputs:
         return fused_linear_logprobs(x, weight, target, ids=ids, **more)
 
-    words, tokens = (group, vocab_start, vocab_size), {"target": target} | ({} if ids is None else {"ids": ids})
+    words, tokens = (group, vocab_start, vocab_size), {"target": target} | _given(ids)
     return _over_words(logprobs, x, weight_shard, words, tokens, sequence_sharded, {**options, "topk": topk})  # type: ignore[no-any-return]
+
+
+def vocab_parallel_token_loss(
+    x: Tensor,
+    weight_shard: Tensor,
+    target: Tensor,
+    loss_fn: Callable[..., Tensor],
+    *per_token: Tensor,
+    group: dist.ProcessGroup | None = None,
+    vocab_start: int | None = None,
+    vocab_size: int | None = None,
+    sequence_sharded: bool = False,
+    ids: Tensor | None = None,
+    **options: Any,
+) -> Tensor | tuple[Tensor, TokenOutputs]:
+    """Return ``fused_linear_token_loss`` for a head whose words are sharded over ``group``, of R processes.
+
+    Tensors, words and gradients are as in ``vocab_parallel_cross_entropy``, the exchange of results as in
+    ``vocab_parallel_logprobs``. ``per_token`` [..., S] or [..., S, K] and ``ids`` are whole like ``target``, and the
+    same in all processes. So are the results of the tokens that ``loss_fn`` gets, their losses, and the gradients of
+    ``per_token``: ``loss_fn`` must not depend on the process. ``options`` are those of ``fused_linear_token_loss``.
+
+    Raises as ``fused_linear_token_loss`` and ``vocab_parallel_cross_entropy`` do, and ValueError for ``per_token`` or
+    ``ids`` that do not have R times the tokens of a sharded ``x``.
+    """
+    tokens = {"target": target, **{f"per_token[{i}]": t for i, t in enumerate(per_token)}}
+
+    def token_loss(x: Tensor, weight: Tensor, target: Tensor, *others: Tensor, **more: Any) -> Any:
+        per_token, ids = others[: len(tokens) - 1], others[len(tokens) - 1 :]
+        return fused_linear_token_loss(x, weight, target, loss_fn, *per_token, ids=ids[0] if ids else None, **more)
+
+    words = group, vocab_start, vocab_size
+    return _over_words(token_loss, x, weight_shard, words, tokens | _given(ids), sequence_sharded, options)  # type: ignore[no-any-return]
+
+
+def _given(ids: Tensor | None) -> dict[str, Tensor]:
+    return {} if ids is None else {"ids": ids}
 
 
 def _over_words(
