@@ -1,5 +1,6 @@
 """How the fused loss makes its gradients: sums over chunks, slices of the vocabulary, ignored tokens, memory reused."""
 
+import itertools
 from types import SimpleNamespace
 
 import pytest
@@ -121,9 +122,10 @@ def test_scale_rows(ordered, add, device):
 
 
 def test_scale_rows_in_their_own_memory(device):
-    factor = torch.tensor([0.3], device=device)
     pairs = [(torch.float32, torch.float32), (torch.float32, torch.float16), (torch.float16, torch.bfloat16)]
-    for src_dtype, dtype in pairs if device == "cuda" else pairs[:2]:
+    pairs = pairs if device == "cuda" else pairs[:2]
+    for (src_dtype, dtype), number in itertools.product(pairs, (0.3, 1.0)):
+        factor = torch.tensor([number], device=device)
         src = torch.randn(3, 9000, device=device).to(src_dtype)  # a row spans several blocks
         want = (src * factor).to(dtype)
         out = src.view(dtype)[:, :9000]

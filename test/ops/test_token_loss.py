@@ -123,44 +123,47 @@ def test_ignored_tokens_take_no_part(kept, dtype, device):
     assert kept == 0 or loss.isfinite()
 
 
-@pytest.mark.parametrize("large", ["first", "last", "all", "none"])
-def test_fp16_gradients_of_any_size(large, device):
-    """Chunks of tokens whose gradients differ by 10^7: all of a row of dx, and all that matters in dw, is there."""
-    inputs = inputs_of(device, (48,), torch.float16, bias=True)
+def gradients_in_fp16(device, sizes, rows=16, weight_dtype=torch.float16):
+    """Return pairs of gradients, and exact ones, of chunks of 16 tokens whose losses have these sizes."""
+    inputs = SPEC.inputs(torch.float16, device, lead=(16 * len(sizes),), H=24, V=53, bias=True, rank=2)
     inputs["target"].clamp_(min=0)
-    x, w, bias = (inputs[name] for name in ("x", "weight", "bias"))
-    low, high = 1e-5, 1e2
-    sizes = {"first": (high, low, low), "last": (low, low, high), "all": (1e9,) * 3, "none": (0.0, 0.0, 1e-9)}[large]
+    inputs["weight"] = inputs["weight"].bfloat16()  # exact in fp16, too
     scale = torch.tensor(sizes, device=device).repeat_interleave(16)
     fn = lambda tokens, scale: scale * tokens.logprob  # noqa: E731
     grads = []
     for function, dtype in ((ops.fused_linear_token_loss, torch.float16), (fused_linear_token_loss_ref, torch.float64)):
-        leaves = [t.detach().to(dtype).requires_grad_() for t in (x, w, bias)]
-        loss = function(*leaves[:2], inputs["target"], fn, scale, bias=leaves[2], chunk_rows=16)
+        names = "x", "weight", "bias", "lora_a", "lora_b"
+        kinds = [weight_dtype if name == "weight" and dtype == torch.float16 else dtype for name in names]
+        leaves = [inputs[name].detach().to(kind).requires_grad_() for name, kind in zip(names, kinds, strict=True)]
+        x, weight, bias, *lora = leaves
+        with torch.autocast(device, torch.float16, enabled=weight_dtype != torch.float16 and dtype == torch.float16):
+            loss = function(x, weight, inputs["target"], fn, scale, bias=bias, lora=(*lora, 0.5), chunk_rows=rows)
         grads.append(torch.autograd.grad(loss / max(sizes), leaves))  # the results themselves must not underflow
-    shares = [size / max(sizes) for size in sizes]
-    pairs = [(got.double(), want) for got, want in zip(*grads, strict=True)]
-    dx = [tuple(grad.split(16)) for grad in pairs[0]]
-    pairs = pairs[1:] + [pair for pair, share in zip(zip(*dx, strict=True), shares, strict=True) if share > 1e-3]
+    return [(got.double(), want) for got, want in zip(*grads, strict=True)]
+
+
+@pytest.mark.parametrize(
+    "sizes",
+    [(1e2, 1e-5, 1e-5), (1e-5, 1e-5, 1e2), (1e9, 1e9, 1e9), (0.0, 0.0, 1e-9), (1.0, 9.0, 100.0, 100.0), (1e-6, 3e-5)],
+)
+def test_fp16_gradients_of_any_size(sizes, device):
+    """The gradients of chunks differ by up to 10^7: rows of dx keep the units that they have."""
+    (dx, exact), *pairs = gradients_in_fp16(device, sizes)
+    rows = zip(dx.split(16), exact.split(16), sizes, strict=True)
+    pairs += [(got, want) for got, want, size in rows if size > 1e-3 * max(sizes)]
     for got, want in pairs:
         assert (got - want).norm() <= 2e-3 * want.norm()
 
 
-@pytest.mark.parametrize("each", [1.0, 1e-6])
-def test_fp16_gradients_that_grow_slowly(each, device):
-    """Less than the headroom, and more: rows of dx keep the units that they have."""
-    inputs = inputs_of(device, (64,), torch.float16)
-    inputs["target"].clamp_(min=0)
-    scale = each * torch.tensor([1.0, 9.0, 100.0, 100.0], device=device).repeat_interleave(16)
-    fn = lambda tokens, scale: scale * tokens.logprob  # noqa: E731
-    grads = []
-    for function, dtype in ((ops.fused_linear_token_loss, torch.float16), (fused_linear_token_loss_ref, torch.float64)):
-        leaves = [inputs[name].detach().to(dtype).requires_grad_() for name in ("x", "weight")]
-        loss = function(*leaves, inputs["target"], fn, scale, chunk_rows=16)
-        grads.append(torch.autograd.grad(loss / each, leaves))
-    (dx, dw), (exact, other) = grads
-    for got, want in ((dw, other), *zip(dx.split(16), exact.split(16), strict=True)):
-        assert (got.double() - want).norm() <= 2e-3 * want.norm()
+@pytest.mark.parametrize("case", ["parts", "sums in 16 bits"])
+def test_units_of_fp16_where_they_could_not_change(case, device, monkeypatch):
+    """Within a chunk, and in sums of a weight in bf16."""
+    monkeypatch.setattr(chunks, "WIDE_ROWS", 5)
+    if device == "cpu" and case != "parts":
+        monkeypatch.setattr(dw_sum, "architecture", lambda device: 10)
+    weight_dtype, rows = (torch.float16, 48) if case == "parts" else (torch.bfloat16, 16)
+    for got, want in gradients_in_fp16(device, (1.0, 1.0, 1e3), rows, weight_dtype):
+        assert (got - want).norm() <= 6e-3 * want.norm()
 
 
 def test_chunks_and_parts_do_not_change_the_result(device, monkeypatch):
