@@ -169,6 +169,7 @@ def collectives(rank):
         ({**half}, "xw", gather(3 + 2) * 2, [summed]),
         ({**half, "outputs": ("logprob", "entropy")}, "xw", gather(4 + 3) * 2, [summed]),
         ({}, "x", [*gather(3), rows] * 2, []),
+        ({"logits_dtype": torch.float32}, "x", [*gather(3), rows] * 2, []),  # no parts of a chunk
         ({"uniform_gradient": True}, "xw", [*gather(3), rows] * 2, [("all_reduce", 1)]),
         ({"uniform_gradient": True}, "w", gather(3) * 2, [("all_reduce", 1)]),
         (
@@ -179,6 +180,7 @@ def collectives(rank):
         ),
     ]
     with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(chunks, "WIDE_ROWS", 2)
         calls = counted(patch)
         for options, trained, forward, backward in cases:
             dtype = torch.float16 if "logits_dtype" in options else torch.float32
