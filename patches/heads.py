@@ -14,6 +14,7 @@ from torch import Tensor, nn
 from torch.distributed.fsdp import FSDPModule
 
 from liger_like.ops.losses.linear_cross_entropy import fused_linear_cross_entropy
+from liger_like.ops.losses.linear_logprobs import fused_linear_logprobs
 from liger_like.ops.losses.vocab_shards import Shard
 from liger_like.patches import UnrecognisedError, bare, original, random_parameter, where
 from liger_like.patches.foreign import foreign_forward, hook_on
@@ -92,13 +93,30 @@ def _linear_forward(cls: Any) -> Any:
             options["bias"] = None if options["bias"] is None else options["bias"][:words]
             if "lora" in options:
                 options["lora"] = options["lora"][0], options["lora"][1][:words]
-        if hasattr(weight, "device_mesh"):  # tensor parallel: FSDP has gathered its own shards by now
-            from liger_like.parallel import vocab_parallel_cross_entropy
-
-            return vocab_parallel_cross_entropy(x, weight, **options)
-        return fused_linear_cross_entropy(x, weight, shard=Shard(released=released), **options)
+        if not hasattr(weight, "device_mesh"):
+            options["shard"] = Shard(released=released)
+        return of_head(fused_linear_cross_entropy, x, weight, **options)
 
     return forward
+
+
+VOCAB_PARALLEL: dict[Any, str] = {
+    fused_linear_cross_entropy: "vocab_parallel_cross_entropy",
+    fused_linear_logprobs: "vocab_parallel_logprobs",
+}
+
+
+def of_head(op: Callable[..., Any], x: Tensor, weight: Tensor, target: Tensor, **options: Any) -> Any:
+    """Return ``op`` of hidden states and the weight of a head, or its form for words that are sharded over processes.
+
+    ``op`` is a key of ``VOCAB_PARALLEL``. A weight that is still a DTensor within the head's forward is sharded by its
+    words: FSDP has gathered its own shards by then.
+    """
+    if not hasattr(weight, "device_mesh"):
+        return op(x, weight, target, **options)
+    from liger_like import parallel  # only where it is used: it imports all of torch.distributed.tensor
+
+    return getattr(parallel, VOCAB_PARALLEL[op])(x, weight, target, **options)
 
 
 @torch.compiler.disable  # type: ignore[untyped-decorator]

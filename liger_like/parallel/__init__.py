@@ -6,7 +6,12 @@ from liger_like.parallel.expert_parallel import expert_parallel
 from liger_like.parallel.gradients import finalize_partial_grads
 from liger_like.parallel.pipeline import pipeline_loss
 from liger_like.parallel.vocab_divergence import vocab_parallel_divergence
-from liger_like.parallel.vocab_parallel import VocabParallelHead, vocab_parallel_cross_entropy
+from liger_like.parallel.vocab_parallel import (
+    VocabParallelHead,
+    vocab_parallel_cross_entropy,
+    vocab_parallel_logprobs,
+    vocab_parallel_token_loss,
+)
 
 __all__ = [
     "VocabParallelHead",
@@ -17,4 +22,6 @@ __all__ = [
     "pipeline_loss",
     "vocab_parallel_cross_entropy",
     "vocab_parallel_divergence",
+    "vocab_parallel_logprobs",
+    "vocab_parallel_token_loss",
 ]

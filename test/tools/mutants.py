@@ -34,6 +34,7 @@ from parallel_mutants import PARALLEL
 from patches_mutants import PATCHES
 from rich.progress import track
 from router_mutants import ROUTERS
+from vocab_mutants import VOCAB
 
 ROOT = Path(__file__).parents[2]
 PACKAGE = "liger_like"
@@ -77,6 +78,7 @@ FILES = (
     "test/ops/test_gpu.py",
     "test/parallel/test_parallel_moe.py",
     "test/parallel/test_parallel_divergence.py",
+    "test/parallel/test_parallel_logprobs.py",
 )  # the quickest tests come first
 
 
@@ -141,6 +143,8 @@ TESTS = {
     "patches/lm_head.py": "test_patches_balance",
     "patches/forms.py": "recognition",
     **{file: "test_parallel_moe" for file, *_ in PARALLEL},
+    "ops/losses/vocab_shards.py": "test_parallel_logprobs",
+    "parallel/vocab_parallel.py": "test_parallel_logprobs",
     **{file: "experts and not patches" for file, *_ in EXPERTS},
     "ops/attention/choice.py": "attention",
     "ops/attention/portable/bias.py": "attention and (bias or parts or position) or compiled_graph",
@@ -162,6 +166,7 @@ MUTANTS = [
         *ATTENTION_BACKWARD,
         *PATCHES,
         *PARALLEL,
+        *VOCAB,
         *ON_HOPPER,
     )
 ]

@@ -16,7 +16,6 @@ from torch._subclasses.fake_tensor import FakeTensor
 
 from liger_like.ops.losses.dw_sum import MAX_ROUNDS, add_products, exponents_like, has_products
 from liger_like.ops.losses.products import addmm, even_step, kept_first, pitch
-from liger_like.ops.losses.row_kernels import launch_fwd
 from liger_like.ops.losses.rows import OPTIONS_SCHEMA, Options, raise_bad_label
 from liger_like.ops.losses.steps import NO_WORD, add_chunk, fill_dlogits, fill_rows
 from liger_like.ops.losses.units import unit
@@ -254,7 +253,8 @@ def run_chunks(
     if logits is not None and not logits.numel():
         logits = x.new_empty((step, pitch(V)))
     part = step
-    if wide and any(needs) and not (upstream is not None and x.dtype == torch.float16):  # whose units may change
+    # a shard's logits are fewer, and each part would be an exchange; units in fp16 may change from part to part
+    if wide and any(needs) and not (shard or (upstream is not None and x.dtype == torch.float16)):
         part = min(step, WIDE_ROWS)
     wide_logits = x.new_empty((part, pitch(V)), dtype=more.logits_dtype) if wide else logits
     if more is not None:
@@ -355,7 +355,7 @@ def _chunks(call: Forward, wide: bool) -> tuple[int, bool]:
 
     ``wide``: the logits take more memory than their gradient.
     """
-    x, V, needs = call.x, call.weight.shape[0], call.needs
+    x, V, needs = call.x, call.shard.width or call.weight.shape[0], call.needs
     T, H = x.shape
     dw_in_16_bits = needs[1] and call.accum_dtype is None and call.dw_dtype == torch.bfloat16 and H % 8 == 0
     dw_in_16_bits = dw_in_16_bits and has_products(x.device)
@@ -384,20 +384,12 @@ def _fill(
 ) -> None:  # fmt: skip
     """Fill ``x_c``, logits ``z``, ``rows`` and further ``results`` of the tokens of ``order`` from ``start`` on."""
     operands = *call[:7], order[start : start + len(z)]
-    topk = 0 if more is None else more.topk
-    fill_rows(*operands, x_c, z, [*rows], [*(results or ())[:4]], topk, *call.shard, *call.options)
+    topk, kept, kept_rows = 0 if more is None else more.topk, None, None
     if results is not None and start < len(results.kept_logits):
-        _keep(call, z, order, start, results)
-
-
-def _keep(call: Forward, z: Tensor, order: Tensor, start: int, results: TokenResults) -> None:
-    """Keep the logits of the chunk from ``start`` on as far as they fit, and the numbers of their rounded rows."""
-    kept = results.kept_logits[start : start + len(z), : z.shape[1]]
-    kept.copy_(z[: len(kept)])
-    if results.kept_rows.numel():
-        lse, lse_rest, entropy = results.kept_rows
-        rows = None, None, lse, entropy if call.entropy else None, None, lse_rest
-        launch_fwd(kept, call.target, None, rows, call.options, order[start : start + len(kept)])
+        kept = results.kept_logits[start : start + len(z), : z.shape[1]]
+        kept_rows = results.kept_rows if results.kept_rows.numel() else None
+    further = [*(results or ())[:4]]
+    fill_rows(*operands, x_c, z, [*rows], further, topk, kept, kept_rows, *call.shard, *call.options)
 
 
 def _differentiate(

@@ -31,7 +31,7 @@ from liger_like.ops.losses.rows import (
     reduce_loss,
     scores_ref,
 )
-from liger_like.ops.losses.vocab_shards import WHOLE, Shard, all_vocab_logits, summed_gradient
+from liger_like.ops.losses.vocab_shards import WHOLE, Shard
 from liger_like.runtime.autograd import apply, once_differentiable
 from liger_like.runtime.checks import require, require_choice, require_integer, require_number, require_positive
 from liger_like.runtime.registry import refuses_dtensors
@@ -86,12 +86,10 @@ def fused_linear_divergence_ref(
     x = x.reshape(-1, x.shape[-1]).masked_fill(outside, 0)
     if lora is not None and len(lora) == 2:
         lora = lora[0].reshape(-1, lora[0].shape[-1]).masked_fill(outside, 0), lora[1]
-    logits = logits_ref(summed_gradient(x, shard) if shard.reduce_dx else x, weight, bias, lora, torch.float32, shard)
+    logits = logits_ref(x, weight, bias, lora, torch.float32, shard)
     teacher_x = teacher_x.reshape(-1, teacher_x.shape[-1])
     teacher_bias = None if teacher_bias is None else teacher_bias.detach()
-    teacher_logits = logits_ref(teacher_x.detach(), teacher_weight.detach(), teacher_bias, None, torch.float32)
-    if shard:
-        logits, teacher_logits = all_vocab_logits(logits, shard), all_vocab_logits(teacher_logits, shard)
+    teacher_logits = logits_ref(teacher_x.detach(), teacher_weight.detach(), teacher_bias, None, torch.float32, shard)
     options = Options(IGNORED, 0.0, 0.0, softcap, logit_scale)
     raw, z = scores_ref(logits, tempered(options, temperature))
     options = options._replace(softcap=teacher_softcap, logit_scale=teacher_logit_scale)

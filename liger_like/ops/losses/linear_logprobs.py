@@ -35,7 +35,7 @@ from liger_like.ops.losses.rows import (
 )
 from liger_like.ops.losses.slices import TokenBackward, linear_logprobs_bwd
 from liger_like.ops.losses.steps import NO_WORD
-from liger_like.ops.losses.vocab_shards import WHOLE, Shard
+from liger_like.ops.losses.vocab_shards import WHOLE, Shard, all_vocab_logits, on_all, summed_gradient
 from liger_like.runtime.autograd import apply, is_last_backward, once_differentiable
 from liger_like.runtime.checks import require, require_choice, require_integer, require_positive
 from liger_like.runtime.registry import refuses_dtensors
@@ -80,12 +80,18 @@ class _RoundedGradient(torch.autograd.Function):
 def logits_ref(
     x: Tensor, weight: Tensor, bias: Tensor | None, lora: Lora | None, logits_dtype: torch.dtype, shard: Shard = WHOLE
 ) -> Tensor:
-    """Return the logits [..., V] in at least ``logits_dtype``, whose gradient is rounded to the dtype of ``x``."""
+    """Return the logits [..., V] in at least ``logits_dtype``, whose gradient is rounded to the dtype of ``x``.
+
+    The logits of a ``shard`` are gathered.
+    """
     dtype = torch.promote_types(x.dtype, logits_dtype)
-    logits = linear(x.to(dtype), weight.to(dtype), None if bias is None else bias.to(dtype))
+    factor = summed_gradient(x, shard) if shard.reduce_dx else x
+    logits = linear(factor.to(dtype), weight.to(dtype), None if bias is None else bias.to(dtype))
     if lora is not None:
         u, b = low_rank(x.reshape(-1, x.shape[-1]), lora, shard)
         logits = logits + linear(u.to(dtype), b.to(dtype)).view(logits.shape)
+    if shard:
+        logits = all_vocab_logits(logits, shard)
     if dtype != x.dtype and logits.requires_grad:
         logits = _RoundedGradient.apply(logits, x.dtype)
     return logits
@@ -110,12 +116,13 @@ def fused_linear_logprobs_ref(
     uniform_gradient: bool = False,
     accumulate_grad: bool = False,
     chunk_rows: int | None = None,
+    shard: Shard = WHOLE,
 ) -> TokenOutputs:
     """Compute ``fused_linear_logprobs`` in plain torch; this defines the op.
 
     ``keep_logits``, ``uniform_gradient``, ``accumulate_grad`` and ``chunk_rows`` do not change the definition.
     """
-    logits = logits_ref(x, weight, bias, lora, logits_dtype)
+    logits = logits_ref(x, weight, bias, lora, logits_dtype, shard)
     options = tempered(Options(ignore_index, 0.0, 0.0, softcap, logit_scale), temperature)
     results = row_losses_ref(logits, target, None, options)._asdict()
     raw, z = scores_ref(logits, options)
@@ -170,6 +177,7 @@ class _FusedLinearLogprobs(torch.autograd.Function):
         target: Tensor,
         ids: Tensor | None,
         settings: Settings,
+        shard: Shard,
         options: Options,
     ) -> Any:
         outputs, topk, dtype = settings.outputs, settings.topk, settings.logits_dtype
@@ -179,7 +187,7 @@ class _FusedLinearLogprobs(torch.autograd.Function):
         ctx.in_forward = any(needs) and "logprob" in outputs and (frozen_head or settings.uniform)
         kept = 0
         if any(needs) and not ctx.in_forward and settings.keep_logits:
-            kept = min(x.shape[0], settings.keep_logits // (pitch(weight.shape[0]) * x.itemsize))
+            kept = min(x.shape[0], settings.keep_logits // (pitch(shard.width or weight.shape[0]) * x.itemsize))
         call = Forward(
             x, weight.to(x.dtype), target, bias, u, b, None, None,
             needs=[ctx.in_forward and needed for needed in needs],
@@ -188,7 +196,7 @@ class _FusedLinearLogprobs(torch.autograd.Function):
             chunk_rows=settings.chunk_rows,
             accum_dtype=None,
             dw_dtype=weight.dtype,
-            shard=WHOLE,
+            shard=shard,
             options=options,
         )  # fmt: skip
         more = TokenForward(dtype, "mean_logit" in outputs, "log_sum_sq_prob" in outputs, ids, topk, kept)
@@ -198,7 +206,7 @@ class _FusedLinearLogprobs(torch.autograd.Function):
         results = TokenResults(*outs[-further:])
         ctx.set_materialize_grads(False)
         ctx.frozen_head, ctx.accumulate_grad, ctx.shard, ctx.options = (
-            frozen_head, settings.accumulate_grad, WHOLE, options,
+            frozen_head, settings.accumulate_grad, shard, options,
         )  # fmt: skip
         ctx.like, ctx.logits_dtype = (x.dtype, weight.dtype, x.shape[1]), dtype
         K = 0 if ids is None else ids.shape[1]
@@ -257,7 +265,10 @@ def _factor(dlogprob: Tensor, target: Tensor, ctx: Any) -> Tensor | None:
     if torch.compiler.is_compiling() or in_graph(target) or not target.numel():
         return None
     first = dlogprob[counted.to(torch.int8).argmax(0, keepdim=True)]
-    return -first if ((dlogprob == first) | ~counted).all().item() else None
+    uniform = ((dlogprob == first) | ~counted).all()
+    if ctx.shard:
+        uniform = on_all(uniform, ctx.shard)
+    return -first if uniform.item() else None
 
 
 def _checked_words(ids: Any, topk: Any, target: Tensor, V: int) -> int:
@@ -293,7 +304,7 @@ class Arguments(NamedTuple):
 def checked_arguments(
     x: Tensor, weight: Tensor, target: Tensor, bias: Tensor | None, ignore_index: Any, temperature: Any, softcap: Any,
     logit_scale: Any, lora: Any, outputs: Any, ids: Any, topk: Any, logits_dtype: Any, accumulate_grad: Any,
-    chunk_rows: Any,
+    chunk_rows: Any, shard: Any,
 ) -> Arguments:  # fmt: skip
     """Return the arguments as the kernels take them. Raise unless they are valid and fit each other."""
     for name, tensor in (("x", x), ("weight", weight)):
@@ -306,18 +317,18 @@ def checked_arguments(
         weight_dtype = weight.dtype
         x, bias = x.to(dtype), None if bias is None else bias.to(dtype)
         lora = None if lora is None else (lora[0].to(dtype), lora[1].to(dtype), *lora[2:])
-    check_operands(x, weight, weight_dtype, bias, lora, WHOLE)
+    check_operands(x, weight, weight_dtype, bias, lora, shard)
     options = checked_options(ignore_index, 0.0, 0.0, softcap, logit_scale)
     temperature = require_positive("temperature", temperature)
     check_target(target, x, x.shape[:-1])
-    topk = _checked_words(ids, topk, target, weight.shape[0])
+    topk = _checked_words(ids, topk, target, shard.words or weight.shape[0])
     require_choice("logits_dtype", logits_dtype, tuple(dict.fromkeys((torch.float32, x.dtype))))
     require_choice("accumulate_grad", accumulate_grad, (False, True))
     chunk_rows = None if chunk_rows is None else require_integer("chunk_rows", chunk_rows, 1)
     return Arguments(x, bias, options, temperature, lora, outputs, topk, chunk_rows)
 
 
-@refuses_dtensors("full_tensor()")
+@refuses_dtensors("liger_like.parallel.vocab_parallel_logprobs")
 def fused_linear_logprobs(
     x: Tensor,
     weight: Tensor,
@@ -337,6 +348,7 @@ def fused_linear_logprobs(
     uniform_gradient: bool = False,
     accumulate_grad: bool = False,
     chunk_rows: int | None = None,
+    shard: Shard = WHOLE,
 ) -> TokenOutputs:
     """Return the log-probability of ``target`` and other numbers of each token, without materialising all logits.
 
@@ -355,7 +367,8 @@ def fused_linear_logprobs(
     that the backward does not compute them again. ``uniform_gradient``: expect equal upstream gradients of all
     "logprob", as of their mean, so that the forward computes all gradients; the backward waits for the GPU to learn
     whether they are equal, and computes the logits again if not, or if "entropy" or ``ids`` get gradients.
-    ``accumulate_grad`` and ``chunk_rows`` are those of ``fused_linear_cross_entropy``.
+    ``accumulate_grad`` and ``chunk_rows`` are those of ``fused_linear_cross_entropy``. ``shard`` is set by
+    ``liger_like.parallel.vocab_parallel_logprobs``.
 
     Under autocast the operands are cast to its dtype. The kernel takes bf16, fp16 and fp32; other dtypes and devices
     run the plain-torch reference, which materialises all logits, and so do graphs of torch.compile with few tokens.
@@ -365,23 +378,24 @@ def fused_linear_logprobs(
     """
     x, bias, options, temperature, lora, outputs, topk, chunk_rows = checked_arguments(
         x, weight, target, bias, ignore_index, temperature, softcap, logit_scale, lora, outputs, ids, topk,
-        logits_dtype, accumulate_grad, chunk_rows,
+        logits_dtype, accumulate_grad, chunk_rows, shard,
     )  # fmt: skip
     keep_logits = require_integer("keep_logits", keep_logits, 0)
     require_choice("uniform_gradient", uniform_gradient, (False, True))
-    if not use_kernel(x) or (chunk_rows is None and is_small(target)):
+    if not use_kernel(x) or (chunk_rows is None and not shard and is_small(target)):
         return fused_linear_logprobs_ref(
             x, weight.to(x.dtype), target, bias, ignore_index=ignore_index, temperature=temperature, softcap=softcap,
             logit_scale=logit_scale, lora=lora, outputs=outputs, ids=ids, topk=topk, logits_dtype=logits_dtype,
+            shard=shard,
         )  # fmt: skip
-    u, b = (None, None) if lora is None else low_rank(x.reshape(-1, x.shape[-1]), lora, WHOLE)
+    u, b = (None, None) if lora is None else low_rank(x.reshape(-1, x.shape[-1]), lora, shard)
     uniform = uniform_gradient and not (torch.compiler.is_compiling() or in_graph(x))
     settings = Settings(
         torch.is_grad_enabled(), uniform, keep_logits, accumulate_grad, chunk_rows, outputs, topk, logits_dtype
     )
     operands = x.reshape(-1, x.shape[-1]), weight, bias, u, b, target.reshape(-1)
     flat_ids = None if ids is None else ids.reshape(-1, ids.shape[-1])
-    rows = apply(_FusedLinearLogprobs, *operands, flat_ids, settings, tempered(options, temperature))
+    rows = apply(_FusedLinearLogprobs, *operands, flat_ids, settings, shard, tempered(options, temperature))
     return shaped(rows, target, outputs, ids is not None, topk)
 
 

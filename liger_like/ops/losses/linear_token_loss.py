@@ -29,7 +29,7 @@ from liger_like.ops.losses.linear_logprobs import (
 from liger_like.ops.losses.operands import Lora, low_rank
 from liger_like.ops.losses.rows import Options
 from liger_like.ops.losses.units import size_of_gradient
-from liger_like.ops.losses.vocab_shards import WHOLE
+from liger_like.ops.losses.vocab_shards import WHOLE, Shard
 from liger_like.runtime.autograd import once_differentiable
 from liger_like.runtime.registry import refuses_dtensors
 from liger_like.runtime.support import use_kernel
@@ -56,6 +56,7 @@ def fused_linear_token_loss_ref(
     logits_dtype: torch.dtype = torch.float32,
     accumulate_grad: bool = False,
     chunk_rows: int | None = None,
+    shard: Shard = WHOLE,
 ) -> Tensor | tuple[Tensor, TokenOutputs]:
     """Compute ``fused_linear_token_loss`` in plain torch; this defines the op.
 
@@ -64,7 +65,7 @@ def fused_linear_token_loss_ref(
     tokens = fused_linear_logprobs_ref(
         x, weight, target, bias, ignore_index=ignore_index, temperature=temperature, softcap=softcap,
         logit_scale=logit_scale, lora=lora, outputs=("logprob", *outputs), ids=ids, topk=topk,
-        logits_dtype=logits_dtype,
+        logits_dtype=logits_dtype, shard=shard,
     )  # fmt: skip
     return _summed(tokens, target, loss_fn, per_token, ignore_index, x.dtype, outputs)
 
@@ -136,6 +137,7 @@ class Settings(NamedTuple):
     outputs: tuple[str, ...]
     topk: int
     logits_dtype: torch.dtype
+    shard: Shard
 
 
 class _Losses:
@@ -264,7 +266,7 @@ class _FusedLinearTokenLoss(torch.autograd.Function):
             chunk_rows=settings.chunk_rows,
             accum_dtype=torch.float32 if x.dtype == torch.float16 else None,  # another unit would cost 16 bits some
             dw_dtype=weight.dtype,
-            shard=WHOLE,
+            shard=settings.shard,
             options=options,
         )  # fmt: skip
         dtype = settings.logits_dtype
@@ -299,7 +301,7 @@ class _FusedLinearTokenLoss(torch.autograd.Function):
         return *asked, *none[5:10], *of_tokens
 
 
-@refuses_dtensors("full_tensor()")
+@refuses_dtensors("liger_like.parallel.vocab_parallel_token_loss")
 def fused_linear_token_loss(
     x: Tensor,
     weight: Tensor,
@@ -318,6 +320,7 @@ def fused_linear_token_loss(
     logits_dtype: torch.dtype = torch.float32,
     accumulate_grad: bool = False,
     chunk_rows: int | None = None,
+    shard: Shard = WHOLE,
 ) -> Tensor | tuple[Tensor, TokenOutputs]:
     """Return the sum of ``loss_fn`` over the tokens that count, with all gradients from one pass over the head.
 
@@ -345,7 +348,7 @@ def fused_linear_token_loss(
     """
     checked = checked_arguments(
         x, weight, target, bias, ignore_index, temperature, softcap, logit_scale, lora, outputs, ids, topk,
-        logits_dtype, accumulate_grad, chunk_rows,
+        logits_dtype, accumulate_grad, chunk_rows, shard,
     )  # fmt: skip
     if not callable(loss_fn):
         raise TypeError(f"loss_fn must be a function, got {type(loss_fn).__name__}")
@@ -355,13 +358,13 @@ def fused_linear_token_loss(
         tokens = fused_linear_logprobs(
             x, weight, target, bias, ignore_index=ignore_index, temperature=temperature, softcap=softcap,
             logit_scale=logit_scale, lora=lora, outputs=names, ids=ids, topk=topk, logits_dtype=logits_dtype,
-            accumulate_grad=accumulate_grad, chunk_rows=chunk_rows,
+            accumulate_grad=accumulate_grad, chunk_rows=chunk_rows, shard=shard,
         )  # fmt: skip
         return _summed(tokens, target, loss_fn, per_token, ignore_index, checked.x.dtype, checked.outputs)
     rows = checked.x.reshape(-1, x.shape[-1])
-    u, b = (None, None) if checked.lora is None else low_rank(rows, checked.lora, WHOLE)
+    u, b = (None, None) if checked.lora is None else low_rank(rows, checked.lora, shard)
     differentiable = torch.is_grad_enabled()
-    settings = Settings(differentiable, accumulate_grad, checked.chunk_rows, names, checked.topk, logits_dtype)
+    settings = Settings(differentiable, accumulate_grad, checked.chunk_rows, names, checked.topk, logits_dtype, shard)
     total, *found = _FusedLinearTokenLoss.apply(
         rows, weight, checked.bias, u, b, target.reshape(-1), None if ids is None else ids.reshape(-1, ids.shape[-1]),
         loss_fn, settings, tempered(checked.options, checked.temperature), *_rows_of(per_token, target),

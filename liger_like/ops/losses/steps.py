@@ -39,32 +39,40 @@ def _flops_of_rows(
 @op(
     "linear_loss_rows(Tensor x, Tensor weight, Tensor target, Tensor? bias, Tensor? u, Tensor? b, Tensor? class_weight,"
     " Tensor index, Tensor(a!) x_c, Tensor(b!) z, Tensor(c!)[] rows, Tensor(d!)[] further, SymInt topk,"
-    f" {SHARD_SCHEMA}, {OPTIONS_SCHEMA}) -> ()",
+    f" Tensor(e!)? kept, Tensor(f!)? kept_rows, {SHARD_SCHEMA}, {OPTIONS_SCHEMA}) -> ()",
     lambda *args: None,
     flops=_flops_of_rows,
 )
 def fill_rows(
     x: Tensor, weight: Tensor, target: Tensor, bias: Tensor | None, u: Tensor | None, b: Tensor | None,
     class_weight: Tensor | None, index: Tensor, x_c: Tensor, z: Tensor, rows: list[Tensor], further: list[Tensor],
-    topk: int, *flat: Any,
+    topk: int, kept: Tensor | None, kept_rows: Tensor | None, *flat: Any,
 ) -> None:  # fmt: skip
     """Fill ``x_c`` [n, H], the tokens ``index`` of ``x``, their logits ``z`` [n, V], ``rows`` and ``further`` results.
 
     ``rows`` and ``further`` [T] are the first results of ``linear_cross_entropy_fwd`` and of ``TokenResults``; empty
-    tensors stay empty.
+    tensors stay empty. ``kept`` gets the first rows of ``z``, and ``kept_rows`` [3, T] their lse, lse_rest and entropy
+    if they are rounded.
     """
     shard, options = _split(flat)
     torch.index_select(x, 0, index, out=x_c)
     store_logits(z, x_c, weight, bias, None if u is None else u[index], b)
     wanted, more = _unless_empty(rows), _unless_empty(further) or NOTHING
+    if kept is not None:
+        kept.copy_(z[: len(kept)])
     if shard:
-        launch_fwd_of_shard(z, target, class_weight, wanted, options, index, shard)
+        rounded = None if kept_rows is None else kept
+        launch_fwd_of_shard(z, target, class_weight, wanted, options, index, shard, more, topk, rounded, kept_rows)
         return
     if topk:
         ignored = target[index] == options.ignore_index
         best = top_words(z, topk, options.logit_scale).masked_fill(ignored[:, None], NO_WORD)
         further[2][index, -topk:] = best
     launch_fwd(z, target, class_weight, wanted, options, index, more)
+    if kept_rows is not None:
+        lse, lse_rest, entropy = kept_rows
+        of_kept = None, None, lse, None if wanted[3] is None else entropy, None, lse_rest
+        launch_fwd(kept, target, None, of_kept, options, index[: len(kept)])
 
 
 @op(
