@@ -4,12 +4,11 @@ from typing import Any
 
 import torch.distributed as dist
 from torch import Tensor
-from torch.distributed.tensor import DTensor, Replicate, Shard
+from torch.distributed.tensor import DTensor
 
-from liger_like.ops.losses import vocab_shards
 from liger_like.ops.losses.linear_divergence import DivergenceOutput, fused_linear_divergence
-from liger_like.parallel.vocab_parallel import _GatherTokens, _words_of
-from liger_like.runtime.checks import require, require_integer, require_type
+from liger_like.ops.losses.vocab_shards import Shard, gathered
+from liger_like.parallel.vocab_parallel import over_words
 
 
 def vocab_parallel_divergence(
@@ -38,51 +37,21 @@ def vocab_parallel_divergence(
     Raises as ``fused_linear_divergence`` and ``vocab_parallel_cross_entropy`` do, and ValueError for a mask that does
     not have R times the tokens of a sharded ``x``.
     """
-    if isinstance(weight_shard, DTensor):
-        group, vocab_start, vocab_size = _words_of(weight_shard)
-    if isinstance(x, DTensor):
-        if x.placements not in ((Replicate(),), (Shard(x.dim() - 2),)):
-            raise ValueError(f"x must be replicated, or sharded by its tokens, got {x.placements}")
-        sequence_sharded = x.placements != (Replicate(),)
-    x, weight_shard, teacher_x, teacher_weight_shard = map(_local, (x, weight_shard, teacher_x, teacher_weight_shard))
-    options |= {name: _local(options[name]) for name in ("bias", "teacher_bias") if name in options}
-    require("weight_shard", weight_shard)
-    if group is None:
-        raise TypeError("group must be a ProcessGroup unless weight_shard is a DTensor, got None")
-    require_type("group", group, dist.ProcessGroup)
-    for name, number in (("vocab_start", vocab_start), ("vocab_size", vocab_size)):
-        if number is not None:
-            require_integer(name, number, 0)
-    processes, own = dist.get_world_size(group), weight_shard.shape[0]
-    start = dist.get_rank(group) * own if vocab_start is None else vocab_start
-    words = processes * own if vocab_size is None else vocab_size
-    if own == 0 or not 0 <= start <= words - own:
-        raise ValueError(f"weight_shard must lie in a vocabulary of {words} words, got {own} words from {start} on")
-    shard = vocab_shards.Shard(group.group_name, start, words, not sequence_sharded)
-    if not sequence_sharded:
-        return fused_linear_divergence(x, weight_shard, teacher_x, teacher_weight_shard, mask, shard=shard, **options)
-    if mask is not None:
-        require_type("mask", mask, Tensor)
-        if mask.shape != (*x.shape[:-2], x.shape[-2] * processes):
-            raise ValueError(f"mask must have {processes} times the tokens of x {[*x.shape]}, got {[*mask.shape]}")
-        # the gathered tokens are in the order of the processes
-        mask = mask.view(*mask.shape[:-1], processes, -1).movedim(-2, 0)
-    x = _GatherTokens.apply(x, group)  # type: ignore[no-untyped-call]
-    teacher_x = vocab_shards.gathered(teacher_x.detach(), group)
-    lora = options.get("lora")
-    if lora is not None and len(lora) == 2:  # u [..., S / R, r] is sharded by tokens, too
-        options["lora"] = _GatherTokens.apply(lora[0], group), lora[1]  # type: ignore[no-untyped-call]
-    result = fused_linear_divergence(x, weight_shard, teacher_x, teacher_weight_shard, mask, shard=shard, **options)
-    if isinstance(result, DivergenceOutput):
-        return result._replace(**{name: _in_order(t) for name, t in result._asdict().items() if t is not None})
-    return _in_order(result)
+    teacher_x, teacher_weight, teacher_bias = map(
+        _local, (teacher_x, teacher_weight_shard, options.pop("teacher_bias", None))
+    )
+
+    def divergence(x: Tensor, weight: Tensor, mask: Tensor | None = None, *, shard: Shard, **more: Any) -> Any:
+        # a sharded x has been gathered
+        whole = teacher_x if shard.reduce_dx else gathered(teacher_x.detach(), shard.processes())
+        return fused_linear_divergence(
+            x, weight, whole, teacher_weight, mask, teacher_bias=teacher_bias, shard=shard, **more
+        )
+
+    words, tokens = (group, vocab_start, vocab_size), {} if mask is None else {"mask": mask}
+    return over_words(divergence, x, weight_shard, words, tokens, sequence_sharded, options)  # type: ignore[no-any-return]
 
 
 def _local(tensor: Any) -> Any:
     """Return the local part of a DTensor; other values as they are."""
     return tensor.to_local() if isinstance(tensor, DTensor) else tensor
-
-
-def _in_order(result: Tensor) -> Tensor:
-    """Return a per-token result [R, ..., S / R] in the order of the tokens; a scalar loss as it is."""
-    return result if result.dim() == 0 else result.movedim(0, -2).flatten(-2)

@@ -64,7 +64,7 @@ def vocab_parallel_cross_entropy(
     """
     words = group, vocab_start, vocab_size
     tokens = {"target": target}
-    return _over_words(fused_linear_cross_entropy, x, weight_shard, words, tokens, sequence_sharded, loss_options)  # type: ignore[no-any-return]
+    return over_words(fused_linear_cross_entropy, x, weight_shard, words, tokens, sequence_sharded, loss_options)  # type: ignore[no-any-return]
 
 
 def vocab_parallel_logprobs(
@@ -100,7 +100,7 @@ def vocab_parallel_logprobs(
         return fused_linear_logprobs(x, weight, target, ids=ids, **more)
 
     words, tokens = (group, vocab_start, vocab_size), {"target": target} | _given(ids)
-    return _over_words(logprobs, x, weight_shard, words, tokens, sequence_sharded, {**options, "topk": topk})  # type: ignore[no-any-return]
+    return over_words(logprobs, x, weight_shard, words, tokens, sequence_sharded, {**options, "topk": topk})  # type: ignore[no-any-return]
 
 
 def vocab_parallel_token_loss(
@@ -133,14 +133,14 @@ def vocab_parallel_token_loss(
         return fused_linear_token_loss(x, weight, target, loss_fn, *per_token, ids=ids[0] if ids else None, **more)
 
     words = group, vocab_start, vocab_size
-    return _over_words(token_loss, x, weight_shard, words, tokens | _given(ids), sequence_sharded, options)  # type: ignore[no-any-return]
+    return over_words(token_loss, x, weight_shard, words, tokens | _given(ids), sequence_sharded, options)  # type: ignore[no-any-return]
 
 
 def _given(ids: Tensor | None) -> dict[str, Tensor]:
     return {} if ids is None else {"ids": ids}
 
 
-def _over_words(
+def over_words(
     function: Callable[..., Any],
     x: Tensor,
     weight: Tensor,
