@@ -11,17 +11,18 @@ import functools
 import types
 import warnings
 from dataclasses import dataclass
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, NoReturn
 
 import torch
 from torch import nn
 
-from liger_like._options import SWITCHES, check_options, checks_options
+from liger_like._options import checks_options
 from liger_like.patches import (
     NothingToDoError,
     Recogniser,
     UnrecognisedError,
     attention,
+    trl_head,
     where,
 )
 from liger_like.patches.config_views import give_views, take_views
@@ -36,6 +37,7 @@ from liger_like.patches.rms_norm import RMSNorm
 from liger_like.patches.rope import Rope
 from liger_like.patches.routers import Router
 from liger_like.patches.trials import compare
+from liger_like.patches.trl_code import fused_forward, stand_in
 
 ATTENTION, EXPERTS = attention.Attention(), Experts()
 INTERFACES: tuple[Recogniser, ...] = (EXPERTS, ATTENTION)
@@ -167,16 +169,20 @@ def patch(
             on = all(wanted[name] for name in recogniser.options)
             others = (m for m in model.modules() if m not in swaps and (on or _origin(m) is not None))
             found = [fate for module in others for fate in _examine(recogniser, module, model, verify)]
-            rows += _grouped([row for row, _ in found])
+            rows += grouped([row for row, _ in found])
             swaps.update(swap for _, swap in found if swap is not None)
         if len(rows) == before:
             patterns = ", ".join({recogniser.pattern: None for recogniser in recognisers})
             rows.append(Row(patterns, "", "", 0, ABSENT, "the model has none"))
+    trl = _examine_trl(model, swaps) if loss else {}
+    rows += grouped(list(trl.values()))
     report = PatchReport(model, tuple(rows))
     if strict and any(row.status == SKIPPED for row in rows):
-        raise ValueError(f"strict=True, but modules would be left alone:\n{report}")
+        refuse(report)
     for module, cls in swaps.items():
         _become(module, cls)
+    for module in (module for module, row in trl.items() if row.status == PATCHED):
+        trl_head.hook(module)
     for recogniser, found_there in interfaces:
         for module, variant in found_there.patched.items():
             vars(module).update(recogniser.methods(type(module), variant))
@@ -205,46 +211,15 @@ def unpatch(model: nn.Module) -> None:
         _become(module, origin.cls)
         RECOGNISERS[origin.pattern].forget(module)
     for module in model.modules():
+        trl_head.unhook(module)
         for interface in INTERFACES:
             interface.forget(module)
     take_views(model)
 
 
-class AutoModelForCausalLM:
-    """Factory like ``transformers.AutoModelForCausalLM`` that also patches; it warns if modules are left alone.
-
-    Keyword arguments of ``patch`` (``norm``, ``verify``, ...) go to ``patch``, all others to transformers.
-    """
-
-    @classmethod
-    def from_pretrained(cls, *args: Any, **kwargs: Any) -> Any:
-        """Return a patched model with the weights that transformers loads. Raises as ``patch`` does for its options."""
-        from transformers import AutoModelForCausalLM as Auto
-
-        options = _take_options(kwargs)
-        return _patched(Auto.from_pretrained(*args, **kwargs), options)
-
-    @classmethod
-    def from_config(cls, *args: Any, **kwargs: Any) -> Any:
-        """Return a patched model with random weights from a config. Raises as ``patch`` does for its options."""
-        from transformers import AutoModelForCausalLM as Auto
-
-        options = _take_options(kwargs)
-        return _patched(Auto.from_config(*args, **kwargs), options)  # type: ignore[no-untyped-call]
-
-
-def _take_options(kwargs: dict[str, Any]) -> dict[str, Any]:
-    """Remove the options of ``patch`` from ``kwargs`` and return them, checked."""
-    options = {name: kwargs.pop(name) for name in (*SWITCHES, "verify") if name in kwargs}
-    check_options(options)
-    return options
-
-
-def _patched(model: nn.Module, options: dict[str, Any]) -> nn.Module:
-    report = patch(model, **options)
-    if any(row.status == SKIPPED for row in report.rows):
-        warnings.warn(f"liger_like: some modules were left alone:\n{report}", stacklevel=3)
-    return model
+def refuse(report: PatchReport) -> NoReturn:
+    """Raise the error of ``strict=True``, with the report."""
+    raise ValueError(f"strict=True, but modules would be left alone:\n{report}")
 
 
 def _warn(report: PatchReport) -> None:
@@ -371,7 +346,20 @@ def _examine_interface(recogniser: Recogniser, model: nn.Module, verify: str) ->
     patched = {module: row.variant for (module, _), row in zip(found, rows, strict=True) if row.status == PATCHED}
     configs = dict.fromkeys(ids, False)
     configs |= {config: True for config, row in zip(ids, rows, strict=True) if row.status == PATCHED}
-    return _Found(_grouped(rows), patched, configs)
+    return _Found(grouped(rows), patched, configs)
+
+
+def _examine_trl(model: nn.Module, swaps: dict[nn.Module, type[Any]]) -> dict[nn.Module, Row]:
+    """Return a row for each module whose forward is TRL's fused head."""
+    rows = {}
+    for module in model.modules():
+        function = fused_forward(module)
+        if function is not None:
+            patched = module in swaps or _origin(module) is not None
+            reason = trl_head.obstacle_of(function, module, patched)
+            status = SKIPPED if reason else PATCHED if stand_in(function) is None else ALREADY
+            rows[module] = Row(trl_head.PATTERN, type(module).__name__, "", 1, status, reason)
+    return rows
 
 
 def _verify(recogniser: Recogniser, module: nn.Module, variant: str, *, live: bool) -> float | None:
@@ -433,7 +421,7 @@ def _instance(cls: Any, pattern: str, variant: str) -> Any:
     return patched.__new__(patched)
 
 
-def _grouped(rows: list[Row]) -> list[Row]:
+def grouped(rows: list[Row]) -> list[Row]:
     """Return the rows with equal ones merged: counts are added, and the largest error is kept."""
     groups: dict[Row, list[Row]] = {}
     for row in rows:

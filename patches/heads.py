@@ -1,8 +1,9 @@
 """Heads that compute the loss in their forward: linear layers, also with PEFT's adapters.
 
 PEFT wraps the linear layer in a module that adds the LoRA term or selects a trained copy, and that passes keyword
-arguments on. So every module of a head takes ``loss``, the arguments of ``fused_linear_cross_entropy``, and passes it
-to the linear layer. The hooks of each module run around its call as usual.
+arguments on. So every module of a head takes ``loss``, the arguments of ``fused_linear_cross_entropy``, or of another
+function that ``loss["op"]`` names, and passes it to the linear layer. The hooks of each module run around its call as
+usual.
 """
 
 import sys
@@ -82,7 +83,7 @@ def hook_in(head: nn.Module) -> str:
 
 def _linear_forward(cls: Any) -> Any:
     def forward(self: Any, x: Tensor, loss: dict[str, Any] | None = None) -> Any:
-        """Return the logits, or the loss of ``fused_linear_cross_entropy`` with the arguments ``loss``."""
+        """Return the logits, or the result of ``fused_linear_cross_entropy``, or of the op in ``loss``."""
         released = isinstance(self, FSDPModule) and _is_released(self, x, loss)
         if loss is None:
             return cls.forward(self, x)
@@ -92,6 +93,8 @@ def _linear_forward(cls: Any) -> Any:
             options["bias"] = None if options["bias"] is None else options["bias"][:words]
             if "lora" in options:
                 options["lora"] = options["lora"][0], options["lora"][1][:words]
+        if op := options.pop("op", None):
+            return op(x, weight, **options)
         if hasattr(weight, "device_mesh"):  # tensor parallel: FSDP has gathered its own shards by now
             from liger_like.parallel import vocab_parallel_cross_entropy
 
@@ -112,7 +115,7 @@ def _is_released(head: Any, x: Tensor, loss: dict[str, Any] | None) -> bool:
     if head._get_fsdp_state()._modules != (head,):
         return False
     if torch.is_grad_enabled():
-        made_later = loss is None or loss.get("reduction") == "none" or not use_kernel(x)
+        made_later = loss is None or "op" in loss or loss.get("reduction") == "none" or not use_kernel(x)
         if made_later or hasattr(head.weight, "device_mesh"):
             head._read_later = True
         head.set_unshard_in_backward(head._read_later)
@@ -142,15 +145,15 @@ def _lora_forward(cls: Any) -> Any:
     return forward
 
 
-def loss_of(head: Any, hidden: Tensor, loss: dict[str, Any]) -> Tensor:
-    """Return the loss from a call of ``head``, with its hooks.
+def loss_of(head: Any, hidden: Tensor, loss: dict[str, Any]) -> Any:
+    """Return the loss, or the result of ``loss["op"]``, from a call of ``head``, with its hooks.
 
     transformers' tensor parallelism shadows the head's forward by a function that gathers the logits of all words from
     its output. That function is taken off for the call.
     """
     shadow = vars(head).pop("forward") if type(head)._kind == TENSOR_PARALLEL else None
     try:
-        return nn.Module.__call__(head, hidden, loss=loss)  # type: ignore[no-any-return]
+        return nn.Module.__call__(head, hidden, loss=loss)
     finally:
         if shadow is not None:
             head.forward = shadow
