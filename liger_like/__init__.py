@@ -6,6 +6,7 @@ from liger_like import losses, nn
 from liger_like._explain import Explanation, explain
 from liger_like.graphs import GraphedStep
 from liger_like.ops import (
+    DivergenceOutput,
     LossOutput,
     TokenOutputs,
     add_rms_norm,
@@ -13,6 +14,7 @@ from liger_like.ops import (
     flash_attention,
     flash_attention_varlen,
     fused_linear_cross_entropy,
+    fused_linear_divergence,
     fused_linear_logprobs,
     geglu,
     layer_norm,
@@ -34,6 +36,7 @@ __version__ = "0.1.0"
 
 __all__ = [
     "AutoModelForCausalLM",
+    "DivergenceOutput",
     "Explanation",
     "GraphedStep",
     "LossOutput",
@@ -45,6 +48,7 @@ __all__ = [
     "flash_attention",
     "flash_attention_varlen",
     "fused_linear_cross_entropy",
+    "fused_linear_divergence",
     "fused_linear_logprobs",
     "geglu",
     "layer_norm",

@@ -7,6 +7,7 @@ from liger_like.ops.layer_norm import layer_norm
 from liger_like.ops.load_balancing import load_balancing_loss
 from liger_like.ops.losses.cross_entropy import cross_entropy
 from liger_like.ops.losses.linear_cross_entropy import LossOutput, fused_linear_cross_entropy
+from liger_like.ops.losses.linear_divergence import DivergenceOutput, fused_linear_divergence
 from liger_like.ops.losses.linear_logprobs import TokenOutputs, fused_linear_logprobs
 from liger_like.ops.qk_norm_rope import qk_norm_rope
 from liger_like.ops.rms_norm import add_rms_norm, rms_norm
@@ -14,6 +15,7 @@ from liger_like.ops.rope import rope
 from liger_like.ops.router import moe_route
 
 __all__ = [
+    "DivergenceOutput",
     "LossOutput",
     "TokenOutputs",
     "add_rms_norm",
@@ -21,6 +23,7 @@ __all__ = [
     "flash_attention",
     "flash_attention_varlen",
     "fused_linear_cross_entropy",
+    "fused_linear_divergence",
     "fused_linear_logprobs",
     "geglu",
     "layer_norm",

@@ -5,6 +5,7 @@ last chunk.
 """
 
 import functools
+from collections.abc import Callable
 from typing import Any, NamedTuple
 
 import torch
@@ -22,6 +23,7 @@ from liger_like.runtime.registry import op
 CHUNK_ROWS = 2048  # tokens per chunk at which the products reach full speed; half as many without gradients
 CHUNK_BYTES = 64 * 2**20  # least bytes of logits per chunk: with a small vocabulary CHUNK_ROWS tokens are too few
 NO_WORD = -1  # the id of no word
+Visit = Callable[[Tensor, Tensor | None, Tensor], None]
 READS_HOST = torch.Tag.cudagraph_unsafe  # the host reads the token count: torch.compile keeps it out of CUDA graphs
 
 
@@ -205,9 +207,14 @@ def _token_outputs(args: tuple[Any, ...]) -> tuple[Forward, TokenForward, tuple[
 
 
 def _run_chunks(
-    call: Forward, outs: tuple[Tensor, ...], more: TokenForward | None = None, results: TokenResults | None = None
-) -> None:
-    """Fill ``outs``, the results of ``linear_cross_entropy_fwd``, and the further ``results``."""
+    call: Forward, outs: tuple[Tensor, ...], more: TokenForward | None = None, results: TokenResults | None = None,
+    visit: Visit | None = None,
+) -> None:  # fmt: skip
+    """Fill ``outs``, the results of ``linear_cross_entropy_fwd``, and the further ``results``.
+
+    ``visit(z, dz, index)`` computes another loss: it fills the rows of the tokens ``index`` and, unless ``dz`` is None,
+    the gradient ``dz`` of their logits ``z``, which may share their memory.
+    """
     x, weight, target, bias, u, b, _, _, needs, *_, shard, options = call
     raise_bad_label(x.device)
     (T, H), V = x.shape, weight.shape[0]
@@ -242,11 +249,14 @@ def _run_chunks(
         torch.index_select(x, 0, index, out=x_c)
         u_c = None if u is None else u[index]
         store_logits(z, x_c, weight, bias, u_c, b)
-        _fill_rows(call, z, index, rows, more, results)
-        if results is not None and start < len(results.kept_logits):
-            _keep(call, z, order, start, results)
-        if any(needs):
-            _differentiate(call, z, dz, index, rows)
+        if visit is not None:
+            visit(z, dz if any(needs) else None, index)
+        else:
+            _fill_rows(call, z, index, rows, more, results)
+            if results is not None and start < len(results.kept_logits):
+                _keep(call, z, order, start, results)
+            if any(needs):
+                _differentiate(call, z, dz, index, rows)
         if start == 0:
             n = count()
             step = even_step(n - end, step)

@@ -4,6 +4,7 @@
 weight, and the columns of x. Their first five arguments are x, weight, bias, u and b.
 """
 
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -11,7 +12,7 @@ from torch import Tensor
 
 from liger_like.ops.losses.chunks import flat, linear_cross_entropy_last
 from liger_like.ops.losses.dw_sum import scale_rows
-from liger_like.ops.losses.slices import Backward, TokenBackward, linear_cross_entropy_bwd, linear_logprobs_bwd
+from liger_like.ops.losses.slices import Backward, linear_cross_entropy_bwd
 from liger_like.ops.losses.units import unit
 from liger_like.runtime.autograd import is_last_backward
 
@@ -70,11 +71,12 @@ def recomputed(
     ctx: Any,
     saved: tuple[Tensor, ...],
     upstream: tuple[Tensor | None, Tensor | None, Tensor | None],
-    more: TokenBackward | None = None,
+    more: tuple[Any, ...] = (),
+    op: Callable[..., tuple[Tensor, ...]] = linear_cross_entropy_bwd,
 ) -> tuple[Tensor | None, ...]:
     """Return the gradients for per-token ``upstream`` gradients of loss, logprob and entropy, from recomputed logits.
 
-    ``saved`` holds the arguments of ``Backward`` up to ``entropy``.
+    ``saved`` holds the arguments of ``Backward`` up to ``entropy``, and ``more`` further arguments of ``op``.
     """
     x, weight, *rest = saved
     dtype, dw_dtype, H = ctx.like
@@ -84,8 +86,7 @@ def recomputed(
     dw_sum = grad_to_add_to(ctx, weight)
     needs = list(ctx.needs_input_grad[:5])
     call = Backward(x, weight.to(dtype), *rest, dloss, *others, dw_sum, needs, dw_dtype, ctx.shard, ctx.options)
-    grads = linear_cross_entropy_bwd(*flat(call)) if more is None else linear_logprobs_bwd(*flat(call), *more)
-    dx, dw, dbias, du, db = grads
+    dx, dw, dbias, du, db = op(*flat(call), *more)
     if dtype != torch.float32:
         dx = dx.view(dtype)[:, H:]
     return dx, None if dw_sum is not None else dw, dbias.to(dtype), du.to(dtype), db.to(dtype)

@@ -33,8 +33,8 @@ from liger_like.ops.losses.rows import (
     row_losses_ref,
     scores_ref,
 )
-from liger_like.ops.losses.slices import TokenBackward
-from liger_like.ops.losses.vocab_shards import WHOLE
+from liger_like.ops.losses.slices import TokenBackward, linear_logprobs_bwd
+from liger_like.ops.losses.vocab_shards import WHOLE, Shard
 from liger_like.runtime.autograd import apply, is_last_backward, once_differentiable
 from liger_like.runtime.checks import require, require_choice, require_integer, require_positive
 from liger_like.runtime.registry import refuses_dtensors
@@ -76,6 +76,20 @@ class _RoundedGradient(torch.autograd.Function):
         return dx.to(ctx.dtype).to(dx.dtype), None
 
 
+def logits_ref(
+    x: Tensor, weight: Tensor, bias: Tensor | None, lora: Lora | None, logits_dtype: torch.dtype, shard: Shard = WHOLE
+) -> Tensor:
+    """Return the logits [..., V] in at least ``logits_dtype``, whose gradient is rounded to the dtype of ``x``."""
+    dtype = torch.promote_types(x.dtype, logits_dtype)
+    logits = linear(x.to(dtype), weight.to(dtype), None if bias is None else bias.to(dtype))
+    if lora is not None:
+        u, b = low_rank(x.reshape(-1, x.shape[-1]), lora, shard)
+        logits = logits + linear(u.to(dtype), b.to(dtype)).view(logits.shape)
+    if dtype != x.dtype and logits.requires_grad:
+        logits = _RoundedGradient.apply(logits, x.dtype)
+    return logits
+
+
 def fused_linear_logprobs_ref(
     x: Tensor,
     weight: Tensor,
@@ -100,13 +114,7 @@ def fused_linear_logprobs_ref(
 
     ``keep_logits``, ``uniform_gradient``, ``accumulate_grad`` and ``chunk_rows`` do not change the definition.
     """
-    dtype = torch.promote_types(x.dtype, logits_dtype)
-    logits = linear(x.to(dtype), weight.to(dtype), None if bias is None else bias.to(dtype))
-    if lora is not None:
-        u, b = low_rank(x.reshape(-1, x.shape[-1]), lora, WHOLE)
-        logits = logits + linear(u.to(dtype), b.to(dtype)).view(logits.shape)
-    if dtype != x.dtype and logits.requires_grad:
-        logits = _RoundedGradient.apply(logits, x.dtype)
+    logits = logits_ref(x, weight, bias, lora, logits_dtype)
     options = _tempered(Options(ignore_index, 0.0, 0.0, softcap, logit_scale), temperature)
     results = row_losses_ref(logits, target, None, options)._asdict()
     raw, z = scores_ref(logits, options)
@@ -231,7 +239,7 @@ class _FusedLinearLogprobs(torch.autograd.Function):
             saved = x, weight, target, bias, u, b, None, order, sums[0], lse, lse_rest, entropy
             at = (None, None) if d_at is None else (ids, d_at)
             more = TokenBackward(ctx.logits_dtype, *at, kept_logits if kept_logits.numel() else None)
-            dtensors = recomputed(ctx, saved, (None, dlogprob, dentropy), more)
+            dtensors = recomputed(ctx, saved, (None, dlogprob, dentropy), more, linear_logprobs_bwd)
         asked = (grad if needed else None for grad, needed in zip(dtensors, ctx.needs_input_grad[:5], strict=True))
         return *asked, *none[5:]
 

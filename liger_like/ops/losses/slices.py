@@ -1,5 +1,6 @@
 """Dispatcher ops for the backward of the fused linear losses, from logits recomputed in slices of the vocabulary."""
 
+from collections.abc import Callable
 from typing import Any, NamedTuple
 
 import torch
@@ -16,6 +17,7 @@ from liger_like.ops.losses.vocab_shards import SHARD_SCHEMA, Shard
 from liger_like.runtime.layout import packed
 from liger_like.runtime.registry import op
 
+SliceVisit = Callable[[Tensor, Tensor, Tensor, Tensor | None, slice], None]
 SMALL_PRODUCT = 2**22  # elements below which cuBLAS splits the sum over tokens and rounds its parts to the dtype
 COMPACT_BELOW = 0.75  # if a smaller share of the tokens counts, the backward gathers these first
 
@@ -139,8 +141,12 @@ def _upstream(call: Backward, more: TokenBackward | None) -> tuple[list[Tensor |
     return [None if g is None else g / factor for g in upstream], None if d_at is None else d_at / factor, factor
 
 
-def _gradients(call: Backward, more: TokenBackward | None) -> tuple[Tensor, ...]:
-    """Return the gradients of ``linear_cross_entropy_bwd``."""
+def _gradients(call: Backward, more: TokenBackward | None, visit: SliceVisit | None = None) -> tuple[Tensor, ...]:
+    """Return the gradients of ``linear_cross_entropy_bwd``.
+
+    ``visit(z, dz, dloss, index, part)`` fills ``dz`` for another loss, with the gradient of logits ``z`` of the words
+    ``part`` and the tokens ``index`` (None: all) for upstream gradients ``dloss`` [T].
+    """
     x, weight, target, bias, u, b, class_weight, order, chunk_bounds, *_, shard, options = call
     dw_sum, needs = call.dw_sum, call.needs
     outs = _bwd_outputs(call)
@@ -175,10 +181,13 @@ def _gradients(call: Backward, more: TokenBackward | None) -> tuple[Tensor, ...]
                 z[:k] = kept[:k, part]
             u_k = None if u is None else u[k:]
             store_logits(z[k:], x[k:], w, None if bias is None else bias[part], u_k, b_part)
-        launch_bwd(
-            z, dz, target, class_weight, (call.lse, call.lse_rest), entropies, upstream, options,
-            order=index, v_start=shard.first_word + start, vocabulary=shard.words or V, at=at,
-        )  # fmt: skip
+        if visit is not None:
+            visit(z, dz, upstream[0], index, part)
+        else:
+            launch_bwd(
+                z, dz, target, class_weight, (call.lse, call.lse_rest), entropies, upstream, options,
+                order=index, v_start=shard.first_word + start, vocabulary=shard.words or V, at=at,
+            )  # fmt: skip
         if needs_dx:
             addmm(dx[:n], dz, w, accumulate)
         if needs_du:
