@@ -1,6 +1,7 @@
 """Patch the models of transformers' Trainer and of TRL's trainers, by a call or by a callback."""
 
 import dataclasses
+import functools
 import sys
 from dataclasses import dataclass
 from types import FrameType
@@ -13,8 +14,8 @@ from transformers import Trainer, TrainerCallback, TrainerControl, TrainerState,
 from liger_like._options import check_options
 from liger_like.patches.trl_code import fused_forward, stand_in
 from liger_like.patches.trl_head import PATTERN
-from liger_like.patches.trl_trainers import reason_unfused
-from liger_like.patching import ABSENT, SKIPPED, PatchReport, Row, grouped, patch, refuse, unpatch
+from liger_like.patches.trl_trainers import Plan, plan_of
+from liger_like.patching import ABSENT, PATCHED, SKIPPED, PatchReport, Row, grouped, patch, refuse, unpatch
 from liger_like.runtime.checks import require_choice, require_integer
 
 MODELS = ("model", "ref_model", "teacher_model")  # the attributes of trainers that hold models
@@ -24,12 +25,21 @@ MODELS = ("model", "ref_model", "teacher_model")  # the attributes of trainers t
 class _TrainerReport(PatchReport):
     """Report of what ``patch_trainer`` did to the models of a trainer, of which ``model`` is trained."""
 
-    models: tuple[nn.Module, ...] = dataclasses.field(default=(), repr=False)
+    trainer: Any = dataclasses.field(default=None, repr=False)
+    methods: tuple[str, ...] = ()
 
     def unpatch(self) -> None:
-        """Restore all models."""
-        for model in self.models:
+        """Restore the models and the methods of the trainer."""
+        for model in _models(self.trainer):
             unpatch(model)
+        for name in self.methods:
+            vars(self.trainer).pop(name, None)
+
+
+def _models(trainer: Any) -> list[nn.Module]:
+    """Return the models of ``trainer``, each once."""
+    found = {id(m): m for name in MODELS if isinstance(m := getattr(trainer, name, None), nn.Module)}
+    return [*found.values()]
 
 
 def patch_trainer(
@@ -40,10 +50,11 @@ def patch_trainer(
     The models are ``trainer.model`` and, if the trainer has them, ``ref_model`` and ``teacher_model``. ``options`` are
     those of ``patch``. TRL's trainers for SFT, DPO, KTO, GRPO, RLOO and GMPO call a fused head that TRL puts on the
     model: it then runs ``fused_linear_logprobs`` with ``keep_logits`` and ``logits_dtype``, and with
-    ``uniform_gradient`` where the loss is the mean over tokens. The report's row "trl head" says whether it does. A
-    head with other code, as of another version of TRL, is left alone. So are the heads of trainers that read the logits.
+    ``uniform_gradient`` where the loss is the mean over tokens. The trainer for distillation then runs
+    ``fused_linear_divergence``. The report's row "trl head" says whether it does. A head with other code, as of another
+    version of TRL, is left alone. So are the heads of trainers that read the logits.
 
-    ``report.unpatch()`` restores all models. Call this after the trainer is made; calling it again changes
+    ``report.unpatch()`` restores models and trainer. Call this after the trainer is made; calling it again changes
     ``keep_logits`` and ``logits_dtype``.
 
     Raises TypeError if ``trainer`` is not a transformers.Trainer, TypeError or ValueError for invalid options, and
@@ -52,18 +63,20 @@ def patch_trainer(
     if not isinstance(trainer, Trainer):
         raise TypeError(f"trainer must be a transformers.Trainer, got {type(trainer).__name__}")
     _check(keep_logits=keep_logits, logits_dtype=logits_dtype, **options)
-    reason = reason_unfused(type(trainer))
+    plan = plan_of(trainer)
     loss, strict = options.pop("loss", True), options.pop("strict", False)
-    models = {id(m): m for name in MODELS if isinstance(m := getattr(trainer, name, None), nn.Module)}
-    reports = [patch(model, loss=loss and not reason, **options) for model in models.values()]
+    reports = [patch(model, loss=loss and plan is None, **options) for model in _models(trainer)]
     rows = [row for report in reports for row in report.rows]
-    if loss and reason:
-        rows.append(_unfused(trainer, reason))
-    report = _TrainerReport(trainer.model, tuple(grouped(rows)), tuple(models.values()))
-    if strict and any(row.status == SKIPPED for row in report.rows):
+    methods = {}
+    if loss and plan is not None:
+        rows.append(_row(trainer, plan))
+        methods = plan.methods
+    report = _TrainerReport(trainer.model, tuple(grouped(rows)), trainer, tuple(methods))
+    if strict and any(row.status == SKIPPED for row in rows):
         report.unpatch()
         refuse(report)
-    heads = [stand_in(fused_forward(module)) for model in models.values() for module in model.modules()]
+    vars(trainer).update(methods)
+    heads = [stand_in(fused_forward(module)) for model in _models(trainer) for module in model.modules()]
     for head in filter(None, heads):
         head.options = {"keep_logits": keep_logits, "logits_dtype": logits_dtype}
         # the loss of SFT weighs all tokens of a batch the same
@@ -71,12 +84,13 @@ def patch_trainer(
     return report
 
 
-def _unfused(trainer: Trainer, reason: str) -> Row:
-    """Return the row of a trainer whose head runs no op of ours."""
+def _row(trainer: Trainer, plan: Plan) -> Row:
+    """Return the row of a trainer that does not use TRL's fused head."""
+    row = functools.partial(Row, PATTERN, type(trainer).__name__, "", 1)
     model: Any = trainer.model
     if all(getattr(module, "get_output_embeddings", lambda: None)() is None for module in model.modules()):
-        return Row(PATTERN, type(trainer).__name__, "", 1, ABSENT, "the model has no language-model head")
-    return Row(PATTERN, type(trainer).__name__, "", 1, SKIPPED, reason)
+        return row(ABSENT, "the model has no language-model head")
+    return row(SKIPPED, plan.reason) if plan.reason else row(PATCHED)
 
 
 def _check(keep_logits: Any = 0, logits_dtype: Any = torch.float32, **options: Any) -> None:

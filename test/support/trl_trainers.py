@@ -50,7 +50,7 @@ KINDS = {
     "SFT dft": (TEXTS, {"loss_type": "dft"}, ()),
     "DPO": (PAIRS, {"use_weighting": True}, ("ref_model",)),
     "KTO": (LABELLED, {}, ("ref_model",)),
-    "GRPO": (PROMPTS, {**SAMPLED, "temperature": 0.8, "beta": 0.0}, ("reward_funcs",)),
+    "GRPO": (PROMPTS, {**SAMPLED, "temperature": 0.8, "num_iterations": 2}, ("reward_funcs",)),
     "RLOO": (PROMPTS, {**SAMPLED, "beta": 0.0}, ("reward_funcs",)),
     "GMPO": (PROMPTS, SAMPLED, ("reward_funcs",)),
     "Distillation": (PROMPTS, {"max_completion_length": 5, "beta": 0.5}, ("teacher_model",)),
