@@ -61,8 +61,8 @@ KINDS = {
 }
 
 
-def make(kind, model, folder, other=None, callbacks=(), **arguments):
-    """Return a trainer of three steps; ``other`` is the reference or the teacher."""
+def make(kind, model, folder, other=None, callbacks=(), adapters=None, **arguments):
+    """Return a trainer of three steps; ``other`` is the reference or the teacher; adapters need no reference."""
     data, settings, takes = KINDS[kind]
     name = kind.split()[0]
     if hasattr(trl, f"{name}Trainer"):
@@ -72,12 +72,13 @@ def make(kind, model, folder, other=None, callbacks=(), **arguments):
     common = {"max_steps": 3, "per_device_train_batch_size": 2, "learning_rate": 1e-2, "logging_steps": 1}
     common |= {"use_cpu": True, "bf16": False, "report_to": [], "save_strategy": "no", "disable_tqdm": True, "seed": 0}
     common |= {"gradient_checkpointing": False, **settings, **arguments}
-    given = {"reward_funcs": reward, "ref_model": other, "teacher_model": other}
+    given = {"reward_funcs": reward, "ref_model": None if adapters else other, "teacher_model": other}
+    given["peft_config"] = adapters
     return cls(
         model=model,
         args=config(str(folder), **common),
         train_dataset=datasets.Dataset.from_list(data * 6),
         processing_class=tokenizer(),
         callbacks=[*callbacks],
-        **{name: given[name] for name in takes},
+        **{name: given[name] for name in (*takes, *["peft_config"] * bool(adapters))},
     )
