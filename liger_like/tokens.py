@@ -5,7 +5,7 @@ from typing import Any
 from torch import Tensor, nn
 
 from liger_like.ops.losses.linear_logprobs import TokenOutputs
-from liger_like.patches.lm_head import MODEL, TOKENS
+from liger_like.patches.lm_head import TOKENS, fuses_loss
 
 
 def token_logprobs(
@@ -31,8 +31,7 @@ def token_logprobs(
         raise TypeError(f"model must be a torch.nn.Module, got {type(model).__name__}")
     if not isinstance(labels, Tensor) or labels.dim() != 2:
         raise TypeError(f"labels must be a tensor [B, S], got {getattr(labels, 'shape', type(labels).__name__)}")
-    variants = (getattr(getattr(type(module), "_liger_like", None), "variant", "") for module in model.modules())
-    if not any(variant.startswith(MODEL) for variant in variants):
+    if not fuses_loss(model):
         raise ValueError("model must be patched, with its loss: call liger_like.patch(model) first")
     asked = {"outputs": outputs, "temperature": temperature}
     numbers: TokenOutputs = model(*args, labels=labels, **kwargs, **{TOKENS: asked})

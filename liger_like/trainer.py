@@ -12,6 +12,7 @@ from torch import nn
 from transformers import Trainer, TrainerCallback, TrainerControl, TrainerState, TrainingArguments
 
 from liger_like._options import check_options
+from liger_like.patches.lm_head import fuses_loss
 from liger_like.patches.trl_code import fused_forward, stand_in
 from liger_like.patches.trl_head import PATTERN
 from liger_like.patches.trl_trainers import Plan, plan_of
@@ -65,7 +66,10 @@ def patch_trainer(
     _check(keep_logits=keep_logits, logits_dtype=logits_dtype, **options)
     plan = plan_of(trainer)
     loss, strict = options.pop("loss", True), options.pop("strict", False)
-    reports = [patch(model, loss=loss and plan is None, **options) for model in _models(trainer)]
+    heads = loss and (plan is None or plan.tokens)
+    reports = [patch(model, loss=heads, **options) for model in _models(trainer)]
+    if plan is not None and plan.tokens and not fuses_loss(trainer.model):
+        plan = Plan({}, "its model's lm_head is left alone")
     rows = [row for report in reports for row in report.rows]
     methods = {}
     if loss and plan is not None:
@@ -76,8 +80,8 @@ def patch_trainer(
         report.unpatch()
         refuse(report)
     vars(trainer).update(methods)
-    heads = [stand_in(fused_forward(module)) for model in _models(trainer) for module in model.modules()]
-    for head in filter(None, heads):
+    functions = [fused_forward(module) for model in _models(trainer) for module in model.modules()]
+    for head in filter(None, map(stand_in, functions)):
         head.options = {"keep_logits": keep_logits, "logits_dtype": logits_dtype}
         # the loss of SFT weighs all tokens of a batch the same
         head.options["uniform_gradient"] = getattr(trainer.args, "loss_type", None) == "nll"

@@ -388,6 +388,12 @@ def _model_methods(cls: type[Any]) -> dict[str, Any]:
     return {"forward": forward, "loss_function": loss, "__setattr__": set_attribute}
 
 
+def fuses_loss(model: nn.Module) -> bool:
+    """Return True if the loss of ``model``, or of a model in it, is patched."""
+    variants = (getattr(getattr(type(module), "_liger_like", None), "variant", "") for module in model.modules())
+    return any(variant.startswith(MODEL) for variant in variants)
+
+
 def _lazily(head: Any, forward: Callable[[], Any]) -> Any:
     """Return the result of ``forward``, in which calls of ``head`` return lazy logits."""
     outer, _training.head = _training.head, head
@@ -400,18 +406,20 @@ def _lazily(head: Any, forward: Callable[[], Any]) -> Any:
 def _token_outputs(model: Any, forward: Callable[..., Any], kwargs: dict[str, Any], asked: dict[str, Any]) -> Any:
     """Return the numbers ``asked`` of each label [B, S] but the first of its row, as TokenOutputs of [B, S - 1].
 
-    Raises RuntimeError if the head or the model does not allow it.
+    With ``asked["shifted"]`` the labels are shifted already, and the numbers are [B, S]. Raises RuntimeError if the head
+    or the model does not allow it.
     """
-    head, labels = model.get_output_embeddings(), kwargs.pop("labels")
+    head, labels, options = model.get_output_embeddings(), kwargs.pop("labels"), {"shifted": False, **asked}
+    shifted = options.pop("shifted")
     reason = obstacle(head) if hasattr(type(head), "_kind") else "it changed after patching"
     if reason := reason or hook_in(head):
         raise RuntimeError(f"token_logprobs needs a patched head without hooks: {reason}")
     logits = _lazily(head, functools.partial(forward, **kwargs, return_dict=True)).logits
-    target = F.pad(labels, (0, 1), value=-100)[..., 1:]
-    results = logits.loss(target, op=token_numbers, **asked) if isinstance(logits, LazyLogits) else None
+    target = labels if shifted else F.pad(labels, (0, 1), value=-100)[..., 1:]
+    results = logits.loss(target, op=token_numbers, **options) if isinstance(logits, LazyLogits) else None
     if results is None:
         raise RuntimeError("token_logprobs needs a model that only scales and softcaps its logits, one row per label")
-    return type(results)(*(None if each is None else each[..., :-1] for each in results))
+    return results if shifted else type(results)(*(None if each is None else each[..., :-1] for each in results))
 
 
 def _settle(value: Any) -> Any:

@@ -121,7 +121,9 @@ def _difference(theirs: Callable[..., Any]) -> float:
     return max(float((ours - expected).abs().max()) for expected, ours in zip(*results, strict=True))
 
 
-def token_numbers(x: Tensor, weight: Tensor, target: Tensor, bias: Tensor | None = None, **options: Any) -> TokenOutputs:
+def token_numbers(
+    x: Tensor, weight: Tensor, target: Tensor, bias: Tensor | None = None, **options: Any
+) -> TokenOutputs:
     """Return ``fused_linear_logprobs`` with weight and bias in the dtype of ``x``; under autocast it casts them itself."""
     if autocast_dtype(x) is None:
         weight, bias = weight.to(x.dtype), None if bias is None else bias.to(x.dtype)

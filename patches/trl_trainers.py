@@ -1,8 +1,8 @@
 """TRL's trainers: how each computes its loss, and the methods that let it run our ops.
 
 Most trainers call TRL's fused head, which ``trl_head`` replaces. ``DistillationTrainer`` calls a function of its own on
-the hidden states of two models: a copy of its method calls ``divergence_loss`` instead. TRL's code does not change, and
-the copy is set on the instance.
+the hidden states of two models: a copy of its method calls ``divergence_loss`` instead. ORPO and CPO read the logits in
+a method that ``trl_pairs`` replaces. TRL's code does not change: methods are set on the instance.
 """
 
 import functools
@@ -15,6 +15,7 @@ import torch
 from torch import Tensor
 
 from liger_like.ops.losses.linear_divergence import DivergenceOutput, fused_linear_divergence
+from liger_like.patches import trl_pairs
 from liger_like.patches.rewriting import with_globals
 from liger_like.patches.trl_code import version
 from liger_like.runtime.support import autocast_dtype
@@ -23,10 +24,14 @@ DIVERGENCE = "_chunked_divergence_loss"  # the global name of the function that 
 
 
 class Plan(NamedTuple):
-    """How a trainer is to run our ops: by ``methods`` that are set on it, or not at all for ``reason``."""
+    """How a trainer is to run our ops: by ``methods`` that are set on it, or not at all for ``reason``.
+
+    ``tokens``: the methods need a model whose loss is patched.
+    """
 
     methods: dict[str, Any]
     reason: str = ""
+    tokens: bool = False
 
 
 def plan_of(trainer: Any) -> Plan | None:
@@ -37,6 +42,9 @@ def plan_of(trainer: Any) -> Plan | None:
     method = getattr(cls, "_compute_loss", None)
     if isinstance(method, FunctionType) and DIVERGENCE in method.__code__.co_names:
         return _distillation(trainer, method)
+    if hasattr(cls, trl_pairs.METHOD):
+        reason = trl_pairs.refusal(trainer)
+        return Plan({}, reason) if reason else Plan(trl_pairs.methods(trainer), tokens=True)
     how = "reads the logits" if _mentions(cls, "logits") else "does not use TRL's fused head"
     return Plan({}, f"the loss of {version()}'s {cls.__name__} {how}")
 

@@ -16,13 +16,15 @@ from trl.kernels.chunked_divergence import ChunkedDivergenceFunction
 from trl.kernels.chunked_logprob import ChunkedLogProbFunction
 from trl.trainer import utils
 
-from liger_like.patches import trl_code, trl_head, trl_trainers as plans
+from liger_like.patches import trl_code, trl_head, trl_pairs
+from liger_like.patches import trl_trainers as plans
 from liger_like.patching import patch, unpatch
 from liger_like.trainer import PatchCallback, patch_trainer
 
 pytestmark = [pytest.mark.filterwarnings("error:liger_like"), pytest.mark.usefixtures("references")]
 VARYING = ("_runtime", "_per_second", "step_time", "total_flos")  # the ends of the names of metrics that are no results
-FUSED = ["SFT", "SFT dft", "DPO", "KTO", "GRPO", "RLOO", "GMPO", "Distillation"]
+HEAD = ["SFT", "SFT dft", "DPO", "KTO", "GRPO", "RLOO", "GMPO"]  # the trainers that call TRL's fused head
+METHODS = {"Distillation": "_compute_loss", "ORPO": "concatenated_forward", "CPO": "concatenated_forward"}
 
 
 @pytest.fixture
@@ -115,32 +117,32 @@ def assert_original(trainer):
             assert function.__globals__ is vars(utils)
             assert function.__wrapped__ is transformers.LlamaForCausalLM.forward
             assert trl_code.kept_forward(function).__func__ is transformers.LlamaForCausalLM.forward
-    assert "_compute_loss" not in vars(trainer)
+    assert not {*METHODS.values()} & {*vars(trainer)}
 
 
-@pytest.mark.parametrize("kind", FUSED)
+@pytest.mark.parametrize("kind", [*HEAD, *METHODS])
 def test_trainers(kind, made, ran):
     """Patched before the trainer is made, by the callback and by patch_trainer; also restored."""
     expected = learnt(made(kind))
-    assert ran.theirs
+    assert bool(ran.theirs) == (kind not in ("ORPO", "CPO"))  # these read the logits
     assert not ran.ours
-    ways = ["before", "callback", "patch_trainer"]
-    if kind == "Distillation":
-        ways.remove("before")  # the trainer has the loss
-    elif kind not in ("SFT", "DPO"):
-        ways.remove("patch_trainer")  # the callback calls it
+    ways = ["callback", "before"] if kind in HEAD else ["callback"]  # the method of a trainer is not of the model
+    if kind in ("SFT", "DPO", "Distillation"):
+        ways.append("patch_trainer")  # the callback calls it
     for how in ways:
         ran.theirs, ran.ours = 0, []
         trainer = made(kind, how)
         assert_learnt(trainer, expected)
         assert ran.ours
         assert not ran.theirs
-        if kind != "Distillation" and how != "before":
+        if kind in HEAD and how != "before":
             assert {options["uniform_gradient"] for options in ran.ours} == {kind == "SFT"}
         if how != "before":
             rows = head_rows(trainer.patching.report)
             assert {row.status for row in rows} == {"patched"}
-            assert {row.pattern for row in rows} == ({"trl head"} if kind == "Distillation" else {"trl head", "lm_head"})
+            assert {row.pattern for row in rows} == (
+                {"trl head"} if kind == "Distillation" else {"trl head", "lm_head"}
+            )
             trainer.patching.report.unpatch()
         else:
             for model in trainer.models:
@@ -156,6 +158,7 @@ def test_trainers(kind, made, ran):
         ("SFT", {"bf16": True}),  # accelerate wraps TRL's forward
         ("GRPO", {"cast_lm_head_to_fp32": True}),  # TRL replaces the forward of the head
         ("SFT", {"adapters": {"target_modules": ["up_proj"], "modules_to_save": ["lm_head"]}}),
+        ("CPO", {"loss_type": "sigmoid", "cpo_alpha": 0.0}),
     ],
     ids=str,
 )
@@ -191,6 +194,32 @@ def test_accumulation(made, ran):
     assert not ran.theirs
 
 
+def test_pairs_of_other_code_are_left_alone(made):
+    """By a method of the user's, or for a loss that the numbers of tokens do not give."""
+    trainer = made("ORPO")
+    trainer.aux_loss_enabled = True
+    (row,) = head_rows(patch_trainer(trainer, **LOSS_AND_NORMS))
+    assert (row.status, row.reason) == ("skipped", "the model has a router's loss")
+
+    class Mine(type(trainer)):
+        def get_batch_logps(self, *args, **kwargs):
+            raise NotImplementedError
+
+    trainer.__class__ = Mine
+    (row,) = head_rows(patch_trainer(trainer, **LOSS_AND_NORMS))
+    assert (row.status, row.reason) == ("skipped", "concatenated_forward of Mine is not recognised")
+    assert trl_pairs.METHOD not in vars(trainer)
+
+
+def test_pairs_need_a_patched_loss(made):
+    trainer = made("CPO")
+    trainer.model.lm_head.forward = functools.partial(torch.nn.Linear.forward, trainer.model.lm_head)
+    lm_head, row = head_rows(patch_trainer(trainer, **LOSS_AND_NORMS))
+    assert (lm_head.status, row.status) == ("skipped", "skipped")
+    assert row.reason == "its model's lm_head is left alone"
+    assert trl_pairs.METHOD not in vars(trainer)
+
+
 @pytest.mark.parametrize("kind", ["GKD", "TPO", "Reward"])
 def test_trainers_that_read_logits_are_reported(kind, made, ran, device, tmp_path):
     """Their models are patched but for the head; with strict=True nothing stays patched."""
@@ -210,7 +239,10 @@ def test_trainers_that_read_logits_are_reported(kind, made, ran, device, tmp_pat
     if kind == "Reward":
         assert (row.status, row.reason) == ("absent", "the model has no language-model head")
         return
-    assert (row.status, row.reason) == ("skipped", f"the loss of TRL {trl.__version__}'s {kind}Trainer reads the logits")
+    assert (row.status, row.reason) == (
+        "skipped",
+        f"the loss of TRL {trl.__version__}'s {kind}Trainer reads the logits",
+    )
     assert {row.pattern for row in report.patched} == {"rms_norm"}
     with pytest.raises(ValueError, match="strict=True, but modules would be left alone"):
         patch_trainer(trainer, strict=True, **LOSS_AND_NORMS)
