@@ -20,9 +20,8 @@ def token_logprobs(
 
     ``args`` and ``kwargs`` are those of the model, such as ``input_ids`` [B, S] and ``attention_mask``. The results are
     [B, S - 1]: number t belongs to label t + 1, which the model predicts from the tokens up to t. Labels of -100 do not
-    count. ``outputs`` and ``temperature`` are as in ``fused_linear_logprobs``, which computes the numbers in the forward
-    of the model: wrappers (DDP, PEFT) and hooks that gather or move weights run as usual. ``model.training`` does not
-    matter.
+    count. ``outputs`` and ``temperature`` are as in ``fused_linear_logprobs``. It runs in the forward of the model:
+    wrappers (DDP, PEFT) and hooks that gather or move weights run as usual. ``model.training`` does not matter.
 
     Raises TypeError or ValueError for invalid arguments or if the loss of ``model`` is not patched, RuntimeError if its
     head has a hook, changed after patching, or makes logits of another form than a scale and a softcap.

@@ -66,21 +66,22 @@ def patch_trainer(
     _check(keep_logits=keep_logits, logits_dtype=logits_dtype, **options)
     plan = plan_of(trainer)
     loss, strict = options.pop("loss", True), options.pop("strict", False)
+    model: Any = trainer.model
     heads = loss and (plan is None or plan.tokens)
-    reports = [patch(model, loss=heads, **options) for model in _models(trainer)]
-    if plan is not None and plan.tokens and not fuses_loss(trainer.model):
+    reports = [patch(each, loss=heads, **options) for each in _models(trainer)]
+    if plan is not None and plan.tokens and not fuses_loss(model):
         plan = Plan({}, "its model's lm_head is left alone")
     rows = [row for report in reports for row in report.rows]
     methods = {}
     if loss and plan is not None:
         rows.append(_row(trainer, plan))
         methods = plan.methods
-    report = _TrainerReport(trainer.model, tuple(grouped(rows)), trainer, tuple(methods))
+    report = _TrainerReport(model, tuple(grouped(rows)), trainer, tuple(methods))
     if strict and any(row.status == SKIPPED for row in rows):
         report.unpatch()
         refuse(report)
     vars(trainer).update(methods)
-    functions = [fused_forward(module) for model in _models(trainer) for module in model.modules()]
+    functions = [fused_forward(module) for each in _models(trainer) for module in each.modules()]
     for head in filter(None, map(stand_in, functions)):
         head.options = {"keep_logits": keep_logits, "logits_dtype": logits_dtype}
         # the loss of SFT weighs all tokens of a batch the same

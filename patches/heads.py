@@ -145,7 +145,7 @@ def _lora_forward(cls: Any) -> Any:
     return forward
 
 
-def loss_of(head: Any, hidden: Tensor, loss: dict[str, Any]) -> Any:
+def loss_of(head: Any, hidden: Tensor, loss: dict[str, Any]) -> Tensor:
     """Return the loss, or the result of ``loss["op"]``, from a call of ``head``, with its hooks.
 
     transformers' tensor parallelism shadows the head's forward by a function that gathers the logits of all words from
@@ -153,7 +153,7 @@ def loss_of(head: Any, hidden: Tensor, loss: dict[str, Any]) -> Any:
     """
     shadow = vars(head).pop("forward") if type(head)._kind == TENSOR_PARALLEL else None
     try:
-        return nn.Module.__call__(head, hidden, loss=loss)
+        return nn.Module.__call__(head, hidden, loss=loss)  # type: ignore[no-any-return]
     finally:
         if shadow is not None:
             head.forward = shadow

@@ -208,7 +208,8 @@ def _cross_entropy(
     plain = weight is None and size_average is None and reduce is None and isinstance(target, Tensor)
     if not plain or target.is_floating_point() or len(logits.shape) != 2:
         return None
-    loss = logits.loss(target, ignore_index=ignore_index, reduction=reduction, label_smoothing=label_smoothing)
+    options = {"ignore_index": ignore_index, "reduction": reduction, "label_smoothing": label_smoothing}
+    loss: Tensor | None = logits.loss(target, **options)
     in_fp32 = loss is None or any(method == "float" for method, _ in logits.steps)
     return loss if in_fp32 else loss.to(logits.hidden.dtype)  # type: ignore[union-attr]
 
@@ -241,7 +242,7 @@ def causal_lm_loss(
         target = nn.functional.pad(labels, (0, 1), value=ignore_index)[..., 1:]
     rows = logits.shape[:-1]
     if vocab_size == logits.shape[-1] and target.numel() == rows.numel():
-        loss = logits.loss(target.reshape(rows), ignore_index=ignore_index, num_items=num_items_in_batch)
+        loss: Tensor | None = logits.loss(target.reshape(rows), ignore_index=ignore_index, num_items=num_items_in_batch)
         if loss is not None:
             return loss
     return original(logits.real(), labels, vocab_size, **options, **kwargs)
@@ -381,8 +382,10 @@ def _model_methods(cls: type[Any]) -> dict[str, Any]:
         current = get_loss_function(self)
         return functools.partial(causal_lm_loss, current) if current is ForCausalLMLoss else current
 
+    set_as_before: Any = cls.__setattr__
+
     def set_attribute(self: Any, name: str, value: Any) -> None:
-        cls.__setattr__(self, name, hooked(self, value) if name == "forward" else value)
+        set_as_before(self, name, hooked(self, value) if name == "forward" else value)
 
     loss = property(loss_function, cls.loss_function.fset)
     return {"forward": forward, "loss_function": loss, "__setattr__": set_attribute}
@@ -406,8 +409,8 @@ def _lazily(head: Any, forward: Callable[[], Any]) -> Any:
 def _token_outputs(model: Any, forward: Callable[..., Any], kwargs: dict[str, Any], asked: dict[str, Any]) -> Any:
     """Return the numbers ``asked`` of each label [B, S] but the first of its row, as TokenOutputs of [B, S - 1].
 
-    With ``asked["shifted"]`` the labels are shifted already, and the numbers are [B, S]. Raises RuntimeError if the head
-    or the model does not allow it.
+    With ``asked["shifted"]`` the labels are shifted already, and the numbers are [B, S]. Raises RuntimeError if the
+    head or the model does not allow it.
     """
     head, labels, options = model.get_output_embeddings(), kwargs.pop("labels"), {"shifted": False, **asked}
     shifted = options.pop("shifted")

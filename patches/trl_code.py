@@ -1,8 +1,8 @@
 """Recognise the code of TRL's fused head, which many of its trainers call instead of the model's own loss.
 
-TRL's ``add_fused_lm_head`` sets a function as the forward of the model. Called with ``fused_lm_head=True``, the function
-runs the backbone and passes hidden states and the head's weight to an autograd function, which it finds under a global
-name. Otherwise it calls the forward that the model had before.
+TRL's ``add_fused_lm_head`` sets a function as the forward of the model. Called with ``fused_lm_head=True``, it runs the
+backbone and passes hidden states and the head's weight to an autograd function, which it finds under a global name.
+Otherwise it calls the forward that the model had before.
 """
 
 import functools
@@ -60,7 +60,7 @@ def is_fused(function: Any) -> bool:
 def fused_forward(module: nn.Module) -> FunctionType | None:
     """Return TRL's fused forward, or our copy of it, on the instance ``module`` or under wrappers there; else None."""
     forward: Any = vars(module).get("forward")
-    function = getattr(forward, "__func__", forward)
+    function: FunctionType | None = getattr(forward, "__func__", forward)
     while function is not None and not is_fused(function):
         function = getattr(function, "__wrapped__", None)
     return function
@@ -113,9 +113,10 @@ def _difference(theirs: Callable[..., Any]) -> float:
     upstream = [torch.randn(5, generator=random, device="cpu") for _ in range(2)]
     results = []
     with torch.enable_grad(), torch.autocast("cpu", enabled=False):
-        for function in (theirs, apply):
+        functions: tuple[Callable[..., Any], ...] = theirs, apply
+        for function in functions:
             leaves = [value.requires_grad_() for value in values]
-            numbers = function(*leaves, target, 0.7, 32768, 2.0, 1.3, (*OUTPUTS,))
+            numbers: Any = function(*leaves, target, 0.7, 32768, 2.0, 1.3, (*OUTPUTS,))
             grads = torch.autograd.grad(numbers[:2], leaves, upstream)
             results.append([each.detach().double() for each in (*numbers, *grads)])
     return max(float((ours - expected).abs().max()) for expected, ours in zip(*results, strict=True))
@@ -124,7 +125,7 @@ def _difference(theirs: Callable[..., Any]) -> float:
 def token_numbers(
     x: Tensor, weight: Tensor, target: Tensor, bias: Tensor | None = None, **options: Any
 ) -> TokenOutputs:
-    """Return ``fused_linear_logprobs`` with weight and bias in the dtype of ``x``; under autocast it casts them itself."""
+    """Return ``fused_linear_logprobs`` with operands in the dtype of ``x``; under autocast it casts them itself."""
     if autocast_dtype(x) is None:
         weight, bias = weight.to(x.dtype), None if bias is None else bias.to(x.dtype)
     return fused_linear_logprobs(x, weight, target, bias, **options)

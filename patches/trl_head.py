@@ -1,10 +1,11 @@
 """Let TRL's fused head run our op: a copy of its function with other globals takes its place on the instance.
 
-The copy has TRL's code and closure. No code and no module of TRL changes, and ``unhook`` puts TRL's function back. The op
-runs inside the head module, if that is patched, so that hooks which gather its weight run, and adapters count.
+The copy has TRL's code and closure. No code and no module of TRL changes, and ``unhook`` puts TRL's function back. The
+op runs inside the head module, if that is patched, so that hooks which gather its weight run, and adapters count.
 """
 
 import contextlib
+import functools
 import warnings
 from types import FunctionType, MethodType
 from typing import Any
@@ -41,9 +42,10 @@ class TokenHead(StandIn):
 
     def apply(self, *args: Any) -> tuple[Tensor | None, ...]:
         """Return the results of TRL's autograd function."""
-        return apply(*args, run=self._run)
+        numbers: Any = functools.partial(apply, run=self._run)
+        return numbers(*args)  # type: ignore[no-any-return]
 
-    def _run(self, x: Tensor, weight: Tensor, target: Tensor, bias: Tensor | None, **options: Any) -> TokenOutputs:
+    def _run(self, x: Tensor, weight: Any, target: Tensor, bias: Any, **options: Any) -> TokenOutputs:
         head, options = self.model.get_output_embeddings(), {**options, **self.options}
         patched = hasattr(type(head), "_kind")
         if hasattr(head, "base_layer") and (not patched or obstacle(head)):
@@ -51,9 +53,9 @@ class TokenHead(StandIn):
         # a deep copy of the model has a weight of its own, and hooks that read logits do not run in TRL's head either
         through = patched and weight is head.weight and type(head)._kind != TENSOR_PARALLEL and not hook_in(head)
         if through:
-            return loss_of(head, x, {"op": token_numbers, "target": target, **options})  # type: ignore[return-value]
-        whole = (t.full_tensor() if hasattr(t, "full_tensor") else t for t in (weight, bias))
-        weight, bias = whole  # type: ignore[assignment]
+            numbers: Any = loss_of(head, x, {"op": token_numbers, "target": target, **options})
+            return numbers  # type: ignore[no-any-return]
+        weight, bias = (t.full_tensor() if hasattr(t, "full_tensor") else t for t in (weight, bias))
         return token_numbers(x, weight, target, bias, **options)
 
 
@@ -81,8 +83,8 @@ def unhook(model: nn.Module) -> None:
 
 
 def hooked(model: nn.Module, forward: Any) -> Any:
-    """Return ``forward``, or a copy that runs our op if ``forward`` is TRL's fused head; warn if that has other code."""
-    function = getattr(forward, "__func__", None)
+    """Return ``forward``, or a copy that runs our op if it is TRL's fused head; warn if that has other code."""
+    function: Any = getattr(forward, "__func__", None)
     if not is_fused(function) or stand_in(function) is not None:
         return forward
     if reason := refusal(function):

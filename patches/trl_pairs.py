@@ -1,4 +1,4 @@
-"""ORPO and CPO of TRL on log-probabilities of tokens: their method reads the logits only for these and for their mean."""
+"""Run TRL's ORPO and CPO on log-probabilities of tokens: they read the logits only for these and for their mean."""
 
 import hashlib
 from types import MethodType
@@ -48,8 +48,8 @@ def methods(trainer: Any) -> dict[str, Any]:
 
 
 def _orpo(self: Any, model: Any, batch: dict[str, Any]) -> tuple[Tensor, ...]:
-    """Return mean log-probabilities [B] of chosen and rejected, mean logits [B, S - 1] of each, and the chosen's NLL."""
-    ids, attended, labels, logprob, mean_logit = _numbers(self, model, batch, self.padding_value)
+    """Return mean log-probabilities [B] of chosen and rejected, mean logits [B, S - 1], and the chosen's NLL []."""
+    _ids, attended, labels, logprob, mean_logit = _numbers(self, model, batch, self.padding_value)
     chosen, counted = len(batch["chosen_labels"]), labels[:, 1:] != -100
     nll = _mean(logprob[:chosen], attended[:chosen, 1:] == 1)
     means = (logprob * counted).sum(-1) / counted.sum(-1)
@@ -57,7 +57,7 @@ def _orpo(self: Any, model: Any, batch: dict[str, Any]) -> tuple[Tensor, ...]:
 
 
 def _cpo(self: Any, model: Any, batch: dict[str, Any]) -> tuple[Tensor, ...]:
-    """Return log-probabilities [B] of chosen and rejected, mean logits [B, S] of each, and the chosen's NLL."""
+    """Return log-probabilities [B] of chosen and rejected, mean logits [B, S] of each, and the chosen's NLL []."""
     ids, _, labels, logprob, mean_logit = _numbers(self, model, batch, self.pad_token_id)
     chosen, counted = len(batch["chosen_labels"]), labels[:, 1:] != -100
     nll = _mean(logprob[:chosen], counted[:chosen]) if self.cpo_alpha else torch.zeros((), device=ids.device)

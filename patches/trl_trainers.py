@@ -81,7 +81,8 @@ def _difference(theirs: Callable[..., Any]) -> float:
     with torch.enable_grad(), torch.autocast("cpu", enabled=False):
         for beta in (0.0, 0.3, 1.0):
             results = []
-            for function in (theirs, divergence_loss):
+            functions: tuple[Callable[..., Any], ...] = theirs, divergence_loss
+            for function in functions:
                 leaves = [value.requires_grad_(i in (0, 2)) for i, value in enumerate(values)]
                 numbers = function(*leaves, mask, beta, 3, None, None, 1.3, 0.9, 2.0, 3.0, 0.7)
                 grads = torch.autograd.grad(numbers[0], [leaves[0], leaves[2]])
@@ -132,7 +133,7 @@ def divergence_loss(
     return result.loss, result.entropy.sum(), counted  # type: ignore[union-attr]
 
 
-def _operands(x: Tensor, *tensors: Tensor | None) -> list[Any]:
+def _operands(x: Tensor, *tensors: Any) -> list[Any]:
     """Return weight and bias as a whole, if FSDP2 has sharded them, and in the dtype of ``x`` without autocast."""
     whole = [t.full_tensor() if hasattr(t, "full_tensor") else t for t in tensors]
     return [t if t is None or autocast_dtype(x) else t.to(x.dtype) for t in whole]

@@ -4,8 +4,8 @@ import copy
 
 import pytest
 import torch
-from test_trainer import LOSS_AND_NORMS
 from test_patches_peft import adapted
+from test_trainer import LOSS_AND_NORMS
 from tiny_models import tiny
 
 from liger_like import patch, token_logprobs

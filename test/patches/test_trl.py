@@ -386,4 +386,4 @@ def test_a_forward_that_trl_found_replaced(made, device):
     lm_head, head = head_rows(patch(model, **LOSS_AND_NORMS))
     assert "forward was replaced by test_trl" in lm_head.reason
     assert head.status == "patched"
-    assert trl_head.PATTERN == head.pattern
+    assert head.pattern == trl_head.PATTERN
