@@ -28,8 +28,7 @@ from liger_like.ops import (
 )
 
 if TYPE_CHECKING:
-    from liger_like.auto import AutoModelForCausalLM
-    from liger_like.patching import PatchReport, patch, unpatch
+    from liger_like.patching import AutoModelForCausalLM, PatchReport, patch, unpatch
     from liger_like.tokens import token_logprobs
 
 __version__ = "0.1.0"
@@ -70,10 +69,9 @@ __all__ = [
 def __getattr__(name: str) -> Any:
     # only patching needs transformers, so it is imported when first asked for
     if name in __all__:
-        from liger_like import auto, patching, tokens
+        from liger_like import patching, tokens
 
-        home = {"AutoModelForCausalLM": auto, "token_logprobs": tokens}.get(name, patching)
-        return getattr(home, name)
+        return getattr(tokens if name == "token_logprobs" else patching, name)
     raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
 
 

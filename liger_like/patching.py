@@ -11,12 +11,12 @@ import functools
 import types
 import warnings
 from dataclasses import dataclass
-from typing import Any, NamedTuple, NoReturn
+from typing import Any, NamedTuple
 
 import torch
 from torch import nn
 
-from liger_like._options import checks_options
+from liger_like._options import SWITCHES, check_options, checks_options
 from liger_like.patches import (
     NothingToDoError,
     Recogniser,
@@ -25,29 +25,13 @@ from liger_like.patches import (
     trl_head,
     where,
 )
+from liger_like.patches.catalogue import ATTENTION, INTERFACES, RECOGNISERS
 from liger_like.patches.config_views import give_views, take_views
-from liger_like.patches.experts import Experts
 from liger_like.patches.foreign import foreign_forward, rebind_forward, replaced_in_class, replaced_in_torch
-from liger_like.patches.glu_mlp import GLUMLP
-from liger_like.patches.layer_norm import LayerNorm
-from liger_like.patches.lm_head import LMHead
-from liger_like.patches.own_experts import OwnExperts
-from liger_like.patches.qk_norm_rope import QKNormRope
-from liger_like.patches.rms_norm import RMSNorm
-from liger_like.patches.rope import Rope
-from liger_like.patches.routers import Router
 from liger_like.patches.trials import compare
 from liger_like.patches.trl_code import fused_forward, stand_in
 
-ATTENTION, EXPERTS = attention.Attention(), Experts()
-INTERFACES: tuple[Recogniser, ...] = (EXPERTS, ATTENTION)
 PATCHED, ALREADY, SKIPPED, ABSENT = "patched", "already patched", "skipped", "absent"
-# The first recogniser that matches a module patches it. patches.add_rms_norm is left out: no measurement shows that it
-# makes a whole model faster.
-RECOGNISERS: dict[str, Recogniser] = {
-    recogniser.pattern: recogniser
-    for recogniser in (RMSNorm(), LayerNorm(), QKNormRope(), Rope(), OwnExperts(), GLUMLP(), Router(), LMHead())
-}
 
 raise_errors = False  # the tests set it: there an unexpected exception is a bug, not a reason to skip the module
 _confirmed: set[tuple[type[Any], str, str]] = set()
@@ -169,16 +153,16 @@ def patch(
             on = all(wanted[name] for name in recogniser.options)
             others = (m for m in model.modules() if m not in swaps and (on or _origin(m) is not None))
             found = [fate for module in others for fate in _examine(recogniser, module, model, verify)]
-            rows += grouped([row for row, _ in found])
+            rows += _grouped([row for row, _ in found])
             swaps.update(swap for _, swap in found if swap is not None)
         if len(rows) == before:
             patterns = ", ".join({recogniser.pattern: None for recogniser in recognisers})
             rows.append(Row(patterns, "", "", 0, ABSENT, "the model has none"))
     trl = _examine_trl(model, swaps) if loss else {}
-    rows += grouped(list(trl.values()))
+    rows += _grouped(list(trl.values()))
     report = PatchReport(model, tuple(rows))
     if strict and any(row.status == SKIPPED for row in rows):
-        refuse(report)
+        raise ValueError(f"strict=True, but modules would be left alone:\n{report}")
     for module, cls in swaps.items():
         _become(module, cls)
     for module in (module for module, row in trl.items() if row.status == PATCHED):
@@ -217,9 +201,41 @@ def unpatch(model: nn.Module) -> None:
     take_views(model)
 
 
-def refuse(report: PatchReport) -> NoReturn:
-    """Raise the error of ``strict=True``, with the report."""
-    raise ValueError(f"strict=True, but modules would be left alone:\n{report}")
+class AutoModelForCausalLM:
+    """Factory like ``transformers.AutoModelForCausalLM`` that also patches; it warns if modules are left alone.
+
+    Keyword arguments of ``patch`` (``norm``, ``verify``, ...) go to ``patch``, all others to transformers.
+    """
+
+    @classmethod
+    def from_pretrained(cls, *args: Any, **kwargs: Any) -> Any:
+        """Return a patched model with the weights that transformers loads. Raises as ``patch`` does for its options."""
+        from transformers import AutoModelForCausalLM as Auto
+
+        options = _take_options(kwargs)
+        return _patched(Auto.from_pretrained(*args, **kwargs), options)
+
+    @classmethod
+    def from_config(cls, *args: Any, **kwargs: Any) -> Any:
+        """Return a patched model with random weights from a config. Raises as ``patch`` does for its options."""
+        from transformers import AutoModelForCausalLM as Auto
+
+        options = _take_options(kwargs)
+        return _patched(Auto.from_config(*args, **kwargs), options)  # type: ignore[no-untyped-call]
+
+
+def _take_options(kwargs: dict[str, Any]) -> dict[str, Any]:
+    """Remove the options of ``patch`` from ``kwargs`` and return them, checked."""
+    options = {name: kwargs.pop(name) for name in (*SWITCHES, "verify") if name in kwargs}
+    check_options(options)
+    return options
+
+
+def _patched(model: nn.Module, options: dict[str, Any]) -> nn.Module:
+    report = patch(model, **options)
+    if any(row.status == SKIPPED for row in report.rows):
+        warnings.warn(f"liger_like: some modules were left alone:\n{report}", stacklevel=3)
+    return model
 
 
 def _warn(report: PatchReport) -> None:
@@ -346,7 +362,7 @@ def _examine_interface(recogniser: Recogniser, model: nn.Module, verify: str) ->
     patched = {module: row.variant for (module, _), row in zip(found, rows, strict=True) if row.status == PATCHED}
     configs = dict.fromkeys(ids, False)
     configs |= {config: True for config, row in zip(ids, rows, strict=True) if row.status == PATCHED}
-    return _Found(grouped(rows), patched, configs)
+    return _Found(_grouped(rows), patched, configs)
 
 
 def _examine_trl(model: nn.Module, swaps: dict[nn.Module, type[Any]]) -> dict[nn.Module, Row]:
@@ -421,7 +437,7 @@ def _instance(cls: Any, pattern: str, variant: str) -> Any:
     return patched.__new__(patched)
 
 
-def grouped(rows: list[Row]) -> list[Row]:
+def _grouped(rows: list[Row]) -> list[Row]:
     """Return the rows with equal ones merged: counts are added, and the largest error is kept."""
     groups: dict[Row, list[Row]] = {}
     for row in rows:

@@ -16,7 +16,7 @@ from liger_like.patches.lm_head import fuses_loss
 from liger_like.patches.trl_code import fused_forward, stand_in
 from liger_like.patches.trl_head import PATTERN
 from liger_like.patches.trl_trainers import Plan, plan_of
-from liger_like.patching import ABSENT, PATCHED, SKIPPED, PatchReport, Row, grouped, patch, refuse, unpatch
+from liger_like.patching import ABSENT, PATCHED, SKIPPED, PatchReport, Row, _grouped, patch, unpatch
 from liger_like.runtime.checks import require_choice, require_integer
 
 MODELS = ("model", "ref_model", "teacher_model")  # the attributes of trainers that hold models
@@ -76,10 +76,10 @@ def patch_trainer(
     if loss and plan is not None:
         rows.append(_row(trainer, plan))
         methods = plan.methods
-    report = _TrainerReport(model, tuple(grouped(rows)), trainer, tuple(methods))
+    report = _TrainerReport(model, tuple(_grouped(rows)), trainer, tuple(methods))
     if strict and any(row.status == SKIPPED for row in rows):
         report.unpatch()
-        refuse(report)
+        raise ValueError(f"strict=True, but modules would be left alone:\n{report}")
     vars(trainer).update(methods)
     functions = [fused_forward(module) for each in _models(trainer) for module in each.modules()]
     for head in filter(None, map(stand_in, functions)):

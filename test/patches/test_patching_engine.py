@@ -14,9 +14,8 @@ from torch import nn
 from transformers.models.llama import modeling_llama
 
 import liger_like.patching
-from liger_like.auto import AutoModelForCausalLM
 from liger_like.patches import heads, rms_norm, rope
-from liger_like.patching import patch, unpatch
+from liger_like.patching import AutoModelForCausalLM, patch, unpatch
 from liger_like.trainer import PatchCallback
 
 pytestmark = pytest.mark.usefixtures("references")
