@@ -9,6 +9,9 @@ the number of sequences, pairs or tokens that the function names. None stands fo
 accumulation over several batches, pass the number in all of them: then the gradients of the batches add up to the
 gradient of one large batch. Where several processes average their gradients, pass that number divided by the number of
 processes.
+
+``token_policy`` and ``token_dft`` are losses of single tokens, for ``fused_linear_token_loss``: a loss that is a sum
+over tokens then takes one pass over the head.
 """
 
 import math
@@ -18,57 +21,30 @@ import torch
 from torch import Tensor
 from torch.nn.functional import logsigmoid
 
+from liger_like import _token_losses as terms
+from liger_like._loss_checks import Items, _checked, _checked_mask, _length, _mean, _summed, _tokens
+from liger_like._token_losses import token_dft, token_policy
+from liger_like._topk_divergence import topk_divergence
 from liger_like.runtime.checks import require, require_choice, require_number, require_positive
 
-__all__ = ["bradley_terry", "cpo", "dapo", "dft", "dpo", "grpo", "gspo", "kto", "orpo", "ppo", "simpo"]
+__all__ = [
+    "bradley_terry",
+    "cpo",
+    "dapo",
+    "dft",
+    "dpo",
+    "grpo",
+    "gspo",
+    "kto",
+    "orpo",
+    "ppo",
+    "simpo",
+    "token_dft",
+    "token_policy",
+    "topk_divergence",
+]
 
 Result = tuple[Tensor, dict[str, Tensor]]
-Items = float | Tensor | None
-
-
-def _checked(name: str, value: Any, shape: tuple[int, ...]) -> Tensor:
-    """Return ``value`` in at least fp32. Raise unless it is a floating-point tensor of the given shape."""
-    require(name, value, shape=shape)
-    tensor: Tensor = value.to(torch.promote_types(value.dtype, torch.float32))
-    return tensor
-
-
-def _checked_mask(name: str, mask: Any, shape: tuple[int, ...]) -> Tensor:
-    """Return ``mask`` as bools. Raise unless it is a tensor of the given shape [B, S]."""
-    if not isinstance(mask, Tensor):
-        raise TypeError(f"{name} must be a tensor, got {type(mask).__name__}")
-    if len(shape) != 2 or mask.shape != shape:
-        raise ValueError(
-            f"{name} must have the shape [B, S] of the log-probabilities, {list(shape)}, got {list(mask.shape)}"
-        )
-    return mask.bool()
-
-
-def _tokens(name: str, value: Any, mask: Tensor) -> Tensor:
-    """Return per-token numbers [B, S], 0 outside the ``mask``."""
-    return _checked(name, value, tuple(mask.shape)).masked_fill(~mask, 0)
-
-
-def _summed(name: str, value: Any, mask: Tensor) -> Tensor:
-    """Return the sums [B] over the ``mask`` of per-token numbers, or ``value`` if it holds sums."""
-    if isinstance(value, Tensor) and value.dim() == 1:
-        return _checked(name, value, tuple(mask.shape[:1]))
-    return _tokens(name, value, mask).sum(1)
-
-
-def _length(mask: Tensor) -> Tensor:
-    return mask.sum(1).clamp(min=1)
-
-
-def _mean(values: Tensor, num_items: Items, count: int | Tensor) -> Tensor:
-    """Return the sum of ``values`` divided by ``num_items``, or by ``count`` for None; by 1 if that is 0."""
-    items = count if num_items is None else num_items
-    if not isinstance(items, Tensor):
-        return values.sum() / (require_number("num_items", items, "must be finite and not negative", 0.0) or 1)
-    if items.numel() != 1:
-        raise ValueError(f"num_items must be a number or a tensor of one number, got shape {list(items.shape)}")
-    items = items.to(values.device).reshape(())
-    return values.sum() / items.where(items != 0, 1)
 
 
 def _pair(chosen: Any, rejected: Any, chosen_mask: Any, rejected_mask: Any) -> tuple[Tensor, Tensor, Tensor, Tensor]:
@@ -262,12 +238,7 @@ def _policy(
     by_sequence: bool,
 ) -> tuple[Tensor, Tensor, dict[str, Tensor]]:  # fmt: skip
     """Return the clipped losses [B, S] of a policy, 0 outside the mask, the mask, and metrics."""
-    low, high = (
-        require_number(name, value, "must be finite and not negative", 0.0)
-        for name, value in zip(
-            ("epsilon", "epsilon_high"), (epsilon[0], epsilon[0] if epsilon[1] is None else epsilon[1]), strict=True
-        )
-    )
+    low, high = terms.checked_epsilons(*epsilon)
     beta = require_number("beta", beta)
     require("logprob", logprob)
     mask = _checked_mask("mask", mask, tuple(logprob.shape))
@@ -279,18 +250,16 @@ def _policy(
     log_ratio = logprob - (logprob.detach() if old_logprob is None else _tokens("old_logprob", old_logprob, mask))
     if by_sequence:
         log_ratio = (log_ratio.sum(1) / _length(mask)).unsqueeze(1)
-    ratio = log_ratio.exp()
-    losses = -torch.minimum(ratio * advantage, ratio.clamp(1 - low, 1 + high) * advantage)
-    clipped = {"low": (ratio < 1 - low) & (advantage < 0), "high": (ratio > 1 + high) & (advantage > 0)}
+    losses, ratio = terms.clipped(log_ratio, advantage, low, high)
+    outside = {"low": (ratio < 1 - low) & (advantage < 0), "high": (ratio > 1 + high) & (advantage > 0)}
     counted = mask if losses.shape == mask.shape else torch.ones_like(mask[:, :1])
     metrics = {
-        f"clipped_{name}": _mean(share.to(ratio) * counted, None, counted.sum()) for name, share in clipped.items()
+        f"clipped_{name}": _mean(share.to(ratio) * counted, None, counted.sum()) for name, share in outside.items()
     }
     if beta:
         if ref_logprob is None:
             raise ValueError("ref_logprob must be given for a beta that is not 0")
-        gap = _tokens("ref_logprob", ref_logprob, mask) - logprob
-        kl = torch.expm1(gap) - gap
+        kl = terms.divergence(logprob, _tokens("ref_logprob", ref_logprob, mask))
         metrics["kl"] = _mean(kl.detach(), None, mask.sum())
         losses = losses + beta * kl
     return losses.expand(mask.shape).masked_fill(~mask, 0), mask, metrics
@@ -405,8 +374,8 @@ def dft(logprob: Tensor, mask: Tensor, *, num_items: Items = None) -> Result:
     require("logprob", logprob)
     mask = _checked_mask("mask", mask, tuple(logprob.shape))
     logprob = _tokens("logprob", logprob, mask)
-    count = mask.sum()
-    return _mean(-logprob.detach().exp() * logprob, num_items, count), {"nll": _mean(-logprob.detach(), None, count)}
+    losses, count = terms.weighed_by_probability(logprob), mask.sum()
+    return _mean(losses, num_items, count), {"nll": _mean(-logprob.detach(), None, count)}
 
 
 def bradley_terry(

@@ -27,7 +27,13 @@ PICTURES = {
     "Norms": ("rms_norm", "add_rms_norm", "layer_norm"),
     "GLU and RoPE": ("swiglu", "geglu", "geglu_exact", "rope", "qk_norm_rope"),
     "Mixtures of experts": ("moe_experts", "moe_route", "moe_route_groups", "load_balancing_loss"),
-    "Losses": ("cross_entropy", "fused_linear_cross_entropy", "fused_linear_logprobs"),
+    "Losses": (
+        "cross_entropy",
+        "fused_linear_cross_entropy",
+        "fused_linear_logprobs",
+        "fused_linear_token_loss",
+        "fused_linear_divergence",
+    ),
     "Attention": ("flash_attention", "flash_attention_varlen"),
 }
 CEILINGS = {"GB/s": "a copy", "TFLOP/s": "a GEMM"}

@@ -28,6 +28,8 @@ def shapes(hidden: int, intermediate: int, heads: int, kv_heads: int, head: int,
         "cross_entropy": {"lead": (TOKENS // 4,), "V": vocab},
         "fused_linear_cross_entropy": {"lead": (TOKENS // 2,), "H": hidden, "V": vocab},
         "fused_linear_logprobs": {"lead": (TOKENS // 2,), "H": hidden, "V": vocab},
+        "fused_linear_token_loss": {"lead": (TOKENS // 2,), "H": hidden, "V": vocab, "per_token": True},
+        "fused_linear_divergence": {"lead": (TOKENS // 2,), "H": hidden, "Ht": hidden, "V": vocab},
         "moe_experts": {**lead, "H": hidden, "I": intermediate, "E": 8, "K": 2},
         "flash_attention": {"B": BATCH, "S": S, "Sk": S, **per_head},
         "flash_attention_varlen": {**SPECS["flash_attention_varlen"].bench_shapes[0], **per_head},
@@ -68,7 +70,13 @@ MIXTURES = dict(
 DEEPSEEK["moe_experts"] = MIXTURES.pop("DeepSeek-V3")  # 32 of its 256 experts
 DEEPSEEK["moe_route_groups"] = {"lead": (TOKENS,), "E": 256}
 
-LOSSES = "cross_entropy", "fused_linear_cross_entropy", "fused_linear_logprobs"
+LOSSES = (
+    "cross_entropy",
+    "fused_linear_cross_entropy",
+    "fused_linear_logprobs",
+    "fused_linear_token_loss",
+    "fused_linear_divergence",
+)
 ALL = "rms_norm", "add_rms_norm", *LOSSES, "flash_attention"
 PACKED = "flash_attention_varlen"
 SHAPES: dict[str, dict[str, list[Shape]]] = {

@@ -73,6 +73,20 @@ def torch_linear_logprobs(x: Tensor, weight: Tensor, target: Tensor) -> Tensor:
     return -F.cross_entropy(F.linear(x, weight).float(), target, reduction="none")
 
 
+def torch_linear_token_loss(x: Tensor, weight: Tensor, target: Tensor, advantage: Tensor, value: Tensor) -> Tensor:
+    """Return the sum over tokens of the loss of ``testing``, from whole logits in the dtype of x."""
+    logprob = torch_linear_logprobs(x, weight, target)
+    return (advantage * (logprob - value).square()).where(target >= 0, 0).sum()
+
+
+def torch_linear_divergence(x: Tensor, weight: Tensor, teacher_x: Tensor, teacher_weight: Tensor) -> Tensor:
+    """Return the mean over tokens of KL(teacher || student), from whole logits in the dtype of x."""
+    logp, logq = (
+        F.linear(states, head).float().log_softmax(-1) for states, head in ((x, weight), (teacher_x, teacher_weight))
+    )
+    return F.kl_div(logp, logq, reduction="batchmean", log_target=True)
+
+
 def torch_cross_entropy(logits: Tensor, target: Tensor) -> Tensor:
     return F.cross_entropy(logits.float(), target)
 
@@ -398,6 +412,8 @@ OPS: dict[str, Plain | Attention] = {
         {},
         ours={"liger_like, logits kept": {"keep_logits": 2**40}},
     ),
+    "fused_linear_token_loss": Plain(SPECS["fused_linear_token_loss"], torch_linear_token_loss, {}),
+    "fused_linear_divergence": Plain(SPECS["fused_linear_divergence"], torch_linear_divergence, {}),
     "moe_experts": Experts(SPECS["moe_experts"], torch_experts, {}),
     "moe_route": Plain(first_result(SPECS["moe_route"]), torch_moe_route, {}, {"top_k": 8}),
     "moe_route_groups": Plain(

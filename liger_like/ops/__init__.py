@@ -9,6 +9,7 @@ from liger_like.ops.losses.cross_entropy import cross_entropy
 from liger_like.ops.losses.linear_cross_entropy import LossOutput, fused_linear_cross_entropy
 from liger_like.ops.losses.linear_divergence import DivergenceOutput, fused_linear_divergence
 from liger_like.ops.losses.linear_logprobs import TokenOutputs, fused_linear_logprobs
+from liger_like.ops.losses.linear_token_loss import fused_linear_token_loss
 from liger_like.ops.qk_norm_rope import qk_norm_rope
 from liger_like.ops.rms_norm import add_rms_norm, rms_norm
 from liger_like.ops.rope import rope
@@ -25,6 +26,7 @@ __all__ = [
     "fused_linear_cross_entropy",
     "fused_linear_divergence",
     "fused_linear_logprobs",
+    "fused_linear_token_loss",
     "geglu",
     "layer_norm",
     "load_balancing_loss",

@@ -5,6 +5,7 @@ from liger_like.parallel.context_parallel import context_parallel
 from liger_like.parallel.expert_parallel import expert_parallel
 from liger_like.parallel.gradients import finalize_partial_grads
 from liger_like.parallel.pipeline import pipeline_loss
+from liger_like.parallel.vocab_divergence import vocab_parallel_divergence
 from liger_like.parallel.vocab_parallel import VocabParallelHead, vocab_parallel_cross_entropy
 
 __all__ = [
@@ -15,4 +16,5 @@ __all__ = [
     "finalize_partial_grads",
     "pipeline_loss",
     "vocab_parallel_cross_entropy",
+    "vocab_parallel_divergence",
 ]

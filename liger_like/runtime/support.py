@@ -7,6 +7,7 @@ from collections.abc import Iterator
 import torch
 import triton
 from torch import Tensor
+from torch._subclasses.fake_tensor import FakeTensor
 
 INTERPRET: bool = triton.knobs.runtime.interpret  # read once: the decorators of the kernels read it once, too
 KERNEL_DTYPES = (torch.float32, torch.float16, torch.bfloat16)
@@ -68,8 +69,8 @@ def as_in_graph() -> Iterator[None]:
 
 
 def in_graph(t: Tensor) -> bool:
-    """Return True if the host must not read ``t``: in a graph under capture, or within ``as_in_graph``."""
-    return _as_in_graph or (t.is_cuda and torch.cuda.is_current_stream_capturing())
+    """Return True if the host must not read ``t``: in a graph under capture, within ``as_in_graph``, without data."""
+    return _as_in_graph or isinstance(t, FakeTensor) or (t.is_cuda and torch.cuda.is_current_stream_capturing())
 
 
 @functools.cache

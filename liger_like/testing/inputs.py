@@ -82,8 +82,12 @@ def linear_loss_inputs(
     weighted: bool = False,
     rank: int = 0,
     ids: int = 0,
+    per_token: bool = False,
 ) -> Inputs:
-    """Return random arguments of a fused linear loss, for ``ids`` words of each token, -1 among them."""
+    """Return random arguments of a fused linear loss, for ``ids`` words of each token, -1 among them.
+
+    ``per_token`` adds what the function of ``with_loss_of_tokens`` takes.
+    """
     randn = partial(_randn, dtype=dtype, device=device)
     inputs = {"x": randn(*lead, H), "weight": randn(V, H, scale=2 * H**-0.5)}
     inputs["target"] = _labels(lead, V, device)
@@ -95,7 +99,50 @@ def linear_loss_inputs(
         inputs |= {"lora_a": randn(rank, H, scale=H**-0.5), "lora_b": randn(V, rank)}
     if ids:
         inputs["ids"] = torch.randint(-1, V, (*lead, ids), device=device)
+    if per_token:
+        inputs |= {"advantage": torch.randn(lead, device=device), "value": _randn(*lead, dtype=dtype, device=device)}
     return inputs
+
+
+def divergence_inputs(
+    dtype: torch.dtype,
+    device: str,
+    lead: tuple[int, ...],
+    H: int,
+    Ht: int,
+    V: int,
+    mask: bool = False,
+    bias: bool = False,
+    rank: int = 0,
+) -> Inputs:
+    """Return random arguments of ``fused_linear_divergence``, for a teacher of the hidden size ``Ht``."""
+    randn = partial(_randn, dtype=dtype, device=device)
+    fixed = partial(randn, grad=False)
+    inputs = {"x": randn(*lead, H), "weight": randn(V, H, scale=2 * H**-0.5)}
+    inputs |= {"teacher_x": fixed(*lead, Ht), "teacher_weight": fixed(V, Ht, scale=2 * Ht**-0.5)}
+    if mask:
+        inputs["mask"] = torch.rand(lead, device=device) < 0.8
+    if bias:
+        inputs |= {"bias": randn(V), "teacher_bias": fixed(V)}
+    if rank:
+        inputs |= {"lora_a": randn(rank, H, scale=H**-0.5), "lora_b": randn(V, rank)}
+    return inputs
+
+
+def with_loss_of_tokens(fn: Callable[..., Any]) -> Callable[..., Any]:
+    """Return ``fn`` with a function of everything that a loss of tokens can be differentiated by."""
+
+    def loss_fn(tokens: Any, advantage: Tensor, value: Tensor) -> Tensor:
+        loss: Tensor = advantage * (tokens.logprob - value).square()
+        if tokens.entropy is not None:
+            loss = loss + 0.3 * tokens.entropy.square()
+        return loss if tokens.logprob_at is None else loss + tokens.logprob_at.sin().sum(-1)
+
+    def call(x: Tensor, weight: Tensor, target: Tensor, advantage: Tensor, value: Tensor, **kwargs: Any) -> Any:
+        total = fn(x, weight, target, loss_fn, advantage, value, **kwargs)
+        return (total[0], *total[1]) if isinstance(total, tuple) else total
+
+    return call
 
 
 def with_lora(fn: Callable[..., Any]) -> Callable[..., Any]:
@@ -269,6 +316,13 @@ def linear_loss_cost(itemsize: int, lead: tuple[int, ...], H: int, V: int, **_: 
     """Return the cost of the fused loss: the forward reads x and the weight, the backward writes their gradients."""
     T = torch.Size(lead).numel()
     return (T + V) * H * itemsize, (T + V) * H * itemsize, 6 * T * H * V
+
+
+def divergence_cost(itemsize: int, lead: tuple[int, ...], H: int, Ht: int, V: int, **_: Any) -> Cost:
+    """Return the cost of the divergence: that of the fused loss, and to read the teacher's operands."""
+    T = torch.Size(lead).numel()
+    read, written, flops = linear_loss_cost(itemsize, lead, H, V)
+    return read + (T + V) * Ht * itemsize, written, flops + 2 * T * Ht * V
 
 
 def experts_cost(itemsize: int, lead: tuple[int, ...], H: int, I: int, E: int, K: int, **_: Any) -> Cost:

@@ -12,8 +12,11 @@ from liger_like.ops.layer_norm import layer_norm_ref
 from liger_like.ops.load_balancing import load_balancing_loss_ref
 from liger_like.ops.losses.cross_entropy import cross_entropy_ref
 from liger_like.ops.losses.linear_cross_entropy import OUTPUTS, fused_linear_cross_entropy_ref
+from liger_like.ops.losses.linear_divergence import OUTPUTS as DIVERGENCE_OUTPUTS
+from liger_like.ops.losses.linear_divergence import fused_linear_divergence_ref
 from liger_like.ops.losses.linear_logprobs import OUTPUTS as TOKEN_OUTPUTS
 from liger_like.ops.losses.linear_logprobs import fused_linear_logprobs_ref
+from liger_like.ops.losses.linear_token_loss import fused_linear_token_loss_ref
 from liger_like.ops.qk_norm_rope import qk_norm_rope_ref
 from liger_like.ops.rms_norm import add_rms_norm_ref, rms_norm_ref
 from liger_like.ops.rope import rope_ref
@@ -27,6 +30,8 @@ from liger_like.testing.inputs import (
     attention_varlen_inputs,
     balance_cost,
     balance_inputs,
+    divergence_cost,
+    divergence_inputs,
     experts_cost,
     experts_inputs,
     glu_cost,
@@ -43,6 +48,7 @@ from liger_like.testing.inputs import (
     route_inputs,
     with_longest,
     with_lora,
+    with_loss_of_tokens,
     with_top_k,
     with_transposed,
 )
@@ -283,6 +289,45 @@ SPECS = (
         ),
         linear_loss_cost,
         "arXiv:2410.10989",
+    ),
+    OpSpec(
+        "fused_linear_divergence",
+        "KL(q || p), KL(p || q) or Jensen-Shannon of p = softmax(x W^T + b) and a teacher's q, in chunks of tokens",
+        with_lora(ops.fused_linear_divergence),
+        with_lora(fused_linear_divergence_ref),
+        divergence_inputs,
+        (
+            {},
+            {"chunk_rows": 16, "beta": 0.5, "temperature": 0.7, "outputs": DIVERGENCE_OUTPUTS},
+            {"chunk_rows": 16, "beta": 1.0, "reduction": "none", "softcap": 8.0, "teacher_softcap": 6.0},
+        ),
+        (
+            *({"lead": (t,), "H": 32, "Ht": 24, "V": 101} for t in (0, 37)),
+            {"lead": (4, 9), "H": 24, "Ht": 40, "V": 128, "mask": True, "bias": True, "rank": 4},
+            {"lead": (5,), "H": 16, "Ht": 16, "V": 4097},
+        ),
+        ({"lead": (8192,), "H": 4096, "Ht": 4096, "V": 151936},),
+        divergence_cost,
+        "arXiv:2306.13649",
+    ),
+    OpSpec(
+        "fused_linear_token_loss",
+        "sum over tokens of a function of their log-probabilities, in chunks of tokens",
+        with_lora(with_loss_of_tokens(ops.fused_linear_token_loss)),
+        with_lora(with_loss_of_tokens(fused_linear_token_loss_ref)),
+        linear_loss_inputs,
+        ({}, {"chunk_rows": 16, "outputs": ("entropy", "correct"), "topk": 2, "softcap": 8.0, "temperature": 0.7}),
+        (
+            {"lead": (0,), "H": 32, "V": 101, "per_token": True},
+            {"lead": (2, 3, 5), "H": 32, "V": 101, "per_token": True},
+            {"lead": (41,), "H": 24, "V": 97, "bias": True, "rank": 4, "ids": 5, "per_token": True},
+        ),
+        tuple(
+            {"lead": (t,), "H": h, "V": v, "per_token": True}
+            for t, h, v in ((8192, 4096, 151936), (16384, 2048, 248320))
+        ),
+        linear_loss_cost,
+        "arXiv:2402.03300",
     ),
     OpSpec(
         "moe_experts",

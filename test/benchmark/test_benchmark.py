@@ -206,6 +206,8 @@ def test_what_is_faster_than_ours() -> None:
     assert slower_report.with_table(notes, measured) == notes, "run python -m benchmark report"
     new = {
         "fused_linear_logprobs",
+        "fused_linear_token_loss",
+        "fused_linear_divergence",
         "moe_experts",
         "moe_route",
         "moe_route_groups",

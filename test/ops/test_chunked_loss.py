@@ -1,5 +1,6 @@
 """How the fused loss makes its gradients: sums over chunks, slices of the vocabulary, ignored tokens, memory reused."""
 
+import itertools
 from types import SimpleNamespace
 
 import pytest
@@ -7,7 +8,7 @@ import torch
 from torch.utils import checkpoint
 
 from liger_like import ops
-from liger_like.ops.losses import chunks, dw_sum, linear_cross_entropy, slices
+from liger_like.ops.losses import chunks, dw_sum, linear_cross_entropy, slices, steps
 from liger_like.ops.losses import products as product_parts
 from liger_like.ops.losses.dw_sum import add_products, exponent_block, exponents_like, scale_rows
 from liger_like.ops.losses.dw_sum import hopper as dw_sum_hopper
@@ -121,9 +122,10 @@ def test_scale_rows(ordered, add, device):
 
 
 def test_scale_rows_in_their_own_memory(device):
-    factor = torch.tensor([0.3], device=device)
     pairs = [(torch.float32, torch.float32), (torch.float32, torch.float16), (torch.float16, torch.bfloat16)]
-    for src_dtype, dtype in pairs if device == "cuda" else pairs[:2]:
+    pairs = pairs if device == "cuda" else pairs[:2]
+    for (src_dtype, dtype), number in itertools.product(pairs, (0.3, 1.0)):
+        factor = torch.tensor([number], device=device)
         src = torch.randn(3, 9000, device=device).to(src_dtype)  # a row spans several blocks
         want = (src * factor).to(dtype)
         out = src.view(dtype)[:, :9000]
@@ -147,7 +149,7 @@ def test_size_of_chunks(monkeypatch):
     assert planned(65536, 4096, 128256, dw=False) == (2048, False)
     assert planned(65536, 4096, 128256, dtype=torch.float16) == (2048, False)
     assert planned(65536, 4096, 1000) == (33554, True)  # a chunk has at least 64 MiB of logits
-    assert planned(8192, 4096, 128256, wide=True) == (1024, True)  # logits in fp32, and their gradient
+    assert planned(8192, 4096, 128256, wide=True) == (1536, True)  # logits in fp32, and their gradient
     assert planned(8192, 4096, 128256, chunk_rows=512) == (512, True)
     assert planned(8192, 4096, 128256, chunk_rows=511) == (511, False)
 
@@ -160,9 +162,9 @@ def products(monkeypatch, H, V):
         tokens.append(a.shape[0] * a.shape[1] * b.shape[1] // (H * V))
         return fn(a, b, out=out) if fn is mm else fn(out, a, b, *accumulate)
 
-    mm, addmm = torch.mm, chunks.addmm
+    mm, addmm = torch.mm, steps.addmm
     monkeypatch.setattr(torch, "mm", lambda a, b, out: counted(mm, out, a, b))
-    for module in (chunks, slices):
+    for module in (steps, slices):
         monkeypatch.setattr(module, "addmm", lambda *args: counted(addmm, *args))
     return tokens
 
@@ -355,8 +357,8 @@ def test_every_autocast_dtype_with_every_weight_dtype(dtype, weight_dtype, recom
 
 @each_recompute
 def test_activation_checkpointing(recompute, device, monkeypatch):
-    launches, launch = [], chunks.launch_fwd
-    monkeypatch.setattr(chunks, "launch_fwd", lambda *args: (launches.append(1), launch(*args)))
+    launches, launch = [], steps.launch_fwd
+    monkeypatch.setattr(steps, "launch_fwd", lambda *args: (launches.append(1), launch(*args)))
     inputs = LINEAR.inputs(torch.float32, device, lead=(12,), H=16, V=40)
     leaves = inputs["x"], inputs["weight"]
 

@@ -94,6 +94,8 @@ CALLS = {
     ops.cross_entropy: {"logits": X, "target": Y, "weight": W},
     ops.fused_linear_cross_entropy: {"x": X, "weight": HEAD, "target": Y},
     ops.fused_linear_logprobs: {"x": X, "weight": HEAD, "target": Y},
+    ops.fused_linear_divergence: {"x": X, "weight": HEAD, "teacher_x": X, "teacher_weight": HEAD, "mask": X[:, 0] > 0},
+    ops.fused_linear_token_loss: {"x": X, "weight": HEAD, "target": Y, "loss_fn": lambda tokens: tokens.logprob},
     ops.moe_route: {"logits": X, "top_k": 2, "bias": W},
     ops.load_balancing_loss: {"logits": X, "top_k": 2, "mask": X[:, 0]},
     nn.Router: {"hidden_size": 8, "num_experts": 4, "top_k": 2},
@@ -122,6 +124,8 @@ NUMBERS = (
     "limit",
     "alpha",
     "temperature",
+    "teacher_softcap",
+    "teacher_logit_scale",
 )  # 2.5 is valid
 WRONG = (
     None, "a", 2.5, float("nan"), [1], [[1.0]], (X,), torch.tensor([1, 2]), torch.tensor(1.0), torch.tensor([True]),
@@ -132,7 +136,8 @@ WRONG = (
 def arguments():
     found = []
     for function in CALLS:
-        parameters = [p for p in inspect.signature(function).parameters.values() if p.kind is not p.VAR_KEYWORD]
+        parameters = inspect.signature(function).parameters.values()
+        parameters = [p for p in parameters if p.kind not in (p.VAR_KEYWORD, p.VAR_POSITIONAL)]
         if function in OPTIONS_OF:
             op, others = OPTIONS_OF[function]
             options = inspect.signature(op).parameters.values()

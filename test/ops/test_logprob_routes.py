@@ -5,7 +5,7 @@ import torch
 from test_logprobs import HALF, SPEC, draws, each_half, inputs_of, trained
 
 from liger_like import ops
-from liger_like.ops.losses import chunks, linear_logprobs, slices
+from liger_like.ops.losses import linear_logprobs, slices, steps
 from liger_like.ops.losses import products as product_parts
 from liger_like.ops.losses.linear_logprobs import OUTPUTS, fused_linear_logprobs_ref
 from liger_like.runtime import support
@@ -20,7 +20,7 @@ def products(monkeypatch):
         fn = getattr(module, name)
         monkeypatch.setattr(module, name, lambda *args: (rows.append(args[row].shape[0]), fn(*args)))
 
-    for module in (chunks, slices):
+    for module in (steps, slices):
         counting(module, "store_logits", 0)
         counting(module, "addmm", 0)
     return rows

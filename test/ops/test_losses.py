@@ -382,7 +382,7 @@ def test_inplace_backward_raises_for_others_that_need_the_logits(device):
 
 
 def test_nothing_is_computed_for_the_backward_without_one(device, monkeypatch):
-    from liger_like.ops.losses import chunks as module
+    from liger_like.ops.losses import steps as module
 
     calls = []
     monkeypatch.setattr(module, "addmm", lambda *args: calls.append(args))

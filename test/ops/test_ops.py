@@ -43,7 +43,7 @@ def few(spec):
 @each_dtype
 @each_case
 def test_accuracy(spec, options, dtype, device, poisoned):
-    loss = "target" in spec.inputs(dtype, device, **spec.test_shapes[0])
+    loss = {"target", "teacher_x"} & {*spec.inputs(dtype, device, **spec.test_shapes[0])}
     for shape in spec.test_shapes:
         # In half precision the rounding of the label's logit dominates the error of a row, so compare many rows.
         rows = torch.Size(shape.get("lead", ())).numel()
@@ -165,6 +165,8 @@ def test_frozen_inputs(spec, options, device, poisoned):
         for name, tensor in got.items():
             # Without dx, Triton picks another layout for the block, so dw and db add the rows in another order.
             another = device == "cuda" and spec.name == "layer_norm" and name in ("dweight", "dbias")
+            # The forward computes the gradients of a frozen head, for an upstream gradient of 1.
+            another |= spec.name == "fused_linear_divergence" and options.get("reduction") == "none"
             exact = {} if another else {"rtol": 0, "atol": 0}
             torch.testing.assert_close(tensor, full[name], **exact)
 
@@ -213,9 +215,11 @@ def test_double_backward_raises(spec, device):
             twice(upstream, alone)
 
 
-@each_op
+@pytest.mark.parametrize(
+    "spec", [spec for spec in SPECS if spec.name != "fused_linear_token_loss"], ids=lambda spec: spec.name
+)
 def test_first_derivatives_of_a_graph(spec, device):
-    """Gradients under ``create_graph`` are right, also in a checkpoint; the fused loss has computed its own before."""
+    """Gradients under ``create_graph`` are right, also in a checkpoint; fused losses have computed their own before."""
     inputs = spec.inputs(torch.float32, device, **small(spec))
     options = {"recompute": True} if spec.name == "fused_linear_cross_entropy" else {}
     leaves = [t for t in inputs.values() if t.requires_grad]

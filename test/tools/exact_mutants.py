@@ -109,8 +109,8 @@ EXACT = [
         "smoothing forgets that the top has moved",
     ),
     (
-        "ops/losses/chunks.py",
-        "factor=call.weight_unit",
+        "ops/losses/steps.py",
+        "factor=weight_unit",
         "factor=None",
         "gradients are not of the unit that is divided out",
     ),

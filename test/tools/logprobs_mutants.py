@@ -1,6 +1,11 @@
-"""Bugs, as in mutants.py, in ``fused_linear_logprobs`` and in the losses of post-training: file, old, new, why."""
+"""Bugs, as in mutants.py, in the ops of post-training and in the losses: file, old, new, why."""
 
-KERNELS, CHUNKS, SLICES = (f"ops/losses/{name}.py" for name in ("row_kernels", "chunks", "slices"))
+CHECKS = "_loss_checks.py"
+KERNELS, CHUNKS, SLICES, STEPS, TOKEN_LOSS, SUMS = (
+    f"ops/losses/{name}.py"
+    for name in ("row_kernels", "chunks", "slices", "steps", "linear_token_loss", "dw_sum/__init__")
+)
+TERMS = "_token_losses.py"
 OP, ROWS, PRODUCTS, LOSSES = (
     "ops/losses/linear_logprobs.py",
     "ops/losses/rows.py",
@@ -16,7 +21,7 @@ LOGPROBS = [
     (KERNELS, "(dz + d_at) * slope", "dz + d_at * slope", "the softcap's derivative is missing at ids"),
     (KERNELS, "tl.where(ids + v_start == word", "tl.where(ids == word", "ids of the first slice for every slice"),
     (CHUNKS, "dtype=more.logits_dtype) if wide", "dtype=x.dtype) if wide", "logits are rounded to the dtype of x"),
-    (CHUNKS, "top_words(z, more.topk, options.logit_scale)", "z.topk(more.topk).indices", "equal scores in any order"),
+    (STEPS, "top_words(z, topk, options.logit_scale)", "z.topk(topk).indices", "equal scores in any order"),
     (CHUNKS, "of_kept[others] = row[others]", "pass", "logits that are not kept have no lse"),
     (
         CHUNKS,
@@ -58,9 +63,9 @@ LOGPROBS = [
     (ROWS, "first.where(~(part < least), 0)", "0", "of equal scores the last ones are no words"),
     (ROWS, " & (argmax >= 0)", "", "ignored tokens of label -1 are correct"),
     (PRODUCTS, "out.copy_(bias.expand_as(out))", "out", "the bias is missing from logits in fp32"),
-    (LOSSES, "value.to(torch", "value.abs().to(torch", "losses take absolute numbers"),
-    (LOSSES, ".masked_fill(~mask, 0)\n\n\ndef _summed", "\n\n\ndef _summed", "tokens outside the mask count"),
-    (LOSSES, "items.where(items != 0, 1)", "items", "a batch without tokens gives NaN"),
+    (CHECKS, "value.to(torch", "value.abs().to(torch", "losses take absolute numbers"),
+    (CHECKS, ".masked_fill(~mask, 0)\n\n\ndef _summed", "\n\n\ndef _summed", "tokens outside the mask count"),
+    (CHECKS, "items.where(items != 0, 1)", "items", "a batch without tokens gives NaN"),
     (LOSSES, "chosen_ratio / _length(chosen_mask) - rejected", "chosen_ratio - rejected", "IPO sums the tokens"),
     (LOSSES, "(1 - 2 * wrong)", "(1 - wrong)", "robust DPO is biased"),
     (LOSSES, "mean().clamp(min=0)", "mean()", "the reference point of KTO is negative"),
@@ -70,9 +75,53 @@ LOGPROBS = [
         "close = far = mean",
         "odds have NaN gradients",
     ),
-    (LOSSES, "ratio.clamp(1 - low, 1 + high)", "ratio.clamp(1 - low, 1 + low)", "epsilon_high is ignored"),
-    (LOSSES, "torch.expm1(gap) - gap", "torch.expm1(-gap) + gap", "the divergence of the reference from the policy"),
+    (TERMS, "ratio.clamp(1 - low, 1 + high)", "ratio.clamp(1 - low, 1 + low)", "epsilon_high is ignored"),
+    (TERMS, "torch.expm1(gap) - gap", "torch.expm1(-gap) + gap", "the divergence of the reference from the policy"),
     (LOSSES, "log_ratio.sum(1) / _length(mask)", "log_ratio.sum(1)", "the ratio of a sequence is the product"),
-    (LOSSES, "-logprob.detach().exp() * logprob", "-logprob.exp() * logprob", "the weight of DFT has a gradient"),
+    (TERMS, "-logprob.detach().exp() * logprob", "-logprob.exp() * logprob", "the weight of DFT has a gradient"),
     (LOSSES, "torch.maximum((new - goal)", "torch.minimum((new - goal)", "clipping makes the value loss smaller"),
+    (TERMS, "logprob.detach() if old_logprob is None", "logprob if old_logprob is None", "on policy without gradient"),
+    (TOKEN_LOSS, "grad.where(_column(counts, grad), 0)", "grad", "a NaN of an ignored token gets into gradients"),
+    (TOKEN_LOSS, "losses.detach().float().where(counts, 0)", "losses.detach().float()", "ignored tokens have a loss"),
+    (TOKEN_LOSS, "t.where(_column(counts, t), t.detach())", "t", "the definition sends a NaN back"),
+    (TOKEN_LOSS, "self.unit = self.unit / unit, unit", "self.unit = unit / unit, unit", "sums keep their old unit"),
+    (TOKEN_LOSS, "None if units is None else factor * units", "None", "all rows of dx in the last unit"),
+    (TOKEN_LOSS, "HEADROOM * self.unit", "1e9 * self.unit", "larger gradients overflow in fp16"),
+    (
+        TOKEN_LOSS,
+        "accum_dtype=torch.float32 if x.dtype == torch.float16 else None",
+        "accum_dtype=None",
+        "sums in 16 bits change their unit",
+    ),
+    (TOKEN_LOSS, "t.detach()[self.order]", "t.detach()", "numbers of other tokens"),
+    (TOKEN_LOSS, "total[index] = grad.to", "total[first:last] = grad.to", "gradients in the order of the chunks"),
+    (TOKEN_LOSS, "_check_leaves(losses, given)", "pass", "a tensor that the function closes over gets no gradient"),
+    (
+        TOKEN_LOSS,
+        "(self.differentiable), hooks:",
+        "(self.differentiable):",
+        "a checkpoint sees the graph of the losses",
+    ),
+    (TOKEN_LOSS, "grad * factor if asked", "grad if asked", "gradients of per_token lack the upstream gradient"),
+    (TOKEN_LOSS, "torch.promote_types(t.dtype, torch.float32)) if", "t.dtype) if", "they are rounded twice"),
+    (
+        TOKEN_LOSS,
+        "None if grad is None else total for total",
+        "total for total",
+        "the last chunk's gradient where there is none",
+    ),
+    (CHUNKS, "upstream(first, last)", "upstream(start, end)", "gradients of a whole chunk for a part of it"),
+    (CHUNKS, "logits[own, :V] if wide", "logits[: last - first, :V] if wide", "parts of a chunk in the same memory"),
+    (
+        CHUNKS,
+        "not (upstream is not None and x.dtype == torch.float16)",
+        "x is not None",
+        "parts of a chunk in different units",
+    ),
+    (CHUNKS, "if given is None else 0.0", "if given is None else 1.0", "the loss itself adds its gradient"),
+    (STEPS, "        scale_rows(dw, None, ratio, dw, False)\n", "", "dw keeps its old unit"),
+    (STEPS, "        dbias *= ratio\n", "", "dbias keeps its old unit"),
+    (STEPS, "        db *= ratio\n", "", "db keeps its old unit"),
+    (STEPS, "packed(ids), packed(dlogprob_at)", "ids, packed(dlogprob_at)", "strided ids are read as if they were not"),
+    (SUMS, "src.dtype == out.dtype and src.data_ptr()", "src.data_ptr()", "rows times 1 stay in their old dtype"),
 ]

@@ -22,6 +22,8 @@ from typing import NamedTuple
 import torch
 from attention_backward_mutants import ATTENTION_BACKWARD
 from attention_mutants import ATTENTION
+from divergence_mutants import CHUNKS, DIVERGENCE, OP, ROWS, SHARDS, TOPK
+from divergence_mutants import PARALLEL as DIVERGENCE_PARALLEL
 from exact_mutants import EXACT
 from experts_mutants import EXPERTS
 from hopper_mutants import HOPPER, HOPPER_TESTS
@@ -47,10 +49,13 @@ FILES = (
     "test/patches/test_patches_own_experts.py",
     "test/patches/test_patches_attention.py",
     "test/ops/test_glu_linear.py",
+    "test/ops/test_token_loss.py",
     "test/ops/test_chunked_loss.py",
     "test/ops/test_losses.py",
     "test/ops/test_post_training_losses.py",
     "test/ops/test_logprobs.py",
+    "test/ops/test_topk_divergence.py",
+    "test/ops/test_divergence.py",
     "test/ops/test_logprob_routes.py",
     "test/ops/test_norms_and_rope.py",
     "test/ops/test_router.py",
@@ -71,6 +76,7 @@ FILES = (
     "test/ops/test_experts_hopper.py",
     "test/ops/test_gpu.py",
     "test/parallel/test_parallel_moe.py",
+    "test/parallel/test_parallel_divergence.py",
 )  # the quickest tests come first
 
 
@@ -108,15 +114,22 @@ TESTS = {
     "ops/load_balancing.py": "load_balancing or test_router",
     "nn.py": "test_moe_modules or modules",
     "losses.py": "test_post_training_losses",
+    "_loss_checks.py": "test_post_training_losses",
+    TOPK: "test_topk_divergence",
+    **dict.fromkeys((ROWS, CHUNKS, OP), "test_divergence"),
+    **dict.fromkeys((SHARDS, DIVERGENCE_PARALLEL), "test_parallel_divergence"),
     "ops/losses/rows.py": "cross_entropy or test_losses or test_errors or test_logprobs",
     "ops/losses/row_kernels.py": "cross_entropy or test_losses or logprob",
     "ops/losses/cross_entropy.py": "cross_entropy or test_losses",
     "ops/losses/linear_cross_entropy.py": LINEAR,
     "ops/losses/operands.py": LINEAR,
     "ops/losses/gradients.py": LINEAR,
+    "_token_losses.py": "test_post_training_losses or test_token_loss",
     "ops/losses/linear_logprobs.py": "logprob",
+    "ops/losses/linear_token_loss.py": "token_loss",
+    "ops/losses/steps.py": "test_losses or test_chunked_loss or logprob or token_loss",
     "ops/losses/products.py": "test_losses or test_chunked_loss or logprob",
-    "ops/losses/chunks.py": "test_losses or test_chunked_loss or logprob",
+    "ops/losses/chunks.py": "test_losses or test_chunked_loss or logprob or test_token_loss",
     "ops/losses/slices.py": "test_losses or test_chunked_loss or logprob",
     "ops/losses/units.py": "test_losses",
     "ops/losses/dw_sum/__init__.py": "test_chunked_loss",
@@ -141,6 +154,7 @@ MUTANTS = [
     for bug in (
         *OPS,
         *LOGPROBS,
+        *DIVERGENCE,
         *ROUTERS,
         *EXACT,
         *EXPERTS,

@@ -5,25 +5,28 @@ last chunk.
 """
 
 import functools
+import itertools
 from collections.abc import Callable
 from typing import Any, NamedTuple
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
+from torch._subclasses.fake_tensor import FakeTensor
 
 from liger_like.ops.losses.dw_sum import MAX_ROUNDS, add_products, exponents_like, has_products
-from liger_like.ops.losses.products import addmm, even_step, kept_first, pitch, store_logits
-from liger_like.ops.losses.row_kernels import launch_bwd, launch_fwd
-from liger_like.ops.losses.rows import OPTIONS_SCHEMA, Options, raise_bad_label, top_words
+from liger_like.ops.losses.products import addmm, even_step, kept_first, pitch
+from liger_like.ops.losses.row_kernels import launch_fwd
+from liger_like.ops.losses.rows import OPTIONS_SCHEMA, Options, raise_bad_label
+from liger_like.ops.losses.steps import NO_WORD, add_chunk, fill_dlogits, fill_rows
 from liger_like.ops.losses.units import unit
-from liger_like.ops.losses.vocab_shards import SHARD_SCHEMA, Shard, launch_fwd_of_shard
+from liger_like.ops.losses.vocab_shards import SHARD_SCHEMA, Shard
 from liger_like.runtime.registry import op
 
 CHUNK_ROWS = 2048  # tokens per chunk at which the products reach full speed; half as many without gradients
+WIDE_ROWS = 384  # tokens whose logits exist at a time if they take more memory than their gradient
 CHUNK_BYTES = 64 * 2**20  # least bytes of logits per chunk: with a small vocabulary CHUNK_ROWS tokens are too few
-NO_WORD = -1  # the id of no word
-Visit = Callable[[Tensor, Tensor | None, Tensor], None]
+Visit = Callable[[Tensor, Tensor, Tensor | None, Tensor], None]
 READS_HOST = torch.Tag.cudagraph_unsafe  # the host reads the token count: torch.compile keeps it out of CUDA graphs
 
 
@@ -176,7 +179,7 @@ def linear_cross_entropy_fwd(*args: Any) -> tuple[Tensor, ...]:
     """
     call: Forward = call_of(Forward, args)
     outs = _outputs(call)
-    _run_chunks(call, outs)
+    run_chunks(call, outs)
     return outs
 
 
@@ -184,7 +187,7 @@ def linear_cross_entropy_fwd(*args: Any) -> tuple[Tensor, ...]:
     f"linear_logprobs({ARGUMENTS}, ScalarType logits_dtype, bool mean_logit, bool log_sum_sq_prob, Tensor? ids,"
     f" SymInt topk, SymInt kept) -> ({RESULTS}, Tensor mean_logit, Tensor log_sum_sq_prob, Tensor words,"
     " Tensor logprob_at, Tensor kept_logits, Tensor kept_rows)",
-    lambda *args: _token_outputs(args)[2],
+    lambda *args: tuple(itertools.chain(*token_outputs(*_token_call(args)))),
     READS_HOST,
     flops=flops,
 )
@@ -193,39 +196,56 @@ def linear_logprobs_fwd(*args: Any) -> tuple[Tensor, ...]:
 
     The arguments are those of ``Forward`` and of ``TokenForward``.
     """
-    call, more, outs = _token_outputs(args)
-    own = len(outs) - len(TokenResults._fields)
-    _run_chunks(call, outs[:own], more, TokenResults(*outs[own:]))
-    return outs
+    call, more = _token_call(args)
+    outs, results = token_outputs(call, more)
+    run_chunks(call, outs, more, results)
+    return *outs, *results
 
 
-def _token_outputs(args: tuple[Any, ...]) -> tuple[Forward, TokenForward, tuple[Tensor, ...]]:
+def _token_call(args: tuple[Any, ...]) -> tuple[Forward, TokenForward]:
     further = len(TokenForward._fields)
-    call, more = call_of(Forward, args[:-further]), TokenForward(*args[-further:])
-    outs = _outputs(call, wide=more.logits_dtype != call.x.dtype)
-    return call, more, (*outs, *_token_results(call, more))
+    return call_of(Forward, args[:-further]), TokenForward(*args[-further:])
 
 
-def _run_chunks(
-    call: Forward, outs: tuple[Tensor, ...], more: TokenForward | None = None, results: TokenResults | None = None,
+def token_outputs(call: Forward, more: TokenForward) -> tuple[tuple[Tensor, ...], TokenResults]:
+    """Return memory for the results of ``linear_cross_entropy_fwd`` and for the further ones."""
+    return _outputs(call, wide=more.logits_dtype != call.x.dtype), _token_results(call, more)
+
+
+class Upstream(NamedTuple):
+    """Gradients of a sum of losses by the results of the tokens of a chunk: [T], and [T, K] for those of ``ids``.
+
+    ``ratio`` [1]: factor with which sums over the chunks before get the units of these gradients.
+    """
+
+    dlogprob: Tensor
+    dentropy: Tensor | None
+    dlogprob_at: Tensor | None
+    ratio: Tensor | None
+
+
+def run_chunks(
+    call: Forward,
+    outs: tuple[Tensor, ...],
+    more: TokenForward | None = None,
+    results: TokenResults | None = None,
+    upstream: Callable[[int, int], Upstream | None] | None = None,
     visit: Visit | None = None,
-) -> None:  # fmt: skip
+) -> None:
     """Fill ``outs``, the results of ``linear_cross_entropy_fwd``, and the further ``results``.
 
-    ``visit(z, dz, index)`` computes another loss: it fills the rows of the tokens ``index`` and, unless ``dz`` is None,
-    the gradient ``dz`` of their logits ``z``, which may share their memory.
+    The gradients are those of the loss in ``unit``, or those that ``upstream`` returns for the tokens of ``order`` from
+    one position to another, once their results are known. For another loss ``visit(x_c, z, dz, index)`` fills ``x_c``,
+    the logits ``z`` and the results of the tokens ``index``, and unless ``dz`` is None the gradient of the logits,
+    which may share their memory.
     """
-    x, weight, target, bias, u, b, _, _, needs, *_, shard, options = call
-    raise_bad_label(x.device)
+    x, weight, target, _, u, b, _, _, needs, *_, shard, options = call
+    if not isinstance(x, FakeTensor):
+        raise_bad_label(x.device)
     (T, H), V = x.shape, weight.shape[0]
     rows, order, chunk_bounds = outs[:6], outs[6], outs[7]
-    argmax, (dx, dw, exponents, last_logits, last_x, dbias, du, db) = outs[4], outs[8:]
-    needs_dx, needs_dw, needs_dbias, needs_du, needs_db = needs
-    chunk_bounds.zero_()  # without tokens no chunk sets it
-    zeros = [t for t in (*rows, *(results or ())[:4]) if t.dtype == torch.float32]
-    zeros += [t for t in (dw, exponents, dbias, db) if T == 0 or needs_dbias]
-    torch._foreach_zero_(zeros)  # one launch
-    argmax.fill_(-1)
+    dx, dw, exponents, last_logits, last_x, dbias, du, db = outs[8:]
+    _clear(call, outs, results)
     wide = more is not None and more.logits_dtype != x.dtype
     step, _ = _chunks(call, wide)
     count = kept_first(target, options.ignore_index, order, many=step < T)
@@ -233,49 +253,46 @@ def _run_chunks(
     logits = None if wide and not any(needs) else last_logits
     if logits is not None and not logits.numel():
         logits = x.new_empty((step, pitch(V)))
-    wide_logits = x.new_empty((step, pitch(V)), dtype=more.logits_dtype) if wide else logits
+    part = step
+    if wide and any(needs) and not (upstream is not None and x.dtype == torch.float16):  # whose units may change
+        part = min(step, WIDE_ROWS)
+    wide_logits = x.new_empty((part, pitch(V)), dtype=more.logits_dtype) if wide else logits
     if more is not None:
         _spread_words(more, results)
     start, end, n = 0, step, T
     sums: list[Any] = []
+    given: Upstream | None = None
     while start < end:
-        chunk, accumulate = slice(start, end), start > 0
-        index, z = order[chunk], wide_logits[: end - start, :V]
-        dz = z if logits is None else logits[: end - start, :V]
         if last_x.numel():
             x_c = last_x[: end - start]
         else:
-            x_c = dx[chunk].view(x.dtype)[:, :H] if needs_dx else x.new_empty((end - start, H))
-        torch.index_select(x, 0, index, out=x_c)
-        u_c = None if u is None else u[index]
-        store_logits(z, x_c, weight, bias, u_c, b)
-        if visit is not None:
-            visit(z, dz if any(needs) else None, index)
-        else:
-            _fill_rows(call, z, index, rows, more, results)
-            if results is not None and start < len(results.kept_logits):
-                _keep(call, z, order, start, results)
+            x_c = dx[start:end].view(x.dtype)[:, :H] if needs[0] else x.new_empty((end - start, H))
+        for first in range(start, end, part):
+            last = min(first + part, end)
+            own = slice(first - start, last - start)
+            z = wide_logits[: last - first, :V]
+            if visit is not None:
+                dz = None if not any(needs) else z if not wide else logits[own, :V]
+                visit(x_c[own], z, dz, order[first:last])
+                continue
+            _fill(call, z, x_c[own], order, first, rows, more, results)
+            given = None if upstream is None else upstream(first, last)
             if any(needs):
-                _differentiate(call, z, dz, index, rows)
+                _differentiate(call, z, logits[own, :V] if wide else None, order[first:last], rows, more, given)
         if start == 0:
             n = count()
             step = even_step(n - end, step)
-        if needs_dbias:
-            dbias += dz.sum(0, dtype=torch.float32)
-        if needs_du:
-            addmm(du[chunk], dz, b, False)
-        if needs_db:
-            addmm(db, dz.t(), u_c, accumulate)
         chunk_bounds.copy_(torch.tensor([n, start, end]))
         is_left = exponents.numel() > 0 and end >= n
-        if needs_dw and not exponents.numel():
-            addmm(dw, dz.t(), x_c, accumulate)
-        elif needs_dw and not is_left:
-            add_products(dw, exponents, dz, x_c, accumulate=accumulate)
-        if needs_dx and (last_x.numel() or not is_left):  # after the last use of x_c
-            addmm(dx[chunk, :H], dz, weight, False)
-        if needs_dx and shard.reduce_dx:
-            sums.append(dist.all_reduce(dx[chunk], group=shard.processes(), async_op=True))
+        if any(needs):
+            own_x = None if needs[0] and not last_x.numel() else x_c
+            u_c = None if u is None else u[order[start:end]]
+            add_chunk(
+                logits[: end - start, :V], own_x, weight, u_c, b, [dx, dw, exponents, dbias, du, db],
+                None if given is None else given.ratio, needs, start, end, is_left,
+            )  # fmt: skip
+        if needs[0] and shard.reduce_dx:
+            sums.append(dist.all_reduce(dx[start:end], group=shard.processes(), async_op=True))
         if is_left:
             break
         start, end = end, max(end, min(end + step, n))
@@ -288,6 +305,16 @@ def _run_chunks(
         for of_kept, row in zip(results.kept_rows, (rows[2], rows[5], rows[3]), strict=True):
             if row.numel():
                 of_kept[others] = row[others]
+
+
+def _clear(call: Forward, outs: tuple[Tensor, ...], results: TokenResults | None) -> None:
+    """Fill the results of ignored tokens, which no chunk may compute, and sums that chunks add to."""
+    rows, chunk_bounds, (_, dw, exponents, _, _, dbias, _, db) = outs[:6], outs[7], outs[8:]
+    chunk_bounds.zero_()  # without tokens no chunk sets it
+    zeros = [t for t in (*rows, *(results or ())[:4]) if t.dtype == torch.float32]
+    zeros += [t for t in (dw, exponents, dbias, db) if call.x.shape[0] == 0 or call.needs[2]]
+    torch._foreach_zero_(zeros)  # one launch
+    rows[4].fill_(-1)
 
 
 @op(
@@ -332,7 +359,7 @@ def _chunks(call: Forward, wide: bool) -> tuple[int, bool]:
     T, H = x.shape
     dw_in_16_bits = needs[1] and call.accum_dtype is None and call.dw_dtype == torch.bfloat16 and H % 8 == 0
     dw_in_16_bits = dw_in_16_bits and has_products(x.device)
-    most = CHUNK_ROWS if any(needs) and not wide else CHUNK_ROWS // 2
+    most = CHUNK_ROWS // 2 if not any(needs) else CHUNK_ROWS * 3 // 4 if wide else CHUNK_ROWS
     rows = call.chunk_rows or max(most, CHUNK_BYTES // (V * x.itemsize))
     few_rounds = -(-T // (MAX_ROUNDS * 128)) * 128
     if (
@@ -351,24 +378,16 @@ def _spread_words(more: TokenForward, results: TokenResults) -> None:
             results.words[:, : more.ids.shape[1]] = more.ids
 
 
-def _fill_rows(
-    call: Forward, z: Tensor, index: Tensor, rows: tuple[Tensor, ...], more: TokenForward | None,
-    results: TokenResults | None,
+def _fill(
+    call: Forward, z: Tensor, x_c: Tensor, order: Tensor, start: int, rows: tuple[Tensor, ...],
+    more: TokenForward | None, results: TokenResults | None,
 ) -> None:  # fmt: skip
-    """Fill ``rows`` and the further ``results`` of the tokens ``index`` from their logits."""
-    wanted = [t if t.numel() else None for t in rows]
-    options = call.options
-    if call.shard:
-        launch_fwd_of_shard(z, call.target, call.class_weight, wanted, options, index, call.shard)
-        return
-    if results is None:
-        launch_fwd(z, call.target, call.class_weight, wanted, options, index)
-        return
-    if more.topk:
-        ignored = call.target[index] == options.ignore_index
-        best = top_words(z, more.topk, options.logit_scale).masked_fill(ignored[:, None], NO_WORD)
-        results.words[index, -more.topk :] = best
-    launch_fwd(z, call.target, None, wanted, options, index, [t if t.numel() else None for t in results[:4]])
+    """Fill ``x_c``, logits ``z``, ``rows`` and further ``results`` of the tokens of ``order`` from ``start`` on."""
+    operands = *call[:7], order[start : start + len(z)]
+    topk = 0 if more is None else more.topk
+    fill_rows(*operands, x_c, z, [*rows], [*(results or ())[:4]], topk, *call.shard, *call.options)
+    if results is not None and start < len(results.kept_logits):
+        _keep(call, z, order, start, results)
 
 
 def _keep(call: Forward, z: Tensor, order: Tensor, start: int, results: TokenResults) -> None:
@@ -381,11 +400,17 @@ def _keep(call: Forward, z: Tensor, order: Tensor, start: int, results: TokenRes
         launch_fwd(kept, call.target, None, rows, call.options, order[start : start + len(kept)])
 
 
-def _differentiate(call: Forward, z: Tensor, dz: Tensor, index: Tensor, rows: tuple[Tensor, ...]) -> None:
-    """Fill ``dz`` with the gradient of the logits ``z`` for an upstream gradient of ``unit``."""
-    shard = call.shard
-    launch_bwd(
-        z, dz, call.target, call.class_weight, (rows[2], rows[5]), None, (None, None, None), call.options,
-        unit=unit(call.options), factor=call.weight_unit, order=index, v_start=shard.first_word,
-        vocabulary=shard.words or z.shape[1],
-    )  # fmt: skip
+def _differentiate(
+    call: Forward, z: Tensor, dz: Tensor | None, index: Tensor, rows: tuple[Tensor, ...], more: TokenForward | None,
+    given: Upstream | None,
+) -> None:  # fmt: skip
+    """Fill ``dz``, or ``z`` for None, with the gradient of the logits ``z`` for an upstream gradient of ``unit``, or
+    for the ``given`` ones.
+    """
+    upstream: tuple[Tensor | None, ...] = (None,) * 5
+    if given is not None:
+        ids = (None, None) if given.dlogprob_at is None else (more.ids, given.dlogprob_at)
+        upstream = None if given.dentropy is None else rows[3], given.dlogprob, given.dentropy, *ids
+    size = unit(call.options) if given is None else 0.0
+    labels = call.target, call.class_weight, call.weight_unit, index, rows[2], rows[5]
+    fill_dlogits(z, dz, *labels, *upstream, size, *call.shard, *call.options)

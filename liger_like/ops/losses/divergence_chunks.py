@@ -89,15 +89,17 @@ def linear_divergence_fwd(*args: Any) -> tuple[Tensor, ...]:
     torch._foreach_zero_(list(results))
     buffers: list[Tensor] = []
 
-    def visit(z: Tensor, dz: Tensor | None, index: Tensor) -> None:
-        if not buffers:  # the first chunk is the largest
+    def visit(x_c: Tensor, z: Tensor, dz: Tensor | None, index: Tensor) -> None:
+        torch.index_select(call.x, 0, index, out=x_c)
+        store_logits(z, x_c, call.weight, call.bias, None if call.u is None else call.u[index], call.b)
+        if not buffers:  # the first rows are the most
             buffers.append(z.new_empty((z.shape[0], pitch(z.shape[1])), dtype=WIDE))
         teacher_z = buffers[0][: z.shape[0], : z.shape[1]]
         store_logits(teacher_z, teacher.x[index], teacher.weight, teacher.bias, None, None)
         _fill_rows(call, teacher, z, teacher_z, dz, index, outs, results)
 
     wide = TokenForward(WIDE, False, False, None, 0, 0)
-    chunks._run_chunks(call, outs, wide, chunks._token_results(call, wide), visit)
+    chunks.run_chunks(call, outs, wide, chunks._token_results(call, wide), visit=visit)
     return *outs, *results
 
 

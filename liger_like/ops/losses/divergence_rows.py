@@ -44,14 +44,13 @@ def _compare(z, t, lse, lse_rest, teacher_lse, teacher_lse_rest, beta, KIND: tl.
         pw = tl.where(p == 0.0, 0.0, -p * gap)
         terms = pw + (q - p)
     else:
-        # of log(p / m) and log(q / m) the one of the larger probability, whose exp(-|gap|) does not overflow
-        share = tl.where(gap > 0.0, 1.0 - beta, beta)
-        less = share * (tl.exp(-tl.abs(gap)) - 1.0)
+        # log(p / m) and log(q / m): compute that of the larger part of m, which has no cancellation and no overflow
+        of_p = (1.0 - beta) * p >= beta * q
+        less = tl.where(of_p, beta, 1.0 - beta) * (tl.exp(tl.where(of_p, gap, -gap)) - 1.0)
         ratio = 1.0 + less
-        of_larger = (ratio - 1.0 - less) - tl.log(ratio)  # with the rounding error of ratio: a small beta divides it
-        pw = p * tl.where(gap > 0.0, of_larger - gap, of_larger)
-        pw = tl.where(p == 0.0, 0.0, pw / beta)
-        terms = tl.where(q == 0.0, 0.0, q * tl.where(gap > 0.0, of_larger, of_larger + gap))
+        direct = (ratio - 1.0 - less) - tl.log(ratio)  # with the rounding error of ratio: a small beta divides it
+        pw = tl.where(p == 0.0, 0.0, p * tl.where(of_p, direct, direct - gap) / beta)
+        terms = tl.where(q == 0.0, 0.0, q * tl.where(of_p, direct + gap, direct))
         terms = beta * (terms + (1.0 - beta) * pw)
     return p, pw, tl.where(terms < 0.0, 0.0, terms)  # below 0 by rounding
 
@@ -129,12 +128,12 @@ def _divergence_kernel(
         mean = tl.load(mean_ptr + row)
     if GRADIENT:
         for v in range(0, whole, BLOCK_V):
-            loss, _ = _visit_block(
+            loss, mean = _visit_block(
                 z_ptr, t_ptr, dz_ptr, v, V, logit_scale, teacher_scale, lse, lse_rest, teacher_lse, teacher_lse_rest,
                 beta, loss, mean, upstream, SOFTCAP, TEACHER_SOFTCAP, KIND, IN_ONE_PASS and LOSS, True, False, BLOCK_V,
             )  # fmt: skip
         for v in range(whole, V, BLOCK_V):
-            loss, _ = _visit_block(
+            loss, mean = _visit_block(
                 z_ptr, t_ptr, dz_ptr, v, V, logit_scale, teacher_scale, lse, lse_rest, teacher_lse, teacher_lse_rest,
                 beta, loss, mean, upstream, SOFTCAP, TEACHER_SOFTCAP, KIND, IN_ONE_PASS and LOSS, True, True, BLOCK_V,
             )  # fmt: skip

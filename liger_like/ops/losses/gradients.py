@@ -28,19 +28,26 @@ def grad_to_add_to(ctx: Any, weight: Tensor) -> Tensor | None:
     return grad
 
 
-def scaled(ctx: Any, saved: tuple[Tensor, ...], dloss: Tensor) -> tuple[Tensor | None, ...]:
-    """Return the forward's gradients times the upstream gradient, rounded once.
+def factor_of(ctx: Any, dloss: Tensor, weight_unit: Tensor | None) -> Tensor:
+    """Return the factor [1] or [T] of gradients that are in the unit of ``unit`` and ``weight_unit``."""
+    factor = (dloss / unit(ctx.options)).reshape(-1)
+    return factor if weight_unit is None else factor / weight_unit
 
-    ``saved`` holds the weight, ``weight_unit``, and the forward's results from ``order`` on. ``dloss`` is a scalar, or
-    [T] if the weight, the bias and b need no gradient. In the last backward dw takes the memory of its sum where it
-    fits, and the last chunk's logits are freed.
+
+def scaled(
+    ctx: Any, saved: tuple[Tensor, ...], factor: Tensor, of_rows: Tensor | None = None
+) -> tuple[Tensor | None, ...]:
+    """Return the forward's gradients times ``factor``, rounded once.
+
+    ``saved`` holds the weight and the forward's results from ``order`` on. ``factor`` is [1], or [T] if the weight, the
+    bias and b need no gradient; ``of_rows`` [T] takes its place for dx and du. In the last backward dw takes the memory
+    of its sum where it fits, and the last chunk's logits are freed.
     """
-    weight, weight_unit, order, chunk_bounds, *sums = saved
+    weight, order, chunk_bounds, *sums = saved
     dx_sum, dw_sum, exponents, last_logits, last_x, dbias, du_sum, db = sums
+    of_rows = factor if of_rows is None else of_rows
     dtype, dw_dtype, H = ctx.like
     needs_dx, needs_dw, needs_dbias, needs_du, needs_db = ctx.needs_input_grad[:5]
-    factor = (dloss / unit(ctx.options)).reshape(-1)
-    factor = factor if weight_unit is None else factor / weight_unit
     last_use = is_last_backward()
     dx = du = dw = None
     if needs_dw and exponents.numel():
@@ -57,10 +64,10 @@ def scaled(ctx: Any, saved: tuple[Tensor, ...], dloss: Tensor) -> tuple[Tensor |
         scale_rows(dw_sum, None, factor, dw, False)
     if needs_dx:
         dx = dx_sum.new_empty((dx_sum.shape[0], H), dtype=dtype)
-        scale_rows(dx_sum[:, :H], order, factor, dx, False)
+        scale_rows(dx_sum[:, :H], order, of_rows, dx, False)
     if needs_du:
         du = torch.empty_like(du_sum, dtype=dtype)
-        scale_rows(du_sum, order, factor, du, False)
+        scale_rows(du_sum, order, of_rows, du, False)
     dbias, db = (
         (grad * factor).to(dtype) if needed else None for grad, needed in ((dbias, needs_dbias), (db, needs_db))
     )

@@ -22,7 +22,7 @@ from torch import Tensor
 from torch.nn.functional import linear
 
 from liger_like.ops.losses.chunks import Forward, flat, linear_cross_entropy_fwd
-from liger_like.ops.losses.gradients import recomputed, scaled
+from liger_like.ops.losses.gradients import factor_of, recomputed, scaled
 from liger_like.ops.losses.operands import Lora, check_operands, checked_lora, checked_outputs, is_small, low_rank
 from liger_like.ops.losses.rows import (
     Options,
@@ -187,8 +187,12 @@ class _FusedLinearCrossEntropy(torch.autograd.Function):
     ) -> Any:
         if dloss is None and dlogprob is None and dentropy is None:
             return (None,) * len(ctx.needs_input_grad)
-        saved, upstream = ctx.saved_tensors, (dloss, dlogprob, dentropy)
-        grads = scaled(ctx, saved, dloss) if ctx.grads_now else recomputed(ctx, saved, upstream)
+        saved = ctx.saved_tensors
+        if ctx.grads_now:
+            weight, weight_unit, *sums = saved
+            grads = scaled(ctx, (weight, *sums), factor_of(ctx, dloss, weight_unit))
+        else:
+            grads = recomputed(ctx, saved, (dloss, dlogprob, dentropy))
         asked = (grad if needed else None for grad, needed in zip(grads, ctx.needs_input_grad[:5], strict=True))
         return *asked, *(None,) * (len(ctx.needs_input_grad) - 5)
 

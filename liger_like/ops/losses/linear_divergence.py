@@ -19,8 +19,8 @@ from torch import Tensor
 from liger_like.ops.losses.chunks import Forward, flat
 from liger_like.ops.losses.divergence_chunks import Teacher, TeacherRows, linear_divergence_bwd, linear_divergence_fwd
 from liger_like.ops.losses.divergence_rows import scale_of
-from liger_like.ops.losses.gradients import recomputed, scaled
-from liger_like.ops.losses.linear_logprobs import _tempered, logits_ref
+from liger_like.ops.losses.gradients import factor_of, recomputed, scaled
+from liger_like.ops.losses.linear_logprobs import logits_ref, tempered
 from liger_like.ops.losses.operands import Lora, check_operands, checked_lora, checked_outputs, is_small, low_rank
 from liger_like.ops.losses.rows import (
     SOFTCAP_MAX,
@@ -93,9 +93,9 @@ def fused_linear_divergence_ref(
     if shard:
         logits, teacher_logits = all_vocab_logits(logits, shard), all_vocab_logits(teacher_logits, shard)
     options = Options(IGNORED, 0.0, 0.0, softcap, logit_scale)
-    raw, z = scores_ref(logits, _tempered(options, temperature))
+    raw, z = scores_ref(logits, tempered(options, temperature))
     options = options._replace(softcap=teacher_softcap, logit_scale=teacher_logit_scale)
-    teacher_raw, teacher_z = scores_ref(teacher_logits.masked_fill(outside, 0), _tempered(options, temperature))
+    teacher_raw, teacher_z = scores_ref(teacher_logits.masked_fill(outside, 0), tempered(options, temperature))
     logp, logq = z.log_softmax(-1), teacher_z.log_softmax(-1)
     p, q = logp.exp(), logq.exp()
     if 0 < beta < 1:
@@ -220,8 +220,8 @@ class _FusedLinearDivergence(torch.autograd.Function):
         dloss = dloss * scale_of(ctx.scores[2])
         if ctx.grads_now:
             weight, target, *sums = ctx.saved_tensors
-            factor = dloss.where(target != IGNORED, 0) if dloss.dim() else dloss
-            grads = scaled(ctx, (weight, None, *sums), factor)
+            dloss = dloss.where(target != IGNORED, 0) if dloss.dim() else dloss
+            grads = scaled(ctx, (weight, *sums), factor_of(ctx, dloss, None))
         else:
             *saved, teacher_x, teacher_weight, teacher_bias, lse, lse_rest, mean = ctx.saved_tensors
             saved.insert(6, None)  # no class weights
@@ -352,14 +352,14 @@ def fused_linear_divergence(
     if lora is not None:
         seen = x if mask is None else x.masked_fill((target == IGNORED)[:, None], 0)
         u, b = low_rank(seen, lora, shard)
-    teacher_options = _tempered(teacher_options, temperature)
+    teacher_options = tempered(teacher_options, temperature)
     settings = Settings(
         torch.is_grad_enabled(), reduction == "none", mask is not None, accumulate_grad, "entropy" in outputs,
         "teacher_entropy" in outputs, "agree" in outputs, chunk_rows,
     )  # fmt: skip
     results = apply(
         _FusedLinearDivergence, x, weight, bias, u, b, target, teacher_x, teacher_weight, teacher_bias,
-        (teacher_options.softcap, teacher_options.logit_scale, beta), settings, shard, _tempered(options, temperature),
+        (teacher_options.softcap, teacher_options.logit_scale, beta), settings, shard, tempered(options, temperature),
     )  # fmt: skip
     loss, *rows, entropy, teacher_entropy, argmax, teacher_argmax = results
     divergence = rows[0] if rows else loss.detach()

@@ -20,8 +20,8 @@ import torch
 from torch import Tensor
 from torch.nn.functional import linear
 
-from liger_like.ops.losses.chunks import NO_WORD, Forward, TokenForward, TokenResults, flat, linear_logprobs_fwd
-from liger_like.ops.losses.gradients import recomputed, scaled
+from liger_like.ops.losses.chunks import Forward, TokenForward, TokenResults, flat, linear_logprobs_fwd
+from liger_like.ops.losses.gradients import factor_of, recomputed, scaled
 from liger_like.ops.losses.operands import Lora, check_operands, checked_lora, checked_outputs, is_small, low_rank
 from liger_like.ops.losses.products import pitch
 from liger_like.ops.losses.rows import (
@@ -34,6 +34,7 @@ from liger_like.ops.losses.rows import (
     scores_ref,
 )
 from liger_like.ops.losses.slices import TokenBackward, linear_logprobs_bwd
+from liger_like.ops.losses.steps import NO_WORD
 from liger_like.ops.losses.vocab_shards import WHOLE, Shard
 from liger_like.runtime.autograd import apply, is_last_backward, once_differentiable
 from liger_like.runtime.checks import require, require_choice, require_integer, require_positive
@@ -115,7 +116,7 @@ def fused_linear_logprobs_ref(
     ``keep_logits``, ``uniform_gradient``, ``accumulate_grad`` and ``chunk_rows`` do not change the definition.
     """
     logits = logits_ref(x, weight, bias, lora, logits_dtype)
-    options = _tempered(Options(ignore_index, 0.0, 0.0, softcap, logit_scale), temperature)
+    options = tempered(Options(ignore_index, 0.0, 0.0, softcap, logit_scale), temperature)
     results = row_losses_ref(logits, target, None, options)._asdict()
     raw, z = scores_ref(logits, options)
     logp, ignored = z.log_softmax(-1), target == ignore_index
@@ -134,7 +135,7 @@ def fused_linear_logprobs_ref(
     return TokenOutputs(**asked)
 
 
-def _tempered(options: Options, temperature: float) -> Options:
+def tempered(options: Options, temperature: float) -> Options:
     """Return the options of the scores divided by ``temperature``."""
     softcap = None if options.softcap is None else options.softcap / temperature
     return options._replace(softcap=softcap, logit_scale=options.logit_scale / temperature)
@@ -230,7 +231,7 @@ class _FusedLinearLogprobs(torch.autograd.Function):
         if ctx.in_forward and dentropy is None and d_at is None:
             dloss = _factor(dlogprob, target, ctx)
         if dloss is not None:
-            dtensors = scaled(ctx, (weight, None, order, *sums), dloss)
+            dtensors = scaled(ctx, (weight, order, *sums), factor_of(ctx, dloss, None))
         else:
             if kept_rows.numel():
                 lse, lse_rest, entropy = kept_rows
@@ -274,6 +275,46 @@ def _checked_words(ids: Any, topk: Any, target: Tensor, V: int) -> int:
         raise ValueError(f"ids must be on {target.device}, got {ids.device}")
     check_labels(ids, V, NO_WORD, "ids")
     return topk
+
+
+class Arguments(NamedTuple):
+    """Arguments of an op of per-token results, checked, and cast to the dtype of autocast."""
+
+    x: Tensor
+    bias: Tensor | None
+    options: Options
+    temperature: float
+    lora: Lora | None
+    outputs: tuple[str, ...]
+    topk: int
+    chunk_rows: int | None
+
+
+def checked_arguments(
+    x: Tensor, weight: Tensor, target: Tensor, bias: Tensor | None, ignore_index: Any, temperature: Any, softcap: Any,
+    logit_scale: Any, lora: Any, outputs: Any, ids: Any, topk: Any, logits_dtype: Any, accumulate_grad: Any,
+    chunk_rows: Any,
+) -> Arguments:  # fmt: skip
+    """Return the arguments as the kernels take them. Raise unless they are valid and fit each other."""
+    for name, tensor in (("x", x), ("weight", weight)):
+        require(name, tensor)
+    if bias is not None:
+        require("bias", bias)
+    lora, outputs = checked_lora(lora), checked_outputs(outputs, OUTPUTS)
+    weight_dtype = x.dtype
+    if dtype := autocast_dtype(x):  # the kernel path casts the weight itself: its gradient needs no cast
+        weight_dtype = weight.dtype
+        x, bias = x.to(dtype), None if bias is None else bias.to(dtype)
+        lora = None if lora is None else (lora[0].to(dtype), lora[1].to(dtype), *lora[2:])
+    check_operands(x, weight, weight_dtype, bias, lora, WHOLE)
+    options = checked_options(ignore_index, 0.0, 0.0, softcap, logit_scale)
+    temperature = require_positive("temperature", temperature)
+    check_target(target, x, x.shape[:-1])
+    topk = _checked_words(ids, topk, target, weight.shape[0])
+    require_choice("logits_dtype", logits_dtype, tuple(dict.fromkeys((torch.float32, x.dtype))))
+    require_choice("accumulate_grad", accumulate_grad, (False, True))
+    chunk_rows = None if chunk_rows is None else require_integer("chunk_rows", chunk_rows, 1)
+    return Arguments(x, bias, options, temperature, lora, outputs, topk, chunk_rows)
 
 
 @refuses_dtensors("full_tensor()")
@@ -322,26 +363,12 @@ def fused_linear_logprobs(
     Raises TypeError or ValueError for invalid arguments (all operands share a dtype), ValueError also for a label
     outside [0, V): at once on the CPU, in the next call on a GPU.
     """
-    for name, tensor in (("x", x), ("weight", weight)):
-        require(name, tensor)
-    if bias is not None:
-        require("bias", bias)
-    lora, outputs = checked_lora(lora), checked_outputs(outputs, OUTPUTS)
-    weight_dtype = x.dtype
-    if dtype := autocast_dtype(x):  # the kernel path casts the weight itself: its gradient needs no cast
-        weight_dtype = weight.dtype
-        x, bias = x.to(dtype), None if bias is None else bias.to(dtype)
-        lora = None if lora is None else (lora[0].to(dtype), lora[1].to(dtype), *lora[2:])
-    check_operands(x, weight, weight_dtype, bias, lora, WHOLE)
-    options = checked_options(ignore_index, 0.0, 0.0, softcap, logit_scale)
-    temperature = require_positive("temperature", temperature)
-    check_target(target, x, x.shape[:-1])
-    topk = _checked_words(ids, topk, target, weight.shape[0])
-    require_choice("logits_dtype", logits_dtype, tuple(dict.fromkeys((torch.float32, x.dtype))))
+    x, bias, options, temperature, lora, outputs, topk, chunk_rows = checked_arguments(
+        x, weight, target, bias, ignore_index, temperature, softcap, logit_scale, lora, outputs, ids, topk,
+        logits_dtype, accumulate_grad, chunk_rows,
+    )  # fmt: skip
     keep_logits = require_integer("keep_logits", keep_logits, 0)
     require_choice("uniform_gradient", uniform_gradient, (False, True))
-    require_choice("accumulate_grad", accumulate_grad, (False, True))
-    chunk_rows = None if chunk_rows is None else require_integer("chunk_rows", chunk_rows, 1)
     if not use_kernel(x) or (chunk_rows is None and is_small(target)):
         return fused_linear_logprobs_ref(
             x, weight.to(x.dtype), target, bias, ignore_index=ignore_index, temperature=temperature, softcap=softcap,
@@ -354,11 +381,11 @@ def fused_linear_logprobs(
     )
     operands = x.reshape(-1, x.shape[-1]), weight, bias, u, b, target.reshape(-1)
     flat_ids = None if ids is None else ids.reshape(-1, ids.shape[-1])
-    rows = apply(_FusedLinearLogprobs, *operands, flat_ids, settings, _tempered(options, temperature))
-    return _shaped(rows, target, outputs, ids is not None, topk)
+    rows = apply(_FusedLinearLogprobs, *operands, flat_ids, settings, tempered(options, temperature))
+    return shaped(rows, target, outputs, ids is not None, topk)
 
 
-def _shaped(rows: tuple[Tensor, ...], target: Tensor, outputs: tuple[str, ...], at: bool, topk: int) -> TokenOutputs:
+def shaped(rows: tuple[Tensor, ...], target: Tensor, outputs: tuple[str, ...], at: bool, topk: int) -> TokenOutputs:
     """Return the results of the autograd function in the shape of ``target``, and None for those not asked for."""
     free = "logprob", *(["entropy"] if "entropy" in outputs else []), *(["logprob_at"] if at else [])
     fixed = "lse", "argmax", "mean_logit", "log_sum_sq_prob", "topk_logprob", "topk_ids"

@@ -30,13 +30,17 @@ MAX_ROUNDS = 16
 
 @triton.jit
 def _scale_rows_kernel(
-    src_ptr, out_ptr, order_ptr, factor_ptr, stride_sm, stride_om, stride_f, N, ADD: tl.constexpr, BLOCK_N: tl.constexpr
-):
+    src_ptr, out_ptr, order_ptr, factor_ptr, stride_sm, stride_om, stride_f, N, ADD: tl.constexpr,
+    IN_PLACE: tl.constexpr, BLOCK_N: tl.constexpr,
+):  # fmt: skip
     pid = tl.program_id(0).to(tl.int64)
     row = pid
     if order_ptr is not None:
         row = tl.load(order_ptr + pid).to(tl.int64)
     factor = tl.load(factor_ptr + row * stride_f).to(tl.float32)
+    if IN_PLACE:  # noqa: SIM102  # a constant
+        if factor == 1.0:
+            return
     for n in range(0, N, BLOCK_N):
         offs_n = n + tl.arange(0, BLOCK_N)
         mask = offs_n < N
@@ -120,5 +124,6 @@ def scale_rows(src: Tensor, order: Tensor | None, factor: Tensor, out: Tensor, a
     block_n = min(triton.next_power_of_2(N), 4096)
     if M:
         sizes = src.stride(0), out.stride(0), int(factor.numel() > 1), N
-        warps = max(1, block_n // 512)
-        launch(_scale_rows_kernel, (M,), (src, out, order, factor), sizes, ADD=add, BLOCK_N=block_n, num_warps=warps)
+        in_place = src.dtype == out.dtype and src.data_ptr() == out.data_ptr() and order is None and not add
+        options = {"ADD": add, "IN_PLACE": in_place, "BLOCK_N": block_n, "num_warps": max(1, block_n // 512)}
+        launch(_scale_rows_kernel, (M,), (src, out, order, factor), sizes, **options)
