@@ -33,13 +33,9 @@ def refusal(trainer: Any) -> str:
         return str(error)
     if not kind:
         return f"{METHOD} of {type(trainer).__name__} is not recognised"
-    for name, what in (
-        ("is_encoder_decoder", "is an encoder and decoder"),
-        ("aux_loss_enabled", "has a router's loss"),
-    ):
-        if getattr(trainer, name, False):
-            return f"the model {what}"
-    return ""
+    if getattr(trainer, "is_encoder_decoder", False):
+        return "the model is an encoder and decoder"
+    return "the model has a router's loss" if getattr(trainer, "aux_loss_enabled", False) else ""
 
 
 def methods(trainer: Any) -> dict[str, Any]:
