@@ -9,6 +9,7 @@ from test_trainer import LOSS_AND_NORMS
 from tiny_models import tiny
 
 from liger_like import patch, token_logprobs
+from liger_like.patches import trl_code
 
 pytestmark = pytest.mark.filterwarnings("error:liger_like")
 OUTPUTS = ("logprob", "entropy", "mean_logit", "correct")
@@ -76,6 +77,16 @@ def test_the_kernel(device):
     original = copy.deepcopy(model)
     patch(model, **LOSS_AND_NORMS)
     check(model, original, *inputs(device))
+
+
+def test_operands_of_two_dtypes(device, references):
+    """TRL casts hidden states to fp32 where the head's weight is not; autocast casts both."""
+    x, weight, target = torch.randn(3, 8, device=device), torch.randn(11, 8, device=device), torch.tensor([1, 2, 3])
+    for dtype in (torch.float16, torch.float32):
+        numbers = trl_code.token_numbers(x, weight.to(dtype), target.to(device))
+        logits = x @ weight.to(dtype).float().T
+        expected = logits.log_softmax(-1).gather(-1, target[:, None].to(device))[:, 0]
+        torch.testing.assert_close(numbers.logprob, expected)
 
 
 def test_errors(device, references):

@@ -378,6 +378,34 @@ def test_a_deep_copy_runs_on_weights_of_its_own(made, ran):
     assert not torch.allclose(*numbers)
 
 
+def test_a_hook_of_the_head_does_not_run(made, ran):
+    """It does not in TRL's head, which reads the weight."""
+    model = made("SFT", "patch_trainer").model
+    ids = torch.randint(3, 101, (2, 9), device=model.device)
+    calls = []
+    model.lm_head.register_forward_hook(lambda module, args, output: calls.append(output))
+    assert model(input_ids=ids, labels=ids, fused_lm_head=True).log_probs.isfinite().all()
+    assert ran.ours
+    assert not calls
+
+
+def test_a_trainer_of_the_users(made):
+    """Its loss calls that of TRL's trainer, or its own code reads the logits."""
+    trainer = made("SFT")
+
+    class Calls(type(trainer)):
+        def compute_loss(self, *args, **kwargs):
+            return super().compute_loss(*args, **kwargs)
+
+    class Reads(type(trainer)):
+        def compute_loss(self, model, inputs, **kwargs):
+            return model(**inputs).logits.mean()
+
+    for cls, status in ((Reads, "skipped"), (Calls, "patched")):
+        trainer.__class__ = cls
+        assert {row.status for row in head_rows(patch_trainer(trainer, **LOSS_AND_NORMS))} == {status}
+
+
 def test_a_forward_that_trl_found_replaced(made, device):
     """TRL keeps calling it, so the loss of the class does not run."""
     model = tiny("Llama", device, num_hidden_layers=1)

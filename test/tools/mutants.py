@@ -34,6 +34,7 @@ from parallel_mutants import PARALLEL
 from patches_mutants import PATCHES
 from rich.progress import track
 from router_mutants import ROUTERS
+from trl_mutants import TRL
 
 ROOT = Path(__file__).parents[2]
 PACKAGE = "liger_like"
@@ -75,6 +76,8 @@ FILES = (
     "test/attention/test_attention_hopper.py",
     "test/ops/test_experts_hopper.py",
     "test/ops/test_gpu.py",
+    "test/patches/test_tokens.py",
+    "test/patches/test_trl.py",
     "test/parallel/test_parallel_moe.py",
     "test/parallel/test_parallel_divergence.py",
 )  # the quickest tests come first
@@ -138,7 +141,8 @@ TESTS = {
     **{file: "patches" for file, *_ in PATCHES},
     "patches/routers.py": "test_patches_routers",
     "patches/balance.py": "test_patches_balance",
-    "patches/lm_head.py": "test_patches_balance",
+    **{file: "test_tokens or test_trl" for file, *_ in TRL},
+    "patches/lm_head.py": "test_patches_balance or test_tokens or test_trl",
     "patches/forms.py": "recognition",
     **{file: "test_parallel_moe" for file, *_ in PARALLEL},
     **{file: "experts and not patches" for file, *_ in EXPERTS},
@@ -162,6 +166,7 @@ MUTANTS = [
         *ATTENTION_BACKWARD,
         *PATCHES,
         *PARALLEL,
+        *TRL,
         *ON_HOPPER,
     )
 ]
