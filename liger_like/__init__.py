@@ -30,6 +30,7 @@ from liger_like.ops import (
 
 if TYPE_CHECKING:
     from liger_like.patching import AutoModelForCausalLM, PatchReport, patch, unpatch
+    from liger_like.tokens import token_logprobs
 
 __version__ = "0.1.0"
 
@@ -62,6 +63,7 @@ __all__ = [
     "rms_norm",
     "rope",
     "swiglu",
+    "token_logprobs",
     "unpatch",
 ]
 
@@ -69,9 +71,9 @@ __all__ = [
 def __getattr__(name: str) -> Any:
     # only patching needs transformers, so it is imported when first asked for
     if name in __all__:
-        from liger_like import patching
+        from liger_like import patching, tokens
 
-        return getattr(patching, name)
+        return getattr(tokens if name == "token_logprobs" else patching, name)
     raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
 
 

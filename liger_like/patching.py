@@ -22,30 +22,16 @@ from liger_like.patches import (
     Recogniser,
     UnrecognisedError,
     attention,
+    trl_head,
     where,
 )
+from liger_like.patches.catalogue import ATTENTION, INTERFACES, RECOGNISERS
 from liger_like.patches.config_views import give_views, take_views
-from liger_like.patches.experts import Experts
 from liger_like.patches.foreign import foreign_forward, rebind_forward, replaced_in_class, replaced_in_torch
-from liger_like.patches.glu_mlp import GLUMLP
-from liger_like.patches.layer_norm import LayerNorm
-from liger_like.patches.lm_head import LMHead
-from liger_like.patches.own_experts import OwnExperts
-from liger_like.patches.qk_norm_rope import QKNormRope
-from liger_like.patches.rms_norm import RMSNorm
-from liger_like.patches.rope import Rope
-from liger_like.patches.routers import Router
 from liger_like.patches.trials import compare
+from liger_like.patches.trl_code import fused_forward, stand_in
 
-ATTENTION, EXPERTS = attention.Attention(), Experts()
-INTERFACES: tuple[Recogniser, ...] = (EXPERTS, ATTENTION)
 PATCHED, ALREADY, SKIPPED, ABSENT = "patched", "already patched", "skipped", "absent"
-# The first recogniser that matches a module patches it. patches.add_rms_norm is left out: no measurement shows that it
-# makes a whole model faster.
-RECOGNISERS: dict[str, Recogniser] = {
-    recogniser.pattern: recogniser
-    for recogniser in (RMSNorm(), LayerNorm(), QKNormRope(), Rope(), OwnExperts(), GLUMLP(), Router(), LMHead())
-}
 
 raise_errors = False  # the tests set it: there an unexpected exception is a bug, not a reason to skip the module
 _confirmed: set[tuple[type[Any], str, str]] = set()
@@ -172,11 +158,15 @@ def patch(
         if len(rows) == before:
             patterns = ", ".join({recogniser.pattern: None for recogniser in recognisers})
             rows.append(Row(patterns, "", "", 0, ABSENT, "the model has none"))
+    trl = _examine_trl(model, swaps) if loss else {}
+    rows += _grouped(list(trl.values()))
     report = PatchReport(model, tuple(rows))
     if strict and any(row.status == SKIPPED for row in rows):
         raise ValueError(f"strict=True, but modules would be left alone:\n{report}")
     for module, cls in swaps.items():
         _become(module, cls)
+    for module in (module for module, row in trl.items() if row.status == PATCHED):
+        trl_head.hook(module)
     for recogniser, found_there in interfaces:
         for module, variant in found_there.patched.items():
             vars(module).update(recogniser.methods(type(module), variant))
@@ -205,6 +195,7 @@ def unpatch(model: nn.Module) -> None:
         _become(module, origin.cls)
         RECOGNISERS[origin.pattern].forget(module)
     for module in model.modules():
+        trl_head.unhook(module)
         for interface in INTERFACES:
             interface.forget(module)
     take_views(model)
@@ -372,6 +363,19 @@ def _examine_interface(recogniser: Recogniser, model: nn.Module, verify: str) ->
     configs = dict.fromkeys(ids, False)
     configs |= {config: True for config, row in zip(ids, rows, strict=True) if row.status == PATCHED}
     return _Found(_grouped(rows), patched, configs)
+
+
+def _examine_trl(model: nn.Module, swaps: dict[nn.Module, type[Any]]) -> dict[nn.Module, Row]:
+    """Return a row for each module whose forward is TRL's fused head."""
+    rows = {}
+    for module in model.modules():
+        function = fused_forward(module)
+        if function is not None:
+            patched = module in swaps or _origin(module) is not None
+            reason = trl_head.obstacle_of(function, module, patched)
+            status = SKIPPED if reason else PATCHED if stand_in(function) is None else ALREADY
+            rows[module] = Row(trl_head.PATTERN, type(module).__name__, "", 1, status, reason)
+    return rows
 
 
 def _verify(recogniser: Recogniser, module: nn.Module, variant: str, *, live: bool) -> float | None:

@@ -10,7 +10,7 @@ from torch import nn
 from torch.nn import functional as F  # noqa: N812  # as torch has it
 from torch.nn.modules import module as hooked
 
-from liger_like.patches import original, where
+from liger_like.patches import original, trl_code, where
 from liger_like.runtime.support import HOOKS
 
 WRAPPERS = ("accelerate", "torch")  # libraries whose wrappers call the forward that they wrap
@@ -23,34 +23,47 @@ AROUND = (
 
 
 def bound_forwards(module: nn.Module) -> list[str]:
-    """Return the names of the instance attributes of ``module`` that hold its class's forward, bound.
+    """Return the names of the instance attributes of ``module`` that hold its class's forward, bound."""
+    return _bound(module, type(module).forward)
+
+
+def _bound(module: nn.Module, function: Any) -> list[str]:
+    """Return the names of the instance attributes of ``module`` that hold ``function``, bound.
 
     accelerate's hooks (``device_map``) keep the forward that they call in ``_old_forward``; removing the hooks leaves
     ``forward`` on the instance. accelerate's mixed precision keeps the forward in ``_original_forward``.
     """
     names = ("forward", "_old_forward", "_original_forward")
-    return [name for name in names if getattr(vars(module).get(name), "__func__", None) is type(module).forward]
+    return [name for name in names if getattr(vars(module).get(name), "__func__", None) is function]
 
 
 def rebind_forward(module: Any, cls: type[Any]) -> None:
     """Replace the class's forward by that of ``cls`` wherever the instance ``module`` or its wrappers hold it."""
-    own = type(module).forward
+    replace_forward(module, type(module).forward, cls.forward)
+
+
+def replace_forward(module: nn.Module, old: Any, new: Any) -> None:
+    """Replace the function ``old``, also bound, wherever the instance ``module`` or its wrappers hold it."""
+    bound = MethodType(new, module)
     for link in _wrappers(module):
         for cell in getattr(link, "__closure__", None) or ():
-            if cell.cell_contents is own:
-                cell.cell_contents = cls.forward
-        for name in [name for name, value in vars(link).items() if value is own]:
-            setattr(link, name, cls.forward)
-    for name in bound_forwards(module):
-        setattr(module, name, MethodType(cls.forward, module))
+            if cell.cell_contents is old:
+                cell.cell_contents = new
+            elif getattr(cell.cell_contents, "__func__", None) is old:
+                cell.cell_contents = bound
+        for name in [name for name, value in vars(link).items() if value is old]:
+            setattr(link, name, new)
+    for name in _bound(module, old):
+        vars(module)[name] = bound
 
 
 def _wrappers(module: nn.Module) -> list[Any]:
-    """Return the wrappers around the class's forward, as mixed precision adds; empty unless all are from WRAPPERS."""
+    """Return the wrappers around the class's forward, as mixed precision adds; empty unless all are of known code."""
     forward = vars(module).get("forward")
     links: list[Any] = [getattr(forward, "__func__", forward)]
     while links[-1] is not type(module).forward:
-        if _library(links[-1]) not in WRAPPERS or not hasattr(links[-1], "__wrapped__"):
+        known = not trl_code.refusal(links[-1]) if trl_code.is_of_trl(links[-1]) else _library(links[-1]) in WRAPPERS
+        if not known or not hasattr(links[-1], "__wrapped__"):
             return []
         links.append(links[-1].__wrapped__)
     return links[:-1]
@@ -61,12 +74,18 @@ def foreign_forward(module: nn.Module) -> str:
 
     The name is empty if nothing replaced the forward, or if only wrappers of known libraries surround it.
     """
-    forward, bound = vars(module).get("forward"), bound_forwards(module)
+    links = _wrappers(module)
+    # TRL's function says that it wraps the class's forward, but calls the forward that the instance had
+    kept = [trl_code.kept_forward(link) for link in links if trl_code.is_of_trl(link)]
+    return "" if links and not kept else _foreign(module, *kept or [vars(module).get("forward")])
+
+
+def _foreign(module: nn.Module, forward: Any) -> str:
+    """Return the name of ``forward`` unless it is the class's forward, bound, or a hook of accelerate around it."""
     function: Any = getattr(forward, "func", forward)  # unpacks a functools.partial
     hooks = getattr(function, "__module__", None) == "accelerate.hooks"
-    if forward is None or "forward" in bound or (hooks and bound) or _wrappers(module):
-        return ""
-    return _name(function)
+    own = getattr(forward, "__func__", None) is type(module).forward
+    return "" if forward is None or own or (hooks and bound_forwards(module)) else _name(function)
 
 
 def hook_on(module: nn.Module) -> str:
@@ -121,4 +140,5 @@ def _name(function: Any) -> str:
     code = getattr(function, "__code__", None)
     if code is None:
         return where(function)
-    return f"{function.__globals__['__name__']}.{getattr(code, 'co_qualname', code.co_name)}"
+    home = function.__globals__.get("__name__", function.__module__)
+    return f"{home}.{getattr(code, 'co_qualname', code.co_name)}"

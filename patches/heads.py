@@ -1,8 +1,9 @@
 """Heads that compute the loss in their forward: linear layers, also with PEFT's adapters.
 
 PEFT wraps the linear layer in a module that adds the LoRA term or selects a trained copy, and that passes keyword
-arguments on. So every module of a head takes ``loss``, the arguments of ``fused_linear_cross_entropy``, and passes it
-to the linear layer. The hooks of each module run around its call as usual.
+arguments on. So every module of a head takes ``loss``, the arguments of ``fused_linear_cross_entropy``, or of another
+function that ``loss["op"]`` names, and passes it to the linear layer. The hooks of each module run around its call as
+usual.
 """
 
 import sys
@@ -14,10 +15,10 @@ from torch import Tensor, nn
 from torch.distributed.fsdp import FSDPModule
 
 from liger_like.ops.losses.linear_cross_entropy import fused_linear_cross_entropy
-from liger_like.ops.losses.linear_logprobs import fused_linear_logprobs
 from liger_like.ops.losses.vocab_shards import Shard
 from liger_like.patches import UnrecognisedError, bare, original, random_parameter, where
 from liger_like.patches.foreign import foreign_forward, hook_on
+from liger_like.patches.trl_code import token_numbers
 from liger_like.runtime.support import use_kernel
 
 LINEAR, LORA, COPIES = "lazy logits", "lazy logits, LoRA", "lazy logits, trained copy"
@@ -83,7 +84,7 @@ def hook_in(head: nn.Module) -> str:
 
 def _linear_forward(cls: Any) -> Any:
     def forward(self: Any, x: Tensor, loss: dict[str, Any] | None = None) -> Any:
-        """Return the logits, or the loss of ``fused_linear_cross_entropy`` with the arguments ``loss``."""
+        """Return the logits, or the result of ``fused_linear_cross_entropy``, or of the op in ``loss``."""
         released = isinstance(self, FSDPModule) and _is_released(self, x, loss)
         if loss is None:
             return cls.forward(self, x)
@@ -93,16 +94,17 @@ def _linear_forward(cls: Any) -> Any:
             options["bias"] = None if options["bias"] is None else options["bias"][:words]
             if "lora" in options:
                 options["lora"] = options["lora"][0], options["lora"][1][:words]
-        if not hasattr(weight, "device_mesh"):
+        op = options.pop("op", fused_linear_cross_entropy)
+        if op is fused_linear_cross_entropy and not hasattr(weight, "device_mesh"):
             options["shard"] = Shard(released=released)
-        return of_head(fused_linear_cross_entropy, x, weight, **options)
+        return of_head(op, x, weight, **options)
 
     return forward
 
 
 VOCAB_PARALLEL: dict[Any, str] = {
     fused_linear_cross_entropy: "vocab_parallel_cross_entropy",
-    fused_linear_logprobs: "vocab_parallel_logprobs",
+    token_numbers: "vocab_parallel_logprobs",
 }
 
 
@@ -130,7 +132,7 @@ def _is_released(head: Any, x: Tensor, loss: dict[str, Any] | None) -> bool:
     if head._get_fsdp_state()._modules != (head,):
         return False
     if torch.is_grad_enabled():
-        made_later = loss is None or loss.get("reduction") == "none" or not use_kernel(x)
+        made_later = loss is None or "op" in loss or loss.get("reduction") == "none" or not use_kernel(x)
         if made_later or hasattr(head.weight, "device_mesh"):
             head._read_later = True
         head.set_unshard_in_backward(head._read_later)
@@ -161,7 +163,7 @@ def _lora_forward(cls: Any) -> Any:
 
 
 def loss_of(head: Any, hidden: Tensor, loss: dict[str, Any]) -> Tensor:
-    """Return the loss from a call of ``head``, with its hooks.
+    """Return the loss, or the result of ``loss["op"]``, from a call of ``head``, with its hooks.
 
     transformers' tensor parallelism shadows the head's forward by a function that gathers the logits of all words from
     its output. That function is taken off for the call.

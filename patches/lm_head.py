@@ -22,8 +22,11 @@ from torch.nn import functional as F  # noqa: N812  # as torch has it
 from liger_like.patches import NothingToDoError, Recogniser, Trial, UnrecognisedError, original, random_like, where
 from liger_like.patches.balance import with_balance
 from liger_like.patches.heads import FORWARDS, LINEAR, hook_in, loss_of, obstacle, parts_of, small_head
+from liger_like.patches.trl_code import token_numbers
+from liger_like.patches.trl_head import hooked
 
 MODEL, BALANCED = "fused loss", ", load balancing"
+TOKENS = "liger_like_tokens"  # the keyword by which token_logprobs asks a patched model for numbers of tokens
 ScaleAndSoftcap = tuple[float, float | None]
 NUMBER = (int, float)
 
@@ -155,8 +158,11 @@ class LazyLogits:
             return scale, None
         return (scale * cap, cap) if cap > 0 else None
 
-    def loss(self, target: Tensor, **options: Any) -> Tensor | None:
-        """Return the result of ``fused_linear_cross_entropy`` for ``target`` [...], or None if it cannot be fused."""
+    def loss(self, target: Tensor, **options: Any) -> Any:
+        """Return the result of ``fused_linear_cross_entropy``, or of ``options["op"]``, for ``target`` [...].
+
+        Return None if it cannot be fused.
+        """
         known, chain = self.scale_and_softcap(), [self]
         while (source := chain[-1].source) is not None:
             chain.append(source[0])
@@ -202,7 +208,8 @@ def _cross_entropy(
     plain = weight is None and size_average is None and reduce is None and isinstance(target, Tensor)
     if not plain or target.is_floating_point() or len(logits.shape) != 2:
         return None
-    loss = logits.loss(target, ignore_index=ignore_index, reduction=reduction, label_smoothing=label_smoothing)
+    options = {"ignore_index": ignore_index, "reduction": reduction, "label_smoothing": label_smoothing}
+    loss: Tensor | None = logits.loss(target, **options)
     in_fp32 = loss is None or any(method == "float" for method, _ in logits.steps)
     return loss if in_fp32 else loss.to(logits.hidden.dtype)  # type: ignore[union-attr]
 
@@ -235,7 +242,7 @@ def causal_lm_loss(
         target = nn.functional.pad(labels, (0, 1), value=ignore_index)[..., 1:]
     rows = logits.shape[:-1]
     if vocab_size == logits.shape[-1] and target.numel() == rows.numel():
-        loss = logits.loss(target.reshape(rows), ignore_index=ignore_index, num_items=num_items_in_batch)
+        loss: Tensor | None = logits.loss(target.reshape(rows), ignore_index=ignore_index, num_items=num_items_in_batch)
         if loss is not None:
             return loss
     return original(logits.real(), labels, vocab_size, **options, **kwargs)
@@ -343,6 +350,8 @@ def _model_methods(cls: type[Any]) -> dict[str, Any]:
     def forward(self: Any, *args: Any, **kwargs: Any) -> Any:
         if not hasattr(type(self), "_liger_like"):  # after ``unpatch``, if another library has kept this forward
             return cls.forward(self, *args, **kwargs)
+        if (asked := kwargs.pop(TOKENS, None)) is not None:
+            return _token_outputs(self, functools.partial(balanced, self, *args), kwargs, asked)
         labels = args[index] if len(args) > index else kwargs.get("labels")
         head = self.get_output_embeddings()
         lazy = labels is not None and self.training
@@ -357,11 +366,7 @@ def _model_methods(cls: type[Any]) -> dict[str, Any]:
         # torch.compile does not trace torch's own cross_entropy into __torch_function__ of lazy logits
         if not lazy or (torch.compiler.is_compiling() and not traceable):
             return balanced(self, *args, **kwargs)
-        outer, _training.head = _training.head, head
-        try:
-            output = balanced(self, *args, **kwargs)
-        finally:
-            _training.head = outer
+        output = _lazily(head, functools.partial(balanced, self, *args, **kwargs))
         if isinstance(output, tuple):
             settled = [(value, _settle(value)) for value in output]
             return tuple(new for old, new in settled if new is not None or old is None)
@@ -377,7 +382,47 @@ def _model_methods(cls: type[Any]) -> dict[str, Any]:
         current = get_loss_function(self)
         return functools.partial(causal_lm_loss, current) if current is ForCausalLMLoss else current
 
-    return {"forward": forward, "loss_function": property(loss_function, cls.loss_function.fset)}
+    set_as_before: Any = cls.__setattr__
+
+    def set_attribute(self: Any, name: str, value: Any) -> None:
+        set_as_before(self, name, hooked(self, value) if name == "forward" else value)
+
+    loss = property(loss_function, cls.loss_function.fset)
+    return {"forward": forward, "loss_function": loss, "__setattr__": set_attribute}
+
+
+def fuses_loss(model: nn.Module) -> bool:
+    """Return True if the loss of ``model``, or of a model in it, is patched."""
+    variants = (getattr(getattr(type(module), "_liger_like", None), "variant", "") for module in model.modules())
+    return any(variant.startswith(MODEL) for variant in variants)
+
+
+def _lazily(head: Any, forward: Callable[[], Any]) -> Any:
+    """Return the result of ``forward``, in which calls of ``head`` return lazy logits."""
+    outer, _training.head = _training.head, head
+    try:
+        return forward()
+    finally:
+        _training.head = outer
+
+
+def _token_outputs(model: Any, forward: Callable[..., Any], kwargs: dict[str, Any], asked: dict[str, Any]) -> Any:
+    """Return the numbers ``asked`` of each label [B, S] but the first of its row, as TokenOutputs of [B, S - 1].
+
+    With ``asked["shifted"]`` the labels are shifted already, and the numbers are [B, S]. Raises RuntimeError if the
+    head or the model does not allow it.
+    """
+    head, labels, options = model.get_output_embeddings(), kwargs.pop("labels"), {"shifted": False, **asked}
+    shifted = options.pop("shifted")
+    reason = obstacle(head) if hasattr(type(head), "_kind") else "it changed after patching"
+    if reason := reason or hook_in(head):
+        raise RuntimeError(f"token_logprobs needs a patched head without hooks: {reason}")
+    logits = _lazily(head, functools.partial(forward, **kwargs, return_dict=True)).logits
+    target = labels if shifted else F.pad(labels, (0, 1), value=-100)[..., 1:]
+    results = logits.loss(target, op=token_numbers, **options) if isinstance(logits, LazyLogits) else None
+    if results is None:
+        raise RuntimeError("token_logprobs needs a model that only scales and softcaps its logits, one row per label")
+    return results if shifted else type(results)(*(None if each is None else each[..., :-1] for each in results))
 
 
 def _settle(value: Any) -> Any:

@@ -20,9 +20,10 @@ from torch.utils._pytree import tree_leaves, tree_map_only
 from transformers.models.auto import modeling_auto
 
 from liger_like.doctor import tiny
+from liger_like.patches.catalogue import INTERFACES, RECOGNISERS
 from liger_like.patches.heads import FORWARDS
 from liger_like.patches.lm_head import LMHead
-from liger_like.patching import INTERFACES, PATCHED, RECOGNISERS, SKIPPED, Row, patch
+from liger_like.patching import PATCHED, SKIPPED, Row, patch
 from liger_like.runtime import versions
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"

@@ -13,6 +13,7 @@ from liger_like.ops.losses import chunks, vocab_shards
 from liger_like.ops.losses.linear_logprobs import OUTPUTS
 from liger_like.parallel import vocab_parallel_cross_entropy, vocab_parallel_logprobs
 from liger_like.patches.heads import of_head
+from liger_like.patches.trl_code import token_numbers
 
 B, S, H, V = 2, 4, 16, 37
 CUT = 22  # words of the first of two processes
@@ -246,7 +247,7 @@ def dtensors(rank):
     own = {n: distribute_tensor(leaves[n].detach(), mesh, [Shard(0)]).requires_grad_() for n in ("weight", "bias")}
     for placement in (Replicate(), Shard(1)):
         x = distribute_tensor(leaves["x"].detach(), mesh, [placement])
-        for function in (vocab_parallel_logprobs, functools.partial(of_head, fused_linear_logprobs)):
+        for function in (vocab_parallel_logprobs, functools.partial(of_head, token_numbers)):
             out = results_of(function, {"x": x, **own}, target, options)
             torch.testing.assert_close(out, want, rtol=1e-5, atol=1e-5)
     torch.testing.assert_close(results_of(function, leaves, target, options), want)  # a weight that is not sharded

@@ -8,6 +8,7 @@ import pytest
 import torch
 import transformers
 from accelerate import Accelerator
+from accelerate.state import AcceleratorState
 from tiny_models import batch, results, rows, tiny
 from transformers.models.granite import modeling_granite
 
@@ -170,6 +171,9 @@ def test_mixed_precision_of_accelerate_keeps_the_fused_loss(patch_first, device)
     inputs = batch(device)
     if patch_first:
         patch(model)
+    AcceleratorState._reset_state(
+        reset_partial_state=True
+    )  # the process has one, which an earlier Trainer may have made
     accelerator = Accelerator(mixed_precision="bf16", cpu=device == "cpu")
     accelerator.prepare_model(model)
     report = patch(model)

@@ -1,21 +1,15 @@
-"""transformers' Trainer and TRL's SFTTrainer, on models patched before them or by the callback."""
+"""transformers' Trainer, on models patched before it or by the callback."""
 
 import copy
 import importlib.util
-import re
 
-import datasets
-import peft
 import pytest
 import torch
-from tiny_models import rows, tiny
-from tokenizers import Tokenizer
-from tokenizers.models import WordLevel
-from transformers import PreTrainedTokenizerFast, Trainer, TrainingArguments, default_data_collator
-from trl import SFTConfig, SFTTrainer
+from tiny_models import tiny
+from transformers import Trainer, TrainingArguments, default_data_collator
 
 from examples.graphed_trainer import GraphedTrainer
-from liger_like.patching import patch, unpatch
+from liger_like.patching import patch
 from liger_like.trainer import PatchCallback
 
 pytestmark = [pytest.mark.filterwarnings("error:liger_like"), pytest.mark.usefixtures("references")]
@@ -220,55 +214,3 @@ def test_graphed_trainer(trainer, device):
         runs.append((torch.tensor(logs), dict(this.model.named_parameters())))
     assert_same(*runs)
     assert bool(this.graphed._captured) == (device == "cuda")
-
-
-def word_tokenizer():
-    words = Tokenizer(WordLevel({f"w{i}": i for i in range(101)}, unk_token="w0"))
-    return PreTrainedTokenizerFast(tokenizer_object=words, pad_token="w0", eos_token="w2")
-
-
-@pytest.mark.parametrize("how", ["before", "callback", "lora"])
-def test_sft_trainer(how, device, tmp_path):
-    """It has a fused head of its own, to which ours leaves the loss."""
-    data = datasets.Dataset.from_list([{name: x.tolist() for name, x in row.items()} for row in examples()])
-    logs = []
-    for patched in (False, True):
-        torch.manual_seed(1)
-        model = tiny("Llama", device, num_hidden_layers=1)
-        adapter = peft.LoraConfig(r=4, target_modules=["q_proj"], init_lora_weights=False) if how == "lora" else None
-        callback = PatchCallback(**LOSS_AND_NORMS)
-        report = patch(model, strict=True, **LOSS_AND_NORMS) if patched and how == "before" else None
-        arguments = SFTConfig(
-            str(tmp_path),
-            max_steps=2,
-            gradient_accumulation_steps=2,
-            per_device_train_batch_size=2,
-            logging_steps=1,
-            use_cpu=device == "cpu",
-            bf16=False,
-            gradient_checkpointing=False,
-            report_to=[],
-            save_strategy="no",
-            disable_tqdm=True,
-        )
-        this = SFTTrainer(
-            model,
-            arguments,
-            train_dataset=data,
-            processing_class=word_tokenizer(),
-            peft_config=adapter,
-            callbacks=[callback] if patched and how != "before" else [],
-        )
-        this.train()
-        logs.append([entry for entry in this.state.log_history if "loss" in entry])
-        if patched and how != "before":
-            (row,) = [row for row in rows(callback.report, "lm_head") if row.status == "skipped"]
-            assert re.search(r"replaced by trl\..*_fused_forward", row.reason)
-            assert [row.pattern for row in callback.report.patched] == ["rms_norm"]
-        if report:
-            unpatch(model)
-            inputs = collate(examples(2))
-            assert this.model.train()(**{name: x.to(device) for name, x in inputs.items()}).logits is not None
-    keys = ("loss", "grad_norm", "entropy", "mean_token_accuracy")
-    got, expected = ([{key: entry[key] for key in keys} for entry in run] for run in logs)
-    assert_same(got, expected)

@@ -34,6 +34,7 @@ from parallel_mutants import PARALLEL
 from patches_mutants import PATCHES
 from rich.progress import track
 from router_mutants import ROUTERS
+from trl_mutants import TRL
 from vocab_mutants import VOCAB
 
 ROOT = Path(__file__).parents[2]
@@ -76,6 +77,8 @@ FILES = (
     "test/attention/test_attention_hopper.py",
     "test/ops/test_experts_hopper.py",
     "test/ops/test_gpu.py",
+    "test/patches/test_tokens.py",
+    "test/patches/test_trl.py",
     "test/parallel/test_parallel_moe.py",
     "test/parallel/test_parallel_divergence.py",
     "test/parallel/test_parallel_logprobs.py",
@@ -140,7 +143,8 @@ TESTS = {
     **{file: "patches" for file, *_ in PATCHES},
     "patches/routers.py": "test_patches_routers",
     "patches/balance.py": "test_patches_balance",
-    "patches/lm_head.py": "test_patches_balance",
+    **{file: "test_tokens or test_trl" for file, *_ in TRL},
+    "patches/lm_head.py": "test_patches_balance or test_tokens or test_trl",
     "patches/forms.py": "recognition",
     **{file: "test_parallel_moe" for file, *_ in PARALLEL},
     "ops/losses/vocab_shards.py": "test_parallel_logprobs",
@@ -167,6 +171,7 @@ MUTANTS = [
         *PATCHES,
         *PARALLEL,
         *VOCAB,
+        *TRL,
         *ON_HOPPER,
     )
 ]

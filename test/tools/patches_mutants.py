@@ -199,8 +199,8 @@ PATCHES = [
     ),
     (
         "patches/lm_head.py",
-        "output = balanced(self",
-        "output = cls.forward(self",
+        "functools.partial(balanced, self, *args, **kwargs)",
+        "functools.partial(cls.forward, self, *args, **kwargs)",
         "the loss of training is not balanced by ours",
     ),
 ]
