@@ -165,6 +165,67 @@ def attention_varlen_inputs(
     return {**batch, **rows, **dict(zip(("cu_seqlens_q", "cu_seqlens_k"), cu.T.contiguous().to(device), strict=True))}
 
 
+def paged_inputs(
+    dtype: torch.dtype,
+    device: str,
+    lengths: tuple[tuple[int, int], ...],
+    H: int,
+    Hk: int,
+    D: int,
+    page: int,
+    Dv: int | None = None,
+    kind: str = "pages",
+    new: bool = False,
+    sinks: bool = False,
+    behind: int = 0,
+    wide: int = 0,
+) -> Inputs:
+    """Return random arguments of ``flash_attention_paged``; slots of no key hold NaN.
+
+    ``lengths``: (rows, keys) of each sequence, the rows included. ``kind``: "pages" in any order, "slots" of pages, or
+    "static", a page for each sequence. ``new``: the rows bring their keys, and their slots hold NaN, too. ``behind``:
+    rows after the last sequence. ``wide``: pages that the table has more than it needs.
+    """
+    randn = partial(_randn, dtype=dtype, device=device, grad=False)
+    rows, keys = torch.tensor(((0, 0), *lengths), dtype=torch.int32).T
+    B, T, longest = len(lengths), int(rows.sum()) + behind, int(keys.max())
+    page = max(page, longest) if kind == "static" else page
+    M = -(-longest // page) + wide
+    slots = torch.randperm((B * M + 1) * page).view(-1, page) if kind == "slots" else None
+    order = torch.arange(B)[:, None] if kind == "static" else torch.randperm(B * M + 1)[1:].view(B, M)
+    flat = torch.full((B * M + 1, page), torch.nan).flatten()
+    places = []
+    for b, (n, length) in enumerate(lengths):
+        at = torch.arange(length)
+        place = order[b, at // page] * page + at % page
+        places.append(place if slots is None else slots.flatten()[place])
+        flat[places[-1][: length - n if new else length]] = 0
+        order[b, -(-length // page) :] = -1
+    dead = flat.view(-1, page)[: B if kind == "static" else None, :, None, None].to(device)
+    inputs = {"q": randn(T, H, D)}
+    inputs |= {n: (randn(*dead.shape[:2], Hk, d) + dead).to(dtype) for n, d in (("k_cache", D), ("v_cache", Dv or D))}
+    if kind == "pages":
+        inputs["pages"] = order.int().to(device)
+    if kind == "slots":
+        inputs["pages"] = torch.cat(places).int().to(device)
+    inputs["lengths"] = (keys.cumsum(0, dtype=torch.int32) if kind == "slots" else keys[1:].contiguous()).to(device)
+    if behind or any(n != 1 for n, _ in lengths):
+        inputs["cu_seqlens_q"] = rows.cumsum(0, dtype=torch.int32).to(device)
+    if new:
+        inputs |= {"k": randn(T, Hk, D), "v": randn(T, Hk, Dv or D)}
+    return inputs | ({"sinks": randn(H)} if sinks else {})
+
+
+def with_pages(fn: Callable[..., Any]) -> Callable[..., Any]:
+    """Return ``fn`` with default ``pages``, none, and ``max_seqlen_q``: the number of rows, an upper bound."""
+
+    def call(q: Tensor, **kwargs: Any) -> Any:
+        longest = max(1, len(q)) if kwargs.get("cu_seqlens_q") is not None else 1
+        return fn(**{"q": q, "pages": None, "max_seqlen_q": longest, **kwargs})
+
+    return call
+
+
 def with_longest(fn: Callable[..., Any]) -> Callable[..., Any]:
     """Return ``fn`` with default ``max_seqlen_q`` and ``max_seqlen_k``: the number of rows, an upper bound."""
 
