@@ -339,12 +339,16 @@ def experts_cost(itemsize: int, lead: tuple[int, ...], H: int, I: int, E: int, K
     return experts + 2 * rows, 2 * experts + 3 * rows, 18 * T * K * H * I
 
 
-def _attention_flops(S: int, Sk: int, H: int, D: int, Dv: int, causal: bool, window: tuple[int, int]) -> int:
-    """Return the FLOPs of the forward's two products and the backward's five, over the keys that queries see."""
+def _pairs(S: int, Sk: int, causal: bool, window: tuple[int, int]) -> int:
+    """Return the number of pairs of a query and a key that it sees."""
     left, right = (Sk + S if side < 0 else side for side in (window[0], 0 if causal else window[1]))
     queries = torch.arange(Sk - S, Sk)
-    seen = int(((queries + right + 1).clamp(0, Sk) - (queries - left).clamp(0, Sk)).sum())
-    return 2 * seen * H * (4 * D + 3 * Dv)
+    return int(((queries + right + 1).clamp(0, Sk) - (queries - left).clamp(0, Sk)).sum())
+
+
+def _attention_flops(S: int, Sk: int, H: int, D: int, Dv: int, causal: bool, window: tuple[int, int]) -> int:
+    """Return the FLOPs of the forward's two products and the backward's five, over the keys that queries see."""
+    return 2 * _pairs(S, Sk, causal, window) * H * (4 * D + 3 * Dv)
 
 
 def _attention_bytes(itemsize: int, T: int, Tk: int, H: int, Hk: int, D: int, Dv: int) -> tuple[int, int]:
@@ -370,6 +374,17 @@ def attention_varlen_cost(
     T, Tk = map(sum, zip(*lengths, strict=True))
     moved = _attention_bytes(itemsize, T, Tk, H, Hk, D, Dv)
     return *moved, sum(_attention_flops(S, Sk, H, D, Dv, causal, window) for S, Sk in lengths)
+
+
+def paged_cost(
+    itemsize: int, lengths: tuple[tuple[int, int], ...], H: int, Hk: int, D: int, window: tuple[int, int] = (-1, -1),
+    Dv: int | None = None, **_: Any,
+) -> Cost:  # fmt: skip
+    """Return the cost of attention over pages, which has no backward."""
+    Dv = Dv or D
+    T, Tk = (sum(n) for n in zip(*lengths, strict=True))
+    pairs = sum(_pairs(n, keys, True, window) for n, keys in lengths)
+    return _attention_bytes(itemsize, T, Tk, H, Hk, D, Dv)[0], 0, 2 * pairs * H * (D + Dv)
 
 
 def route_cost(itemsize: int, lead: tuple[int, ...], E: int, top_k: int = 2, **_: Any) -> Cost:

@@ -77,7 +77,7 @@ def flash_attention_paged_ref(
         padded = q[(starts[:, None] + torch.arange(max_seqlen_q, device=q.device)).clamp(max=T - 1)]
         results = _attend_ref(padded, *sides, seen[:, None], scale, softcap, sinks, None)
         t = torch.arange(T, device=q.device)
-        b = t if cu_seqlens_q is None else torch.bucketize(t, cu_seqlens_q[1:], right=True)
+        b = t if cu_seqlens_q is None else torch.bucketize(t, cu_seqlens_q[1:].contiguous(), right=True)
         behind_all, b = b >= B, b.clamp(max=B - 1)
         place = (t - starts[b]).clamp(0, max_seqlen_q - 1)
         out = results[0][b, place].masked_fill(behind_all[:, None, None], 0)
@@ -98,7 +98,7 @@ def paged_write_ref(
     else:
         where = Pages(pages, lengths, cu_seqlens_q)
         starts, rows, first, length = _rows_and_keys(where, T, lengths)
-        b = t if cu_seqlens_q is None else torch.bucketize(t, cu_seqlens_q[1:], right=True)
+        b = t if cu_seqlens_q is None else torch.bucketize(t, cu_seqlens_q[1:].contiguous(), right=True)
         known, b = b < len(starts), b.clamp(max=len(starts) - 1)
         key = length[b] - rows[b] + t - starts[b]
         known = known & (key >= 0)
@@ -110,7 +110,7 @@ def paged_write_ref(
         cache[page[known], row[known]] = new[known]
 
 
-@refuses_dtensors("local tensors")
+@refuses_dtensors("full_tensor()")
 def flash_attention_paged(
     q: Tensor, k_cache: Tensor, v_cache: Tensor, pages: Tensor | None, lengths: Tensor, *,
     cu_seqlens_q: Tensor | None = None, max_seqlen_q: int = 1, k: Tensor | None = None, v: Tensor | None = None,
@@ -163,7 +163,7 @@ def flash_attention_paged(
     return (out, lse) if return_lse else out
 
 
-@refuses_dtensors("local tensors")
+@refuses_dtensors("full_tensor()")
 def paged_write(
     k: Tensor, v: Tensor, k_cache: Tensor, v_cache: Tensor, slots: Tensor | None = None, *, pages: Tensor | None = None,
     lengths: Tensor | None = None, cu_seqlens_q: Tensor | None = None,
