@@ -191,17 +191,18 @@ def paged_inputs(
     B, T, longest = len(lengths), int(rows.sum()) + behind, int(keys.max())
     page = max(page, longest) if kind == "static" else page
     M = -(-longest // page) + wide
-    slots = torch.randperm((B * M + 1) * page).view(-1, page) if kind == "slots" else None
-    order = torch.arange(B)[:, None] if kind == "static" else torch.randperm(B * M + 1)[1:].view(B, M)
-    flat = torch.full((B * M + 1, page), torch.nan).flatten()
-    places = []
+    N = B if kind == "static" else B * M + 1
+    slots = torch.randperm(N * page).view(-1, page) if kind == "slots" else None
+    order = torch.arange(B)[:, None] if kind == "static" else torch.randperm(N)[1:].view(B, M)
+    flat = torch.full((N, page), torch.nan).flatten()
+    places = [torch.empty(0)]
     for b, (n, length) in enumerate(lengths):
         at = torch.arange(length)
         place = order[b, at // page] * page + at % page
         places.append(place if slots is None else slots.flatten()[place])
         flat[places[-1][: length - n if new else length]] = 0
         order[b, -(-length // page) :] = -1
-    dead = flat.view(-1, page)[: B if kind == "static" else None, :, None, None].to(device)
+    dead = flat.view(N, page, 1, 1).to(device)
     inputs = {"q": randn(T, H, D)}
     inputs |= {n: (randn(*dead.shape[:2], Hk, d) + dead).to(dtype) for n, d in (("k_cache", D), ("v_cache", Dv or D))}
     if kind == "pages":

@@ -135,7 +135,7 @@ def test_bits_do_not_depend_on_the_batch(kind, new, device, poisoned):
 
 def test_bits_of_decode_steps_do_not_depend_on_the_batch(device, poisoned):
     """Rows given one by one, as rows of sequences, in another order, and beside rows that fill up a graph."""
-    lengths = tuple((1, n) for n in (5, 64, 200, 65, 0, 333, 1))
+    lengths = tuple((1, n) for n in (5, 64, 130, 65, 0, 200, 1))
     inputs = paged_inputs(torch.float32, device, lengths, **HEADS, page=16, sinks=True)
     out, lse = paged(**inputs, return_lse=True)
     order = torch.randperm(len(lengths), device=device)
@@ -179,7 +179,7 @@ def test_keys_before_the_window_may_be_gone(kind, device, poisoned):
 
 @pytest.mark.parametrize("kind", KINDS)
 def test_new_keys_may_be_written_or_not(kind, device, poisoned):
-    inputs = paged_inputs(torch.float32, device, MIXED, **HEADS, page=16, kind=kind, new=True)
+    inputs = paged_inputs(torch.float32, device, MIXED[:4], **HEADS, page=16, kind=kind, new=True)
     expected = paged(**inputs)
     assert expected.isfinite().all()
     names = "k", "v", "k_cache", "v_cache"
@@ -192,7 +192,7 @@ def test_new_keys_may_be_written_or_not(kind, device, poisoned):
 
 def test_any_layout_gives_the_same_bits(device, poisoned):
     """Caches of a layer that are views of all layers, heads before tokens, queries with heads before rows."""
-    inputs = paged_inputs(torch.float16, device, MIXED, **HEADS, page=16, new=True)
+    inputs = paged_inputs(torch.float16, device, ((1, 100), (9, 20)), **HEADS, page=16, new=True)
     expected = paged(**inputs)
     layers = {n: torch.stack([inputs[n]] * 3, 1)[:, 1] for n in ("k_cache", "v_cache")}
     heads = {n: t.transpose(-3, -2).contiguous().transpose(-3, -2) for n, t in inputs.items() if t.dim() > 2}

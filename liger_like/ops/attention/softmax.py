@@ -41,11 +41,9 @@ def online_softmax(s, total, row_max, unit, APART: tl.constexpr):
     """
     new_max = tl.maximum(row_max, tl.max(s, 1))
     finite = tl.where(new_max == float("-inf"), 0.0, new_max)
-    if APART:
-        p = tl.exp2((s - finite[:, None]) * unit)
-    else:
-        p = tl.exp2(s * unit - (finite * unit)[:, None])
+    exponents = (s - finite[:, None]) * unit if APART else s * unit - (finite * unit)[:, None]
     decay = tl.exp2((row_max - finite) * unit)
+    p = tl.exp2(exponents)
     return p, decay, total * decay + tl.sum(p, 1), new_max
 
 

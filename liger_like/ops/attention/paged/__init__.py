@@ -21,14 +21,15 @@ from liger_like.ops.attention.paged.checks import (
 )
 from liger_like.ops.attention.paged.forward import Pages, paged_attention_fwd
 from liger_like.ops.attention.paged.write import paged_write_rows
-from liger_like.runtime.checks import require_integer
+from liger_like.runtime.checks import require, require_integer
 from liger_like.runtime.registry import refuses_dtensors
 from liger_like.runtime.support import use_kernel
 
 
-def _rows_and_keys(where: Pages, T: int, lengths: Tensor) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+def _rows_and_keys(where: Pages, T: int) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     """Return the first row and the number of rows of each sequence, the place of its first key, and its length."""
-    cu = where.cu_seqlens_q
+    lengths, cu = where.lengths, where.cu_seqlens_q
+    assert lengths is not None
     starts = torch.arange(T, device=lengths.device) if cu is None else cu[:-1].long()
     rows = torch.ones_like(starts) if cu is None else cu.diff()
     if where.starts(T):
@@ -59,7 +60,7 @@ def flash_attention_paged_ref(
     out, lse = q.new_zeros(*q.shape[:2], v_cache.shape[-1]), q.new_full((q.shape[1], T), -torch.inf)
     lse = lse.to(torch.promote_types(q.dtype, torch.float32))
     if T and B and N and capacity:
-        starts, rows, first, length = _rows_and_keys(where, T, lengths)
+        starts, rows, first, length = _rows_and_keys(where, T)
         positions = length[:, None] - rows[:, None] + torch.arange(max_seqlen_q, device=q.device)  # [B, S]
         keys = torch.arange(capacity, device=q.device)
         distance = keys - positions[..., None]
@@ -92,18 +93,19 @@ def paged_write_ref(
     """Write in plain torch; this defines the op."""
     (N, P), T = k_cache.shape[:2], len(k)
     t = torch.arange(T, device=k.device)
-    if lengths is None:
-        assert slots is not None
+    if slots is not None:
         page, row, known = slots.long().div(P, rounding_mode="floor"), slots.long() % P, t >= 0
     else:
         where = Pages(pages, lengths, cu_seqlens_q)
-        starts, rows, first, length = _rows_and_keys(where, T, lengths)
+        if not where.sequences(T):
+            return
+        starts, rows, first, length = _rows_and_keys(where, T)
         b = t if cu_seqlens_q is None else torch.bucketize(t, cu_seqlens_q[1:].contiguous(), right=True)
         known, b = b < len(starts), b.clamp(max=len(starts) - 1)
-        key = length[b] - rows[b] + t - starts[b]
+        key = (length - rows - starts)[b] + t
         known = known & (key >= 0)
-        each = Pages(pages if pages is None or where.slots else pages[b], lengths, None)
-        page, row = (x[:, 0] for x in _places(each, first[b], key.clamp(min=0)[:, None], P))
+        of_rows = where if pages is None or where.slots else Pages(pages[b], lengths, None)
+        page, row = (x[:, 0] for x in _places(of_rows, first[b], key.clamp(min=0)[:, None], P))
         page = b if pages is None else page
     known = known & (page >= 0) & (page < N)
     for cache, new in ((k_cache, k), (v_cache, v)):
@@ -126,16 +128,16 @@ def flash_attention_paged(
 
     Each sequence has one row of q, or with ``cu_seqlens_q`` [B + 1] the rows ``cu_seqlens_q[b]`` to
     ``cu_seqlens_q[b + 1]``, at most ``max_seqlen_q``. They are its last tokens, and each sees the tokens up to its own
-    position, with ``window=(left, right)`` no more than ``left`` before it. ``k`` [T, Hk, D] and ``v`` [T, Hk, Dv]: keys
-    and values of these rows; the cache then gives only the keys before them, whether they are written there or not. A
-    row of a sequence without keys, and a row after the last sequence, returns 0, and an lse of -inf.
+    position, with ``window=(left, right)`` no more than ``left`` before it. ``k`` [T, Hk, D] and ``v`` [T, Hk, Dv]:
+    keys and values of these rows; the cache then gives only the keys before them, whether they are written there or
+    not. A row of a sequence without keys, and a row after the last sequence, returns 0, and an lse of -inf.
 
     ``scale``, ``softcap`` and ``sinks`` [H] are those of ``flash_attention``. ``return_lse`` also returns the log of
-    the denominator [H, T] in fp32. Integers are int32 or int64, and all tensors on one device. The host reads no length,
-    so that a CUDA graph of the call serves all lengths and pages. The bits of a row depend on its q, its keys, its
-    length, the number of rows of its sequence and M * P alone, not on other sequences. Strides are free, but features
-    must be dense. Kernels take bf16, fp16 and fp32 with D and Dv up to 256; other inputs and devices run the plain-torch
-    reference. Inference only.
+    the denominator [H, T] in fp32. Integers are int32 or int64, and all tensors on one device. The host reads no
+    length, so that a CUDA graph of the call serves all lengths and pages. The bits of a row depend on its q, its keys,
+    its length, the number of rows of its sequence and M * P alone, not on other sequences. Strides are free, but
+    features must be dense. Kernels take bf16, fp16 and fp32 with D and Dv up to 256; other inputs and devices run the
+    plain-torch reference. Inference only.
 
     Pages out of range and lengths beyond M * P give wrong results, but read nothing outside the caches.
 
@@ -171,14 +173,15 @@ def paged_write(
     """Write ``k`` [T, Hk, D] and ``v`` [T, Hk, Dv] into ``k_cache`` [N, P, Hk, D] and ``v_cache`` [N, P, Hk, Dv].
 
     ``slots`` [T]: the slot of each row, page * P + row in that page; a row whose slot is negative or out of range is
-    skipped. Slots must differ. Or ``lengths`` with ``pages`` and ``cu_seqlens_q`` of ``flash_attention_paged``: the rows
-    become the last keys of their sequences. Integers are int32 or int64. Strides are free, but the features of the
+    skipped. Slots must differ. Or ``lengths`` with ``pages`` and ``cu_seqlens_q`` of ``flash_attention_paged``: the
+    rows become the last keys of their sequences. Integers are int32 or int64. Strides are free, but the features of the
     caches must be dense. The host reads no tensor, and nothing else in the caches changes.
 
     Raises TypeError or ValueError for arguments that do not fit, and RuntimeError if one requires a gradient in grad
     mode.
     """
-    check_caches(k, k_cache, v_cache, k.shape[-1] if isinstance(k, Tensor) and k.dim() else 0)
+    require("k", k)
+    check_caches(k, k_cache, v_cache, k.shape[-1])
     check_rows("k", k, k, None, k_cache)
     check_rows("v", v, k, k.shape[0], v_cache)
     if (slots is None) == (lengths is None):

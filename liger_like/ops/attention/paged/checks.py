@@ -15,7 +15,9 @@ def refuse_gradients(**tensors: Tensor | None) -> None:
     if torch.is_grad_enabled():
         for name, t in tensors.items():
             if t is not None and t.requires_grad:
-                raise RuntimeError(f"{name} requires a gradient, but paged caches are for inference: use torch.no_grad()")
+                raise RuntimeError(
+                    f"{name} requires a gradient, but paged caches are for inference: use torch.no_grad()"
+                )
 
 
 def check_queries(q: Tensor, k_cache: Tensor, sinks: Tensor | None) -> None:
@@ -89,8 +91,8 @@ def check_pages(where: Pages, cache: Tensor, rows: int, longest: int) -> None:
 
 def _check_values(where: Pages, cache: Tensor, rows: int) -> None:
     """Raise unless the lengths fit into the pages, and the pages into the cache."""
-    N, P = cache.shape[:2]
-    lengths, capacity = where.lengths, where.capacity(P)
+    lengths, capacity = where.lengths, where.capacity(cache.shape[1])
+    assert lengths is not None
     if where.starts(rows):
         total = int(lengths[-1])
         if where.slots and total > capacity:

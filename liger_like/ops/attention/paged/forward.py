@@ -73,7 +73,7 @@ class Pages(NamedTuple):
         }
 
 
-PAGES_SCHEMA = "Tensor? pages, Tensor lengths, Tensor? cu_seqlens_q"
+PAGES_SCHEMA = "Tensor? pages, Tensor? lengths, Tensor? cu_seqlens_q"
 
 
 def _outputs(q: Tensor, k_cache: Tensor, v_cache: Tensor, *options: Any) -> tuple[Tensor, Tensor]:
@@ -102,8 +102,8 @@ def _chunk(keys: int, slots: bool, block_n: int) -> int:
 
 
 @op(
-    f"paged_attention_fwd(Tensor q, Tensor k_cache, Tensor v_cache, {PAGES_SCHEMA}, Tensor? k, Tensor? v, Tensor? sinks,"
-    " SymInt max_seqlen_q, float scale, float? softcap, int left) -> (Tensor, Tensor)",
+    f"paged_attention_fwd(Tensor q, Tensor k_cache, Tensor v_cache, {PAGES_SCHEMA}, Tensor? k, Tensor? v,"
+    " Tensor? sinks, SymInt max_seqlen_q, float scale, float? softcap, int left) -> (Tensor, Tensor)",
     _outputs,
     flops=_flops,
 )
@@ -126,7 +126,7 @@ def paged_attention_fwd(
     few = few._replace(block_m=max(ROWS, block_of(group)))
     keys = min(capacity, left + tokens + few.block_n) if left >= 0 else capacity  # at most, of a sequence of few rows
     chunk = _chunk(keys, where.slots, few.block_n)
-    splits = -(-keys // chunk)
+    splits = max(1, -(-keys // chunk))
     items = capacity // chunk + B if where.slots else B  # with slots at most as many chunks, else sequences
     rows = min(max(1, max_seqlen_q), tokens) * group
     parts: tuple[Tensor | None, Tensor | None] = None, None

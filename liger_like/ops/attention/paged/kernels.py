@@ -1,8 +1,11 @@
 """Attention over paged caches in Triton, for every GPU.
 
 A program has rows of one sequence, for all query heads that share a key head. Sequences of few rows are split into
-chunks of keys, whose size does not depend on the batch; ``_attention_paged_merge_kernel`` sums the chunks in order. Other sequences take
-blocks of rows. A sequence's own rows and keys alone decide which, so the bits of a row depend on nothing else.
+chunks of keys, whose size does not depend on the batch; the merge sums the chunks in order. Other sequences take blocks
+of rows over all their keys. The number of rows of a sequence decides, so that no bit of a row depends on others.
+
+Queries are the left operand of the products. Keys on the left, loaded by TMA in persistent programs, gave wrong results
+and an illegal access in an experiment; its cause is unknown, so no kernel here has that form.
 """
 
 import triton
@@ -64,16 +67,19 @@ def _attend_block(
 
 
 @triton.jit
-def _fill_behind(cu_ptr, out_ptr, lse_ptr, item, items, hk, B, T, HK: tl.constexpr, GROUP: tl.constexpr,
-                 BLOCK_M: tl.constexpr, DV: tl.constexpr):  # fmt: skip
-    """Store zeros for the rows after the last sequence, shared among ``items`` programs of a key head."""
+def _fill_behind(
+    cu_ptr, out_ptr, lse_ptr, item, items, end, hk, B, T, HK: tl.constexpr, GROUP: tl.constexpr, BLOCK_M: tl.constexpr,
+    DV: tl.constexpr,
+):  # fmt: skip
+    """Store zeros for the rows after the last sequence and before ``end``, shared among ``items`` programs."""
     rows = tl.arange(0, BLOCK_M)
+    mask = rows < GROUP
     heads = hk * GROUP + rows
-    for t in range(start_of(cu_ptr, B, B, T) + item, T, items):
+    unseen = tl.full((BLOCK_M,), float("-inf"), tl.float32)
+    for t in range(start_of(cu_ptr, B, B, T) + item, end, items):
         place = (tl.cast(t, tl.int64) * (HK * GROUP) + heads) * DV
-        store_parts(out_ptr, place, 1, rows < GROUP, zero_parts(BLOCK_M, DV), DV)
-        tl.store(lse_ptr + tl.cast(heads, tl.int64) * T + t, tl.full((BLOCK_M,), float("-inf"), tl.float32),
-                 mask=rows < GROUP)  # fmt: skip
+        store_parts(out_ptr, place, 1, mask, zero_parts(BLOCK_M, DV), DV)
+        tl.store(lse_ptr + heads * T + t, unseen, mask=mask)
 
 
 @triton.jit(do_not_specialize=["B", "T", "N", "capacity", "chunk", "splits", "left"])
@@ -93,8 +99,8 @@ def _attention_paged_kernel(
     item, hk = tl.program_id(0) // HK, (tl.program_id(0) % HK).to(tl.int64)
     b, rank = item, tl.program_id(1)
     if FEW and cu_ptr is not None:
-        if rank == 0:
-            _fill_behind(cu_ptr, out_ptr, lse_ptr, item, tl.num_programs(0) // HK, hk, B, T, HK, GROUP, BLOCK_M, DV)
+        end = tl.where(rank == 0, T, 0)
+        _fill_behind(cu_ptr, out_ptr, lse_ptr, item, tl.num_programs(0) // HK, end, hk, B, T, HK, GROUP, BLOCK_M, DV)
     if SLOTS or not FEW:
         counts = count_items(
             cu_ptr, lengths_ptr, B, T, capacity, left, chunk, GROUP, TOKENS, FEW, HAS_LEFT, STARTS, SLOTS, BLOCK_M,
@@ -207,7 +213,8 @@ def _attention_paged_merge_kernel(
         finite = tl.where(new_max == float("-inf"), 0.0, new_max)
         weights = tl.exp2((maxima - finite) * LOG2E + log_sums)
         decay = tl.exp2((row_max - finite) * LOG2E)
-        x = tl.load(parts_ptr + place[:, None] * DV + cols[None, :], mask=mask[:, None] & (cols < DV)[None, :], other=0.0)
+        mask = mask[:, None] & (cols < DV)[None, :]
+        x = tl.load(parts_ptr + place[:, None] * DV + cols[None, :], mask=mask, other=0.0)
         acc = acc * decay + tl.sum(x * weights[:, None], 0)
         total, row_max = total * decay + tl.sum(weights, 0), new_max
     token, head = tl.cast(start_q + r // GROUP, tl.int64), hk * GROUP + r % GROUP
