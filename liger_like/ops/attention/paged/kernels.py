@@ -182,8 +182,8 @@ def _attention_paged_kernel(
 def _attention_paged_merge_kernel(
     parts_ptr, parts_sums_ptr, sinks_ptr, lengths_ptr, cu_ptr, out_ptr, lse_ptr, B, T, capacity, parts, chunk, splits,
     left, HK: tl.constexpr, GROUP: tl.constexpr, DV: tl.constexpr, PAGE: tl.constexpr, SLOTS: tl.constexpr,
-    STARTS: tl.constexpr, HAS_LEFT: tl.constexpr, TOKENS: tl.constexpr, ROWS: tl.constexpr, SEQUENCES: tl.constexpr, BLOCK_N: tl.constexpr,
-    BLOCK_C: tl.constexpr, BLOCK_D: tl.constexpr,
+    STARTS: tl.constexpr, HAS_LEFT: tl.constexpr, TOKENS: tl.constexpr, ROWS: tl.constexpr, SEQUENCES: tl.constexpr,
+    BLOCK_N: tl.constexpr, BLOCK_C: tl.constexpr, BLOCK_D: tl.constexpr,
 ):  # fmt: skip
     """Sum a row of a sequence of several chunks from its parts, weighted by their sums; the chunks follow in order."""
     row = tl.program_id(0)
