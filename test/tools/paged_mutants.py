@@ -25,7 +25,6 @@ PAGED = [
         "start = 0",
         "chunks before a window are merged",
     ),
-    (PLACES, "mine = (n > 0) & (n <= TOKENS)", "mine = n <= TOKENS", "sequences without rows take the items of others"),
     (PLACES, "mine & (index < B)", "mine", "rows behind the last sequence are a sequence"),
     (PLACES, "(tl.cumsum(counts) <= item)", "(tl.cumsum(counts) < item)", "the first item goes to the one before"),
     (

@@ -87,7 +87,7 @@ def count_items(
     if FEW:
         _, length = keys_of(lengths_ptr, index, B, capacity, STARTS, SLOTS)
         count = count_chunks(n, length, left, chunk, HAS_LEFT, BLOCK_N)
-        mine = (n > 0) & (n <= TOKENS)
+        mine = n <= TOKENS
     else:
         count = tl.cdiv(n * GROUP, BLOCK_M)
         mine = n > TOKENS
