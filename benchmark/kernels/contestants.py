@@ -19,7 +19,7 @@ from benchmark.common.measure import Build, Inputs, Step, present
 from benchmark.kernels import experts
 from liger_like import testing
 
-SPECS = {spec.name: spec for spec in testing.SPECS}
+SPECS = {spec.name: spec for spec in testing.SPECS if spec.differentiable}
 EPS = 1e-6
 LIGER, FLA_NORM, UNSLOTH = "liger_kernel.transformers.functional:", "fla.modules.norm.layernorm:", "unsloth.kernels."
 MATH = "torch, math"  # stores all scores

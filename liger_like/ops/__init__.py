@@ -1,6 +1,7 @@
 """Kernels as plain functions on one device, differentiable, in the shapes and dtypes that their docstrings state."""
 
 from liger_like.ops.attention import flash_attention, flash_attention_varlen
+from liger_like.ops.attention.paged import flash_attention_paged, paged_write
 from liger_like.ops.experts import moe_experts
 from liger_like.ops.glu import geglu, swiglu
 from liger_like.ops.layer_norm import layer_norm
@@ -22,6 +23,7 @@ __all__ = [
     "add_rms_norm",
     "cross_entropy",
     "flash_attention",
+    "flash_attention_paged",
     "flash_attention_varlen",
     "fused_linear_cross_entropy",
     "fused_linear_divergence",
@@ -32,6 +34,7 @@ __all__ = [
     "load_balancing_loss",
     "moe_experts",
     "moe_route",
+    "paged_write",
     "qk_norm_rope",
     "rms_norm",
     "rope",

@@ -213,6 +213,68 @@ def attention_varlen_inputs(
     return {**batch, **rows, **dict(zip(("cu_seqlens_q", "cu_seqlens_k"), cu.T.contiguous().to(device), strict=True))}
 
 
+def paged_inputs(
+    dtype: torch.dtype,
+    device: str,
+    lengths: tuple[tuple[int, int], ...],
+    H: int,
+    Hk: int,
+    D: int,
+    page: int,
+    Dv: int | None = None,
+    kind: str = "pages",
+    new: bool = False,
+    sinks: bool = False,
+    behind: int = 0,
+    wide: int = 0,
+) -> Inputs:
+    """Return random arguments of ``flash_attention_paged``; slots of no key hold NaN.
+
+    ``lengths``: (rows, keys) of each sequence, the rows included. ``kind``: "pages" in any order, "slots" of pages, or
+    "static", a page for each sequence. ``new``: the rows bring their keys, and their slots hold NaN, too. ``behind``:
+    rows after the last sequence. ``wide``: pages that the table has more than it needs.
+    """
+    randn = partial(_randn, dtype=dtype, device=device, grad=False)
+    rows, keys = torch.tensor(((0, 0), *lengths), dtype=torch.int32).T
+    B, T, longest = len(lengths), int(rows.sum()) + behind, int(keys.max())
+    page = max(page, longest) if kind == "static" else page
+    M = -(-longest // page) + wide
+    N = B if kind == "static" else B * M + 1
+    slots = torch.randperm(N * page).view(-1, page) if kind == "slots" else None
+    order = torch.arange(B)[:, None] if kind == "static" else torch.randperm(N)[1:].view(B, M)
+    flat = torch.full((N, page), torch.nan).flatten()
+    places = [torch.empty(0)]
+    for b, (n, length) in enumerate(lengths):
+        at = torch.arange(length)
+        place = order[b, at // page] * page + at % page
+        places.append(place if slots is None else slots.flatten()[place])
+        flat[places[-1][: length - n if new else length]] = 0
+        order[b, -(-length // page) :] = -1
+    dead = flat.view(N, page, 1, 1).to(device)
+    inputs = {"q": randn(T, H, D)}
+    inputs |= {n: (randn(*dead.shape[:2], Hk, d) + dead).to(dtype) for n, d in (("k_cache", D), ("v_cache", Dv or D))}
+    if kind == "pages":
+        inputs["pages"] = order.int().to(device)
+    if kind == "slots":
+        inputs["pages"] = torch.cat(places).int().to(device)
+    inputs["lengths"] = (keys.cumsum(0, dtype=torch.int32) if kind == "slots" else keys[1:].contiguous()).to(device)
+    if behind or any(n != 1 for n, _ in lengths):
+        inputs["cu_seqlens_q"] = rows.cumsum(0, dtype=torch.int32).to(device)
+    if new:
+        inputs |= {"k": randn(T, Hk, D), "v": randn(T, Hk, Dv or D)}
+    return inputs | ({"sinks": randn(H)} if sinks else {})
+
+
+def with_pages(fn: Callable[..., Any]) -> Callable[..., Any]:
+    """Return ``fn`` with default ``pages``, none, and ``max_seqlen_q``: the number of rows, an upper bound."""
+
+    def call(q: Tensor, **kwargs: Any) -> Any:
+        longest = max(1, len(q)) if kwargs.get("cu_seqlens_q") is not None else 1
+        return fn(**{"q": q, "pages": None, "max_seqlen_q": longest, **kwargs})
+
+    return call
+
+
 def with_longest(fn: Callable[..., Any]) -> Callable[..., Any]:
     """Return ``fn`` with default ``max_seqlen_q`` and ``max_seqlen_k``: the number of rows, an upper bound."""
 
@@ -338,12 +400,16 @@ def experts_cost(itemsize: int, lead: tuple[int, ...], H: int, I: int, E: int, K
     return experts + 2 * rows, 2 * experts + 3 * rows, 18 * T * K * H * I
 
 
-def _attention_flops(S: int, Sk: int, H: int, D: int, Dv: int, causal: bool, window: tuple[int, int]) -> int:
-    """Return the FLOPs of the forward's two products and the backward's five, over the keys that queries see."""
+def _pairs(S: int, Sk: int, causal: bool, window: tuple[int, int]) -> int:
+    """Return the number of pairs of a query and a key that it sees."""
     left, right = (Sk + S if side < 0 else side for side in (window[0], 0 if causal else window[1]))
     queries = torch.arange(Sk - S, Sk)
-    seen = int(((queries + right + 1).clamp(0, Sk) - (queries - left).clamp(0, Sk)).sum())
-    return 2 * seen * H * (4 * D + 3 * Dv)
+    return int(((queries + right + 1).clamp(0, Sk) - (queries - left).clamp(0, Sk)).sum())
+
+
+def _attention_flops(S: int, Sk: int, H: int, D: int, Dv: int, causal: bool, window: tuple[int, int]) -> int:
+    """Return the FLOPs of the forward's two products and the backward's five, over the keys that queries see."""
+    return 2 * _pairs(S, Sk, causal, window) * H * (4 * D + 3 * Dv)
 
 
 def _attention_bytes(itemsize: int, T: int, Tk: int, H: int, Hk: int, D: int, Dv: int) -> tuple[int, int]:
@@ -369,6 +435,17 @@ def attention_varlen_cost(
     T, Tk = map(sum, zip(*lengths, strict=True))
     moved = _attention_bytes(itemsize, T, Tk, H, Hk, D, Dv)
     return *moved, sum(_attention_flops(S, Sk, H, D, Dv, causal, window) for S, Sk in lengths)
+
+
+def paged_cost(
+    itemsize: int, lengths: tuple[tuple[int, int], ...], H: int, Hk: int, D: int, window: tuple[int, int] = (-1, -1),
+    Dv: int | None = None, **_: Any,
+) -> Cost:  # fmt: skip
+    """Return the cost of attention over pages, which has no backward."""
+    Dv = Dv or D
+    T, Tk = (sum(n) for n in zip(*lengths, strict=True))
+    pairs = sum(_pairs(n, keys, True, window) for n, keys in lengths)
+    return _attention_bytes(itemsize, T, Tk, H, Hk, D, Dv)[0], 0, 2 * pairs * H * (D + Dv)
 
 
 def route_cost(itemsize: int, lead: tuple[int, ...], E: int, top_k: int = 2, **_: Any) -> Cost:

@@ -6,6 +6,7 @@ from typing import Any
 
 from liger_like import ops
 from liger_like.ops.attention import flash_attention_ref, flash_attention_varlen_ref
+from liger_like.ops.attention.paged import flash_attention_paged_ref
 from liger_like.ops.experts import moe_experts_ref
 from liger_like.ops.glu import geglu_ref, swiglu_ref
 from liger_like.ops.layer_norm import layer_norm_ref
@@ -42,6 +43,8 @@ from liger_like.testing.inputs import (
     loss_inputs,
     norm_cost,
     norm_inputs,
+    paged_cost,
+    paged_inputs,
     rope_cost,
     rope_inputs,
     route_cost,
@@ -49,6 +52,7 @@ from liger_like.testing.inputs import (
     with_longest,
     with_lora,
     with_loss_of_tokens,
+    with_pages,
     with_top_k,
     with_transposed,
 )
@@ -61,7 +65,7 @@ class OpSpec:
     ``inputs(dtype, device, **shape)`` returns random arguments; differentiable ones require a gradient.
     ``cost(itemsize, **shape, **options)`` returns the bytes that the forward must move, the bytes that the backward
     must move (each input read once, each output written once) and the FLOPs of the matrix products of both. ``k`` is
-    the factor of the comparison rule.
+    the factor of the comparison rule. An op that is not ``differentiable`` is for inference.
     """
 
     name: str
@@ -75,6 +79,7 @@ class OpSpec:
     cost: Callable[..., Cost]
     paper: str
     k: float = 1.1
+    differentiable: bool = True
 
 
 def _product(axes: Iterable[dict[str, Any]], *more: Iterable[dict[str, Any]]) -> tuple[dict[str, Any], ...]:
@@ -399,6 +404,24 @@ SPECS = (
         attention_varlen_cost,
         "arXiv:2307.08691",
         k=2,
+    ),
+    OpSpec(
+        "flash_attention_paged",
+        "flash_attention of the last rows of each sequence over keys in pages",
+        with_pages(ops.flash_attention_paged),
+        with_pages(flash_attention_paged_ref),
+        paged_inputs,
+        ({}, {"return_lse": True, "window": (50, 0), "softcap": 3.0, "scale": 0.3}),
+        (
+            {"lengths": ((1, 70), (1, 3), (1, 600)), **_FEW, "page": 16, "sinks": True},
+            {"lengths": ((3, 40), (0, 7), (30, 90)), **_FEW, "page": 8, "kind": "slots", "new": True},
+            {"lengths": ((1, 9), (1, 20)), "H": 4, "Hk": 4, "D": 24, "page": 1, "kind": "static"},
+        ),
+        tuple({"lengths": ((1, 8192),) * b, **_GROUPS, "D": 128, "page": 256} for b in (1, 16, 64)),
+        paged_cost,
+        "arXiv:2309.06180",
+        k=2,
+        differentiable=False,
     ),
     OpSpec(
         "moe_route",

@@ -110,7 +110,7 @@ ATTENTION = [
     (PARTS, "return tl.exp2(exponents), slopes", "return tl.exp2(exponents), 1.0", "softcap's derivative is dropped"),
     (PARTS, "tl.broadcast_to(-delta,", "tl.broadcast_to(delta,", "delta is added"),
     (FORWARD, 's = tl.where(mask[None, :], s, float("-inf"))', "pass", "hidden keys count as scores of 0"),
-    (FORWARD, "total * decay + tl.sum(p, 1)", "total + tl.sum(p, 1)", "online softmax not rescaled"),
+    (SOFTMAX, "total * decay + tl.sum(p, 1)", "total + tl.sum(p, 1)", "online softmax not rescaled"),
     (
         FORWARD,
         "add_product(scale_parts(acc, decay[:, None]), p, v)",
@@ -119,7 +119,7 @@ ATTENTION = [
     ),
     (FORWARD, "STRIDE_V, mask, DV)  # zero", "STRIDE_V, keys < length_k, DV)  # zero", "NaN leaks from hidden values"),
     (
-        FORWARD,
+        SOFTMAX,
         'finite = tl.where(new_max == float("-inf"), 0.0, new_max)',
         "finite = new_max",
         "rows without keys are NaN",
@@ -293,7 +293,7 @@ ATTENTION = [
     ),
     (SOFTMAX, "EXACT or SOFTCAP > 256.0", "EXACT", "a large softcap magnifies the error of tanh"),
     (PARTS, "exponents -= log_sum", "pass", "p is not divided by the sum"),
-    (FORWARD, "if EXACT or SOFTCAP is not None or bias_ptr is not None:", "if EXACT:", "the least bias overflows"),
+    (FORWARD, "EXACT or SOFTCAP is not None or bias_ptr is not None", "EXACT", "the least bias overflows"),
     (OP_FORWARD, "q.dtype == torch.float32 or bias is not None", "bias is not None", "fp32 has one float of lse"),
     (
         OP_FORWARD,

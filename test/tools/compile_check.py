@@ -20,7 +20,7 @@ import subprocess
 import sys
 import tempfile
 from collections import defaultdict
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Mapping
 from concurrent.futures import Future, ProcessPoolExecutor
 from concurrent.futures.process import BrokenProcessPool
 from typing import Any, NamedTuple
@@ -28,6 +28,7 @@ from unittest.mock import patch
 
 import torch
 import triton
+from compile_calls import DTYPES, WIDTHS, attention_calls, calls, experts_calls, paged_calls
 from rich.console import Console
 from rich.progress import track
 from rich.table import Table
@@ -42,13 +43,13 @@ from liger_like.ops import router_logits
 from liger_like.ops.attention import choice
 from liger_like.ops.attention import tiles as attention_tiles
 from liger_like.ops.attention.hopper import forward as hopper_forward
+from liger_like.ops.attention.paged import paged_write
 from liger_like.ops.experts import choice as experts_choice
 from liger_like.ops.experts import tiles as experts_tiles
 from liger_like.ops.glu import GLUS
 from liger_like.ops.glu_linear import glu_linear
 from liger_like.ops.losses import dw_sum
 from liger_like.ops.losses.dw_sum import portable as dw_sum_portable
-from liger_like.ops.router import MAX_EXPERTS
 from liger_like.runtime import support, tiles
 from liger_like.testing import inputs as random_inputs
 
@@ -64,11 +65,6 @@ TARGETS = {
     "gfx942": (GPUTarget("hip", "gfx942", 64), 64),
     "gfx950": (GPUTarget("hip", "gfx950", 64), 160),
 }
-DTYPES = (torch.float32, torch.float16, torch.bfloat16)
-WIDTHS = [*(2**k for k in range(1, 16)), *(3 * 2**k for k in range(3, 14))]  # 2**k fills its block, 3 * 2**k does not
-HEAD_WIDTHS = [2**k for k in range(1, 10)]
-EXPERTS = [width for width in WIDTHS if 8 <= width <= MAX_EXPERTS]  # of routers
-ATTENTION_WIDTHS = ((16, 16), (80, 80), (96, 96), (128, 128), (192, 128), (256, 128))
 TILE_OPTIONS = ("BLOCK", "num_", "STAGES", "EVEN", "ONE_BLOCK")
 SHARE = 4  # least number of variants compiled per tile
 # class of GPUs for which ``ops.attention`` and ``ops.experts`` pick tiles -> its GPUs
@@ -186,62 +182,6 @@ def spills(sass: str, one_in: int) -> bool:
     return any(sum(at in loop for at in moves) > sum(at in loop for at, _ in code) // one_in for loop in inner)
 
 
-def calls() -> Iterator[tuple[testing.OpSpec, torch.dtype, dict[str, Any], dict[str, Any]]]:
-    """Every op, dtype, shape and options; few rows but real widths, since a tile depends on the width, not the rows."""
-    for spec in testing.SPECS:
-        if "attention" in spec.name or "experts" in spec.name:
-            continue
-        shapes = []
-        for shape in (*spec.test_shapes, *spec.bench_shapes):
-            few = shape | ({"lead": (2,)} if "lead" in shape else {"B": 1, "S": 2})
-            if "V" in shape and "H" in shape:
-                few["H"] = 32  # only GEMMs depend on H
-            if few not in shapes:
-                shapes.append(few)
-            for width in HEAD_WIDTHS if "D" in shape else EXPERTS if "E" in shape else WIDTHS:
-                wide = few | {key: width for key in ("N", "V", "D", "E") if key in shape}
-                if "R" in shape:
-                    # rotate the same share of the features
-                    wide["R"] = max(2, width * shape["R"] // shape["D"] // 2 * 2)
-                    wide["R"] *= 2 if 2 * wide["R"] == width else 1  # rotating half of the features needs an option
-                if wide not in shapes:
-                    shapes.append(wide)
-        for dtype, shape, options in itertools.product(DTYPES, shapes, spec.options):
-            yield spec, dtype, shape, options
-
-
-def experts_calls(
-    dtypes: Iterable[torch.dtype],
-) -> Iterator[tuple[testing.OpSpec, torch.dtype, dict[str, Any], dict[str, Any]]]:
-    """Experts with and without biases and adapters, of widths that fill their tiles, do not, and are not aligned."""
-    spec = next(spec for spec in testing.SPECS if spec.name == "moe_experts")
-    widths, more = ((2048, 768), (2880, 2880), (100, 75)), ({}, {"bias": True}, {"rank": 4})
-    for (H, I), parts, dtype, options in itertools.product(widths, more, dtypes, spec.options):
-        yield spec, dtype, {"lead": (2,), "H": H, "I": I, "E": 2, "K": 2} | parts, options
-
-
-def attention_calls(
-    widths: Iterable[tuple[int, int]] = ATTENTION_WIDTHS, dtypes: Iterable[torch.dtype] = DTYPES
-) -> Iterator[tuple[testing.OpSpec, torch.dtype, dict[str, Any], dict[str, Any]]]:
-    """Attention with heads of every width, over long rows, in spans, one row and many keys, and packed sequences."""
-    heads: dict[str, Any] = {"H": 4, "Hk": 2}
-    shapes: dict[str, list[dict[str, Any]]] = {
-        "flash_attention": [
-            heads | {"B": 1, "S": 200, "Sk": 200},
-            heads | {"B": 1, "S": 200, "Sk": 200, "bias": "hsk", "padded": True, "sinks": True},
-            heads | {"B": 1, "S": 200, "Sk": 200, "spans": True},
-            heads | {"B": 1, "S": 200, "Sk": 200, "spans": True, "bias": "hsk", "padded": True},
-            heads | {"B": 1, "S": 1, "Sk": 2000, "padded": True},
-        ],
-        "flash_attention_varlen": [heads | {"lengths": ((150, 150), (50, 60)), "sinks": True}],
-    }
-    flags = ({"deterministic": False}, {"deterministic": True})
-    for spec in testing.SPECS:
-        for shape, (D, Dv), dtype in itertools.product(shapes.get(spec.name, ()), widths, dtypes):
-            for options, flag in itertools.product(spec.options, flags):
-                yield spec, dtype, shape | {"D": D, "Dv": Dv}, options | flag
-
-
 def unfilled(*shape: int, dtype: torch.dtype, grad: bool = True, **_: Any) -> Tensor:
     """Return unfilled memory in place of random numbers."""
     return torch.empty(shape, dtype=dtype, requires_grad=grad)
@@ -270,6 +210,15 @@ def run_router_logits() -> None:
         router_logits.router_logits(*(torch.empty(rows, H, dtype=torch.bfloat16) for rows in (2, E)))
 
 
+def run_paged_write() -> None:
+    """Write rows of narrow and wide heads into paged caches, to slots and to the ends of sequences."""
+    ids = torch.zeros(2, 2, dtype=torch.int32)
+    for dtype, D in itertools.product(DTYPES, (16, 80, 128, 256)):
+        rows, cache = (torch.empty(*sizes, 8, D, dtype=dtype) for sizes in ((2,), (3, 16)))
+        paged_write(rows, rows, cache, cache, ids[0].clone())
+        paged_write(rows, rows, cache, cache, pages=ids, lengths=ids[0].clone(), cu_seqlens_q=torch.zeros(3).int())
+
+
 def record() -> list[Launch]:
     """Run the ops over dtypes, options and widths; return their launches, each specialisation once."""
     launches: dict[tuple[Any, ...], Launch] = {}
@@ -293,6 +242,7 @@ def record() -> list[Launch]:
                 sys.exit(f"{spec.name} launched no kernel for {dtype}, {shape}, {options}")
         run_glu_linear(DTYPES)
         run_router_logits()
+        run_paged_write()
         gpus = ("sm_90",)
         with patch.object(tiles, "architecture", lambda device: 9), patch.dict(tiles._CHOSEN, clear=True):
             for spec, dtype, shape, options in calls():
@@ -303,7 +253,7 @@ def record() -> list[Launch]:
             gpus = members
             kind = lambda device, name=name: name  # noqa: E731
             with patch.object(attention_tiles, "gpu_class", kind), patch.object(experts_tiles, "gpu_class", kind):
-                for call in (*attention_calls(), *experts_calls(choice.DTYPES)):
+                for call in (*attention_calls(), *paged_calls(), *experts_calls(choice.DTYPES)):
                     differentiate(*call)
         gpus = ("sm_90",)
         with (

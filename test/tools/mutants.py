@@ -30,6 +30,7 @@ from hopper_mutants import HOPPER, HOPPER_TESTS
 from logprobs_mutants import LOGPROBS
 from mutants_report import CAUGHT, NEEDS_GPU, SURVIVED, TIMED_OUT, Fate, keep, known
 from ops_mutants import OPS
+from paged_mutants import PAGED
 from parallel_mutants import PARALLEL
 from patches_mutants import PATCHES
 from rich.progress import track
@@ -69,6 +70,8 @@ FILES = (
     "test/attention/test_attention_programs.py",
     "test/attention/test_attention_varlen.py",
     "test/attention/test_attention_spans.py",
+    "test/attention/test_attention_paged_write.py",
+    "test/attention/test_attention_paged.py",
     "test/attention/test_attention.py",
     "test/ops/test_ops.py",
     "test/ops/test_errors.py",
@@ -140,6 +143,7 @@ TESTS = {
     "ops/losses/dw_sum/__init__.py": "test_chunked_loss",
     "ops/losses/dw_sum/portable.py": "test_chunked_loss",
     **{file: "attention or compiled_graph" for file, *_ in (*ATTENTION, *ATTENTION_BACKWARD)},
+    **{file: "paged" for file, *_ in PAGED},
     **{file: "patches" for file, *_ in PATCHES},
     "patches/routers.py": "test_patches_routers",
     "patches/balance.py": "test_patches_balance",
@@ -168,6 +172,7 @@ MUTANTS = [
         *EXPERTS,
         *ATTENTION,
         *ATTENTION_BACKWARD,
+        *PAGED,
         *PATCHES,
         *PARALLEL,
         *VOCAB,

@@ -59,14 +59,11 @@ class Masking(NamedTuple):
 
     def constants(self) -> dict[str, Any]:
         """Return the constexprs of every kernel that computes scores."""
-        slots = 32
-        while slots <= self.sequences:
-            slots *= 8
         return {
             "SOFTCAP": self.softcap,
             "HAS_LEFT": self.left >= 0,
             "HAS_RIGHT": self.right >= 0,
-            "SEQUENCES": slots,
+            "SEQUENCES": room_for(self.sequences),
         }
 
     def num_blocks(self, rows: int, block: int) -> int:
@@ -78,6 +75,14 @@ class Masking(NamedTuple):
 
 TENSORS = Masking._fields.index("max_seqlen_q")  # the fields before it are tensors
 FIELDS = len(Masking._fields)
+
+
+def room_for(sequences: int) -> int:
+    """Return a number above ``sequences``, out of few, so that few kernels are compiled."""
+    room = 32
+    while room <= sequences:
+        room *= 8
+    return room
 
 
 def heads_in_l2(k: Tensor, v: Tensor, keys: int, group: int) -> int:

@@ -34,6 +34,20 @@ def scores(products, bias, scale, SOFTCAP: tl.constexpr, EXACT: tl.constexpr):
 
 
 @triton.jit
+def online_softmax(s, total, row_max, unit, APART: tl.constexpr):
+    """Return p of a block of scores, the factor of all earlier sums, the new sum of each row and its greatest score.
+
+    APART: the greatest score is subtracted before the product with the unit, which may overflow otherwise.
+    """
+    new_max = tl.maximum(row_max, tl.max(s, 1))
+    finite = tl.where(new_max == float("-inf"), 0.0, new_max)
+    exponents = (s - finite[:, None]) * unit if APART else s * unit - (finite * unit)[:, None]
+    decay = tl.exp2((row_max - finite) * unit)
+    p = tl.exp2(exponents)
+    return p, decay, total * decay + tl.sum(p, 1), new_max
+
+
+@triton.jit
 def finish(row_max, total, sink):
     """Return the factor that normalises the output of each row, its greatest score, and the log2 of its sum relative to
     that score; the ``sink`` joins the sum.

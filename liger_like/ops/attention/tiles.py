@@ -37,6 +37,16 @@ TILES: dict[str, Tiles] = {
             256: (Tile(128, 64, 8, 1), Tile(64, 32, 8, 2)),
         },
         "dbias": {256: (Tile(64, 64, 8, 1), Tile(64, 64, 8, 1))},
+        "paged": {
+            64: (Tile(16, 128, 4, 3), Tile(16, 128, 4, 3)),
+            128: (Tile(16, 64, 4, 3), Tile(16, 64, 4, 3)),
+            256: (Tile(16, 32, 4, 3), Tile(16, 32, 4, 3)),
+        },
+        "paged_rows": {
+            64: (Tile(64, 64, 4, 3), Tile(64, 64, 4, 2)),
+            128: (Tile(64, 64, 4, 3), Tile(64, 64, 4, 2)),
+            256: (Tile(64, 64, 8, 2), Tile(64, 64, 8, 2)),
+        },
     },
     "large": {
         "fwd": {
@@ -61,6 +71,14 @@ TILES: dict[str, Tiles] = {
             192: (Tile(32, 64, 4, 1), Tile(32, 64, 4, 1)),
             256: (Tile(16, 32, 4, 1), Tile(16, 32, 4, 1)),
         },
+        "paged": {
+            128: (Tile(16, 64, 4, 3), Tile(16, 64, 4, 3)),
+            256: (Tile(16, 32, 4, 3), Tile(16, 32, 4, 3)),
+        },
+        "paged_rows": {
+            128: (Tile(64, 32, 4, 1), Tile(64, 32, 4, 1)),
+            256: (Tile(32, 32, 4, 1), Tile(32, 32, 4, 1)),
+        },
     },
     "small": {
         "fwd": {
@@ -76,6 +94,14 @@ TILES: dict[str, Tiles] = {
             256: (Tile(16, 16, 4, 1), Tile(16, 16, 4, 1)),
         },
         "dbias": {256: (Tile(16, 16, 4, 1), Tile(16, 16, 4, 1))},
+        "paged": {
+            128: (Tile(16, 32, 4, 2), Tile(16, 32, 4, 2)),
+            256: (Tile(16, 16, 4, 2), Tile(16, 16, 4, 2)),
+        },
+        "paged_rows": {
+            128: (Tile(32, 32, 4, 1), Tile(32, 32, 4, 1)),
+            256: (Tile(16, 16, 4, 1), Tile(16, 16, 4, 1)),
+        },
     },
 }
 FP32: Tiles = {
@@ -83,6 +109,8 @@ FP32: Tiles = {
     "dkv": {256: (Tile(16, 32, 4, 1), Tile(16, 32, 4, 1))},
     "dq": {256: (Tile(16, 16, 4, 1), Tile(16, 16, 4, 1))},
     "dbias": {256: (Tile(16, 16, 4, 1), Tile(16, 16, 4, 1))},
+    "paged": {64: (Tile(16, 32, 4, 1), Tile(16, 32, 4, 1)), 256: (Tile(16, 16, 4, 1), Tile(16, 16, 4, 1))},
+    "paged_rows": {64: (Tile(32, 32, 4, 1), Tile(32, 32, 4, 1)), 256: (Tile(16, 16, 4, 1), Tile(16, 16, 4, 1))},
 }
 
 
@@ -143,6 +171,14 @@ def tile_for(kernel: str, q: Tensor, v: Tensor, masking: Masking) -> Tile:
     """Return the tile of a kernel for the heads of q and v on their GPU."""
     rich = masking.softcap is not None or masking.bias is not None
     return _tile(kernel, gpu_class(q.device), max(q.shape[-1], v.shape[-1]), q.element_size(), rich)
+
+
+def paged_tile(kernel: str, q: Tensor, v: Tensor, softcap: float | None) -> Tile:
+    """Return the tile of a kernel for heads like those of q and v in paged caches.
+
+    "paged" is for few rows, whose number the op decides, "paged_rows" for blocks of rows.
+    """
+    return _tile(kernel, gpu_class(q.device), max(q.shape[-1], v.shape[-1]), q.element_size(), softcap is not None)
 
 
 @functools.cache

@@ -16,7 +16,7 @@ from liger_like.ops.attention.portable.parts import (
     store_parts,
     zero_parts,
 )
-from liger_like.ops.attention.softmax import LN2, LOG2E, finish, scores, unit_of_scores
+from liger_like.ops.attention.softmax import LN2, LOG2E, finish, online_softmax, scores, unit_of_scores
 from liger_like.ops.attention.tiles import Tile
 from liger_like.ops.attention.visibility import (
     bounds_of_spans,
@@ -57,16 +57,12 @@ def _attend_block(
         seen = visible(queries[:, None], keys[None, :], shift, length_k, left, right, HAS_LEFT, HAS_RIGHT)
         seen = within(seen, spans, keys[None, :])
         s = tl.where(seen, s, float("-inf"))
-    new_max = tl.maximum(row_max, tl.max(s, 1))
-    finite = tl.where(new_max == float("-inf"), 0.0, new_max)
-    if EXACT or SOFTCAP is not None or bias_ptr is not None:
-        p = tl.exp2((s - finite[:, None]) * unit)  # scores times the unit may overflow
-    else:
-        p = tl.exp2(s * unit - (finite * unit)[:, None])
-    decay = tl.exp2((row_max - finite) * unit)
+    # scores times the unit may overflow in fp32, and those of a softcap or a bias in any dtype
+    APART: tl.constexpr = EXACT or SOFTCAP is not None or bias_ptr is not None
+    p, decay, total, row_max = online_softmax(s, total, row_max, unit, APART)
     v = load_parts(v_ptr + first * STRIDE_V, rows, STRIDE_V, mask, DV)  # zero where masked: what is there may be NaN
     acc = add_product(scale_parts(acc, decay[:, None]), p, v)
-    return acc, total * decay + tl.sum(p, 1), new_max
+    return acc, total, row_max
 
 
 @triton.jit

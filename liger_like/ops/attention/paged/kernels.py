@@ -1,0 +1,226 @@
+"""Attention over paged caches in Triton, for every GPU.
+
+A program has rows of one sequence, for all query heads that share a key head. Sequences of few rows are split into
+chunks of keys, whose size does not depend on the batch; the merge sums the chunks in order. Other sequences take blocks
+of rows over all their keys. The number of rows of a sequence decides, so that no bit of a row depends on others.
+
+Queries are the left operand of the products. Keys on the left, loaded by TMA in persistent programs, gave wrong results
+and an illegal access in an experiment; its cause is unknown, so no kernel here has that form.
+"""
+
+import triton
+import triton.language as tl
+
+from liger_like.ops.attention.paged.places import (
+    count_chunks,
+    count_items,
+    find_item,
+    items_before,
+    keys_of,
+    load_ids,
+    pages_of,
+    place_of,
+    rows_of,
+)
+from liger_like.ops.attention.portable.parts import (
+    add_product,
+    contract,
+    load_parts,
+    scale_parts,
+    store_parts,
+    zero_parts,
+)
+from liger_like.ops.attention.softmax import LN2, LOG2E, finish, online_softmax, scores, unit_of_scores
+from liger_like.ops.attention.visibility import start_of, visible, visible_range
+
+
+@triton.jit
+def _load_keys(ptr, page, row, rows, stride_p, STRIDE: tl.constexpr, mask, WHOLE: tl.constexpr, D: tl.constexpr):
+    """Load a block of keys or values in parts; WHOLE: it lies in one page, from ``row`` on."""
+    if WHOLE:
+        return load_parts(ptr + page * stride_p + row * STRIDE, rows, STRIDE, mask, D)
+    else:
+        return load_parts(ptr, page * stride_p + row * STRIDE, 1, mask, D)
+
+
+@triton.jit
+def _attend_block(
+    state, q, n, edge, low, end, queries, k_ptr, v_ptr, page, row, stride_kp, stride_vp, STRIDE_K: tl.constexpr,
+    STRIDE_V: tl.constexpr, left, scale, SOFTCAP: tl.constexpr, HAS_LEFT: tl.constexpr, WHOLE: tl.constexpr,
+    D: tl.constexpr, DV: tl.constexpr, BLOCK_N: tl.constexpr,
+):  # fmt: skip
+    """Take the keys ``n`` to n + BLOCK_N, from ``low`` and before ``end``, into running products, sums and maxima."""
+    EXACT: tl.constexpr = k_ptr.dtype.element_ty == tl.float32
+    acc, total, row_max = state
+    rows = tl.arange(0, BLOCK_N)
+    keys = n + rows
+    mask = (keys >= low) & (keys < end)  # what nobody sees may be NaN, and may have no page
+    k = _load_keys(k_ptr, page, row, rows, stride_kp, STRIDE_K, mask, WHOLE, D)
+    s, _ = scores(contract(q, k), None, scale, SOFTCAP, EXACT)
+    if edge:
+        seen = visible(queries[:, None], keys[None, :], 0, end, left, 0, HAS_LEFT, True)
+        s = tl.where(seen, s, float("-inf"))
+    unit = unit_of_scores(scale, SOFTCAP, False, EXACT)
+    p, decay, total, row_max = online_softmax(s, total, row_max, unit, EXACT or SOFTCAP is not None)
+    v = _load_keys(v_ptr, page, row, rows, stride_vp, STRIDE_V, mask, WHOLE, DV)
+    return add_product(scale_parts(acc, decay[:, None]), p, v), total, row_max
+
+
+@triton.jit
+def _fill_behind(
+    cu_ptr, out_ptr, lse_ptr, item, items, end, hk, B, T, HK: tl.constexpr, GROUP: tl.constexpr, BLOCK_M: tl.constexpr,
+    DV: tl.constexpr,
+):  # fmt: skip
+    """Store zeros for the rows after the last sequence and before ``end``, shared among ``items`` programs."""
+    rows = tl.arange(0, BLOCK_M)
+    mask = rows < GROUP
+    heads = hk * GROUP + rows
+    unseen = tl.full((BLOCK_M,), float("-inf"), tl.float32)
+    for t in range(start_of(cu_ptr, B, B, T) + item, end, items):
+        place = (tl.cast(t, tl.int64) * (HK * GROUP) + heads) * DV
+        store_parts(out_ptr, place, 1, mask, zero_parts(BLOCK_M, DV), DV)
+        tl.store(lse_ptr + heads * T + t, unseen, mask=mask)
+
+
+@triton.jit(do_not_specialize=["B", "T", "N", "capacity", "chunk", "splits", "left"])
+def _attention_paged_kernel(
+    q_ptr, k_ptr, v_ptr, new_k_ptr, new_v_ptr, pages_ptr, lengths_ptr, cu_ptr, sinks_ptr, out_ptr, lse_ptr, parts_ptr,
+    parts_sums_ptr, stride_qh, stride_kp, stride_kh, stride_vp, stride_vh, stride_nkh, stride_nvh, stride_pb, B, T, N,
+    capacity, chunk, splits, left, scale, HK: tl.constexpr, GROUP: tl.constexpr, D: tl.constexpr, DV: tl.constexpr,
+    STRIDE_Q: tl.constexpr, STRIDE_K: tl.constexpr, STRIDE_V: tl.constexpr, STRIDE_NK: tl.constexpr,
+    STRIDE_NV: tl.constexpr, PAGE: tl.constexpr, SLOTS: tl.constexpr, STARTS: tl.constexpr, SOFTCAP: tl.constexpr,
+    HAS_LEFT: tl.constexpr, FEW: tl.constexpr, TOKENS: tl.constexpr, ROWS: tl.constexpr, SEQUENCES: tl.constexpr,
+    BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
+):  # fmt: skip
+    """Compute a block of rows over a chunk of keys. FEW: of the sequences of at most TOKENS rows, else of the others.
+
+    With the parts a chunk that is not all of its sequence stores its output in fp32 there, [chunks, HK, ROWS, DV].
+    """
+    item, hk = tl.program_id(0) // HK, (tl.program_id(0) % HK).to(tl.int64)
+    b, rank = item, tl.program_id(1)
+    if FEW and cu_ptr is not None:
+        end = tl.where(rank == 0, T, 0)
+        _fill_behind(cu_ptr, out_ptr, lse_ptr, item, tl.num_programs(0) // HK, end, hk, B, T, HK, GROUP, BLOCK_M, DV)
+    if SLOTS or not FEW:
+        counts = count_items(
+            cu_ptr, lengths_ptr, B, T, capacity, left, chunk, GROUP, TOKENS, FEW, HAS_LEFT, STARTS, SLOTS, BLOCK_M,
+            BLOCK_N, SEQUENCES,
+        )  # fmt: skip
+        b, rank = find_item(item, counts)
+        if b >= B:
+            return
+    start_q, length_q = rows_of(cu_ptr, b, B, T)
+    if FEW and (length_q == 0 or length_q > TOKENS):
+        return
+    start_k, length = keys_of(lengths_ptr, b, B, capacity, STARTS, SLOTS)
+    shift = length - length_q
+    first = 0 if FEW else rank * BLOCK_M // GROUP
+    last = (length_q if FEW else tl.minimum((rank * BLOCK_M + BLOCK_M - 1) // GROUP + 1, length_q)) - 1
+    start, end, inner_start, inner_end = visible_range(
+        first + shift, last + shift, left, 0, None, length, 0, 1, HAS_LEFT, True, BLOCK_N
+    )
+    whole = True
+    if FEW:
+        whole = end - start <= chunk
+        start = start + rank * chunk
+        end = tl.minimum(end, start + chunk)
+        if rank > 0 and start >= end:
+            return
+
+    rows = (0 if FEW else rank * BLOCK_M) + tl.arange(0, BLOCK_M)
+    mask_q = rows < length_q * GROUP
+    heads = hk * GROUP + rows % GROUP
+    tokens = tl.cast(start_q, tl.int64) + rows // GROUP
+    q = load_parts(q_ptr + heads[:, None] * stride_qh, tokens, STRIDE_Q, mask_q, D)
+    queries = rows // GROUP + shift
+    low = first + shift - left if HAS_LEFT else 0
+    k_ptr += hk * stride_kh
+    v_ptr += hk * stride_vh
+    pages_ptr = pages_of(pages_ptr, b, start_k, stride_pb, SLOTS)
+    cached = end if new_k_ptr is None else tl.minimum(end, shift)  # the keys before this one come from the cache
+    WHOLE: tl.constexpr = pages_ptr is None or (not SLOTS and PAGE % BLOCK_N == 0)
+    keys = start if WHOLE else start + tl.arange(0, BLOCK_N)
+    ids = load_ids(pages_ptr, b, keys, (keys >= low) & (keys < cached) if not WHOLE else keys < cached, PAGE, SLOTS)
+    state = zero_parts(BLOCK_M, DV), tl.zeros((BLOCK_M,), tl.float32), tl.full((BLOCK_M,), float("-inf"), tl.float32)
+    for n in tl.range(start, cached, BLOCK_N):
+        keys = n if WHOLE else n + tl.arange(0, BLOCK_N)
+        page, row = place_of(ids, keys, pages_ptr is not None, PAGE, SLOTS)
+        page = tl.minimum(tl.maximum(page, 0), N - 1)  # wrong pages cannot lead out of the cache
+        ids = load_ids(pages_ptr, b, keys + BLOCK_N, keys + BLOCK_N < cached, PAGE, SLOTS)  # one block ahead
+        edge = (n < inner_start) | (n + BLOCK_N > tl.minimum(inner_end, cached))
+        state = _attend_block(
+            state, q, n, edge, low, cached, queries, k_ptr, v_ptr, page, row, stride_kp, stride_vp, STRIDE_K, STRIDE_V,
+            left, scale, SOFTCAP, HAS_LEFT, WHOLE, D, DV, BLOCK_N,
+        )  # fmt: skip
+    if new_k_ptr is not None:
+        for n in tl.range(tl.maximum(start, shift), end, BLOCK_N):
+            row = tl.cast(start_q + n - shift, tl.int64)
+            state = _attend_block(
+                state, q, n, True, low, end, queries, new_k_ptr + hk * stride_nkh, new_v_ptr + hk * stride_nvh, 0, row,
+                0, 0, STRIDE_NK, STRIDE_NV, left, scale, SOFTCAP, HAS_LEFT, True, D, DV, BLOCK_N,
+            )  # fmt: skip
+    acc, total, row_max = state
+    sink = None
+    if sinks_ptr is not None:
+        sink = tl.where(whole, tl.load(sinks_ptr + heads).to(tl.float32), float("-inf"))
+    unit = unit_of_scores(scale, SOFTCAP, False, k_ptr.dtype.element_ty == tl.float32)
+    factor, row_max, log_sum = finish(row_max * (unit * LN2), total, sink)
+    acc = scale_parts(acc, factor[:, None])
+    if whole:
+        store_parts(out_ptr, (tokens * (HK * GROUP) + heads) * DV, 1, mask_q, acc, DV)
+        tl.store(lse_ptr + heads * T + tokens, row_max + log_sum * LN2, mask=mask_q)
+    elif parts_ptr is not None:
+        part = item if SLOTS else b * splits + rank
+        place = (tl.cast(part, tl.int64) * HK + hk) * ROWS + rows
+        mask_q = mask_q & (rows < ROWS)
+        store_parts(parts_ptr, place * DV, 1, mask_q, acc, DV)
+        tl.store(parts_sums_ptr + place * 2, row_max, mask=mask_q)
+        tl.store(parts_sums_ptr + place * 2 + 1, log_sum, mask=mask_q)
+
+
+@triton.jit(do_not_specialize=["B", "T", "capacity", "parts", "chunk", "splits", "left"])
+def _attention_paged_merge_kernel(
+    parts_ptr, parts_sums_ptr, sinks_ptr, lengths_ptr, cu_ptr, out_ptr, lse_ptr, B, T, capacity, parts, chunk, splits,
+    left, HK: tl.constexpr, GROUP: tl.constexpr, DV: tl.constexpr, PAGE: tl.constexpr, SLOTS: tl.constexpr,
+    STARTS: tl.constexpr, HAS_LEFT: tl.constexpr, TOKENS: tl.constexpr, ROWS: tl.constexpr, SEQUENCES: tl.constexpr,
+    BLOCK_N: tl.constexpr, BLOCK_C: tl.constexpr, BLOCK_D: tl.constexpr,
+):  # fmt: skip
+    """Sum a row of a sequence of several chunks from its parts, weighted by their sums; the chunks follow in order."""
+    row = tl.program_id(0)
+    r, hk, b = row % ROWS, row // ROWS % HK, row // ROWS // HK
+    start_q, length_q = rows_of(cu_ptr, b, B, T)
+    _, length = keys_of(lengths_ptr, b, B, capacity, STARTS, SLOTS)
+    count = count_chunks(length_q, length, left, chunk, HAS_LEFT, BLOCK_N)
+    if count == 1 or length_q > TOKENS or r >= length_q * GROUP:
+        return
+    first = b * splits
+    if SLOTS:
+        first = items_before(b, count_items(
+            cu_ptr, lengths_ptr, B, T, capacity, left, chunk, GROUP, TOKENS, True, HAS_LEFT, STARTS, SLOTS, 16, BLOCK_N,
+            SEQUENCES,
+        ))  # fmt: skip
+    cols = tl.arange(0, BLOCK_D)
+    acc = tl.zeros((BLOCK_D,), tl.float32)
+    total, row_max = 0.0, float("-inf")
+    for c in range(0, count, BLOCK_C):
+        offs = c + tl.arange(0, BLOCK_C)
+        mask = offs < count
+        part = tl.minimum(first + offs, parts - 1).to(tl.int64)  # offsets that decrease cannot lead out of the parts
+        place = (part * HK + hk) * ROWS + r
+        maxima = tl.load(parts_sums_ptr + place * 2, mask=mask, other=float("-inf"))
+        log_sums = tl.load(parts_sums_ptr + place * 2 + 1, mask=mask, other=0.0)
+        new_max = tl.maximum(row_max, tl.max(maxima, 0))
+        finite = tl.where(new_max == float("-inf"), 0.0, new_max)
+        weights = tl.exp2((maxima - finite) * LOG2E + log_sums)
+        decay = tl.exp2((row_max - finite) * LOG2E)
+        mask = mask[:, None] & (cols < DV)[None, :]
+        x = tl.load(parts_ptr + place[:, None] * DV + cols[None, :], mask=mask, other=0.0)
+        acc = acc * decay + tl.sum(x * weights[:, None], 0)
+        total, row_max = total * decay + tl.sum(weights, 0), new_max
+    token, head = tl.cast(start_q + r // GROUP, tl.int64), hk * GROUP + r % GROUP
+    sink = None
+    if sinks_ptr is not None:
+        sink = tl.load(sinks_ptr + head).to(tl.float32)
+    factor, row_max, log_sum = finish(row_max, total, sink)
+    tl.store(out_ptr + (token * (HK * GROUP) + head) * DV + cols, acc * factor, mask=cols < DV)
+    tl.store(lse_ptr + tl.cast(head, tl.int64) * T + token, row_max + log_sum * LN2)

@@ -1,0 +1,86 @@
+"""Calls of the ops for ``compile_check.py``: op, dtype, shape and options."""
+
+import itertools
+from collections.abc import Iterable, Iterator
+from typing import Any
+
+import torch
+
+from liger_like import testing
+from liger_like.ops.router import MAX_EXPERTS
+
+DTYPES = (torch.float32, torch.float16, torch.bfloat16)
+WIDTHS = [*(2**k for k in range(1, 16)), *(3 * 2**k for k in range(3, 14))]  # 2**k fills its block, 3 * 2**k does not
+HEAD_WIDTHS = [2**k for k in range(1, 10)]
+EXPERTS = [width for width in WIDTHS if 8 <= width <= MAX_EXPERTS]  # of routers
+ATTENTION_WIDTHS = ((16, 16), (80, 80), (96, 96), (128, 128), (192, 128), (256, 128))
+
+
+def calls() -> Iterator[tuple[testing.OpSpec, torch.dtype, dict[str, Any], dict[str, Any]]]:
+    """Every op, dtype, shape and options; few rows but real widths, since a tile depends on the width, not the rows."""
+    for spec in testing.SPECS:
+        if "attention" in spec.name or "experts" in spec.name:
+            continue
+        shapes = []
+        for shape in (*spec.test_shapes, *spec.bench_shapes):
+            few = shape | ({"lead": (2,)} if "lead" in shape else {"B": 1, "S": 2})
+            if "V" in shape and "H" in shape:
+                few["H"] = 32  # only GEMMs depend on H
+            if few not in shapes:
+                shapes.append(few)
+            for width in HEAD_WIDTHS if "D" in shape else EXPERTS if "E" in shape else WIDTHS:
+                wide = few | {key: width for key in ("N", "V", "D", "E") if key in shape}
+                if "R" in shape:
+                    # rotate the same share of the features
+                    wide["R"] = max(2, width * shape["R"] // shape["D"] // 2 * 2)
+                    wide["R"] *= 2 if 2 * wide["R"] == width else 1  # rotating half of the features needs an option
+                if wide not in shapes:
+                    shapes.append(wide)
+        for dtype, shape, options in itertools.product(DTYPES, shapes, spec.options):
+            yield spec, dtype, shape, options
+
+
+def experts_calls(
+    dtypes: Iterable[torch.dtype],
+) -> Iterator[tuple[testing.OpSpec, torch.dtype, dict[str, Any], dict[str, Any]]]:
+    """Experts with and without biases and adapters, of widths that fill their tiles, do not, and are not aligned."""
+    spec = next(spec for spec in testing.SPECS if spec.name == "moe_experts")
+    widths, more = ((2048, 768), (2880, 2880), (100, 75)), ({}, {"bias": True}, {"rank": 4})
+    for (H, I), parts, dtype, options in itertools.product(widths, more, dtypes, spec.options):
+        yield spec, dtype, {"lead": (2,), "H": H, "I": I, "E": 2, "K": 2} | parts, options
+
+
+def attention_calls(
+    widths: Iterable[tuple[int, int]] = ATTENTION_WIDTHS, dtypes: Iterable[torch.dtype] = DTYPES
+) -> Iterator[tuple[testing.OpSpec, torch.dtype, dict[str, Any], dict[str, Any]]]:
+    """Attention with heads of every width, over long rows, in spans, one row and many keys, and packed sequences."""
+    heads: dict[str, Any] = {"H": 4, "Hk": 2}
+    shapes: dict[str, list[dict[str, Any]]] = {
+        "flash_attention": [
+            heads | {"B": 1, "S": 200, "Sk": 200},
+            heads | {"B": 1, "S": 200, "Sk": 200, "bias": "hsk", "padded": True, "sinks": True},
+            heads | {"B": 1, "S": 200, "Sk": 200, "spans": True},
+            heads | {"B": 1, "S": 200, "Sk": 200, "spans": True, "bias": "hsk", "padded": True},
+            heads | {"B": 1, "S": 1, "Sk": 2000, "padded": True},
+        ],
+        "flash_attention_varlen": [heads | {"lengths": ((150, 150), (50, 60)), "sinks": True}],
+    }
+    flags = ({"deterministic": False}, {"deterministic": True})
+    for spec in testing.SPECS:
+        for shape, (D, Dv), dtype in itertools.product(shapes.get(spec.name, ()), widths, dtypes):
+            for options, flag in itertools.product(spec.options, flags):
+                yield spec, dtype, shape | {"D": D, "Dv": Dv}, options | flag
+
+
+def paged_calls() -> Iterator[tuple[testing.OpSpec, torch.dtype, dict[str, Any], dict[str, Any]]]:
+    """Attention over pages that hold blocks of keys or do not, over slots and static caches, with long prompts."""
+    spec = next(spec for spec in testing.SPECS if spec.name == "flash_attention_paged")
+    heads: dict[str, Any] = {"H": 8, "Hk": 2, "lengths": ((1, 2000), (70, 100))}
+    shapes: tuple[dict[str, Any], ...] = (
+        {"page": 256, "new": True, "sinks": True},
+        {"page": 16},
+        {"page": 1, "kind": "slots", "new": True},
+        {"page": 1, "kind": "static"},
+    )
+    for shape, (D, Dv), dtype, options in itertools.product(shapes, ATTENTION_WIDTHS, DTYPES, spec.options):
+        yield spec, dtype, heads | shape | {"D": D, "Dv": Dv}, options
