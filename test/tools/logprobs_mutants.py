@@ -93,7 +93,12 @@ LOGPROBS = [
     ),
     (TOKEN_LOSS, "grad * factor if asked", "grad if asked", "gradients of per_token lack the upstream gradient"),
     (TOKEN_LOSS, "torch.promote_types(t.dtype, torch.float32)) if", "t.dtype) if", "they are rounded twice"),
-    (CHUNKS, "upstream(first, last)", "upstream(start, end)", "gradients of a whole chunk for a part of it"),
+    (
+        CHUNKS,
+        "order[first:last], rows, more, given",
+        "order[start : start + last - first], rows, more, given",
+        "numbers of a chunk's first tokens for every part",
+    ),
     (CHUNKS, "logits[own, :V] if wide", "logits[: last - first, :V] if wide", "parts of a chunk in the same memory"),
     (
         CHUNKS,
