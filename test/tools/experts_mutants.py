@@ -78,7 +78,6 @@ EXPERTS = [
     ),
     (BACKWARD, "source, mask = offs_m, offs_m < end", "source, mask = offs_m, offs_m <= end", "db of the next expert"),
     (BACKWARD, "source = row // TOPK", "source = row", "db of down gathers rows in place of tokens"),
-    (FORWARD, "None, gate_up, h):", "None, gate_up):", "TMA is given rows of h that are not aligned"),
     (BACKWARD, "return out.zero_()", "return out", "dW without a token is memory that nothing wrote"),
     (INIT, "needs.gate_up or needs.gate_up_bias", "needs.gate_up", "a bias that trains alone has no dz"),
     (BLOCKS, "v_ptr + expert * R * N + offs_r", "v_ptr + offs_r", "all rows take the adapter of the first expert"),
@@ -90,6 +89,7 @@ EXPERTS = [
     (INIT, " or needs.a1 or needs.b1", "", "an adapter of gate_up that trains alone has no dz"),
     (INIT, "needs.down or needs.a2 or needs.b2", "needs.down", "an adapter of down that trains alone has no w h"),
     (INIT, "needs.x or needs.a1", "needs.x", "A of gate_up that trains alone has no product of dz and B"),
+    (FORWARD, "None, gate_up, h, u, v):", "None, gate_up, u, v):", "TMA is given rows of h that are not aligned"),
     (INIT, "None, v, t.a1, offsets", "None, None, None, offsets", "dx without the adapter"),
     (INIT, "v, t.a2, index", "None, None, index", "dz without the adapter of down"),
     (

@@ -85,13 +85,9 @@ class Operands(NamedTuple):
     b2: Any
 
 
-def _in_order(x: Tensor, routing: Routing, weights: Tensor, factor: Tensor | None) -> tuple[Tensor, Tensor | None]:
-    """Return x [T, H] and the rows to gather, or the rows themselves [S, H] and None where products want them so.
-
-    The products that want them so take no adapter; ``factor`` is None without.
-    """
-    sorts = factor is None and sorts_rows(x, weights)
-    return (moe_spread(x, routing.pos), None) if sorts else (x, routing.row)
+def _in_order(x: Tensor, routing: Routing, weights: Tensor) -> tuple[Tensor, Tensor | None]:
+    """Return x [T, H] and the rows to gather, or the rows themselves [S, H] and None where products want them so."""
+    return (moe_spread(x, routing.pos), None) if sorts_rows(x, weights) else (x, routing.row)
 
 
 class _Experts(torch.autograd.Function):
@@ -105,8 +101,8 @@ class _Experts(torch.autograd.Function):
     def forward(ctx: Any, index: Tensor, gate: Gate, scales: Scales, keep_z: bool, *tensors: Any) -> tuple[Tensor, ...]:
         t = Operands(*tensors)
         routing, topk = Routing(*moe_rows(index, len(t.gate_up), tile_rows(t.x.dtype))), index.shape[1]
-        u = None if t.a1 is None else moe_low_rank(t.x, t.a1, *routing[:3], topk, scales.gate_up)
-        rows, order = _in_order(t.x, routing, t.gate_up, t.a1)
+        rows, order = _in_order(t.x, routing, t.gate_up)
+        u = None if t.a1 is None else moe_low_rank(rows, t.a1, order, *routing[1:3], topk, scales.gate_up)
         z, h = moe_gate_up(rows, t.gate_up, t.gate_up_bias, u, t.b1, order, *routing[1:3], topk, *gate, keep_z)
         ctx.save_for_backward(*t._replace(gate_up_bias=None), index, z, u, *routing)
         ctx.gate, ctx.scales = gate, scales
@@ -126,8 +122,8 @@ class _Experts(torch.autograd.Function):
         wanted = [needs_dz, needs.down or needs.a2 or needs.b2, needs.weights]
         grads: dict[str, Tensor] = {}
         if any(wanted):
-            v = None if t.b2 is None else moe_low_rank(dout, t.b2, row, offsets, tiles, topk, scales.down)
-            rows, order = _in_order(dout, routing, t.down, t.b2)
+            rows, order = _in_order(dout, routing, t.down)
+            v = None if t.b2 is None else moe_low_rank(rows, t.b2, order, offsets, tiles, topk, scales.down)
             in_order = rows if order is None else None
             dz, wh, dweights = moe_down_bwd(
                 dout, in_order, t.down, t.down_bias, v, t.a2, index, t.weights, z, *routing, *ctx.gate, wanted
@@ -143,7 +139,7 @@ class _Experts(torch.autograd.Function):
                 grads["b2"] = moe_depth_product(u2, rows, order, offsets, topk, False)
             del wh, rows, in_order
             if needs.gate_up:
-                rows, order = _in_order(t.x, routing, t.gate_up, t.a1)
+                rows, order = _in_order(t.x, routing, t.gate_up)
                 grads["gate_up"] = moe_depth_product(dz, rows, order, offsets, topk, transposed)
                 del rows
             if needs.gate_up_bias:

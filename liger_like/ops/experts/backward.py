@@ -149,11 +149,11 @@ def moe_down_bwd(
     dout, stride_dm = with_stride(dout)
     (T, topk), H, I, E = pos.shape, dout.shape[1], z.shape[1] // 2, len(down)
     dz, wh = (t if need else None for t, need in zip(outputs[:2], needs[:2], strict=True))
-    hopper, weights = hopper_kernels(DOWN_BWD, rows if u is None else None, down), weights.contiguous()
+    hopper, weights = hopper_kernels(DOWN_BWD, rows, down, u, v), weights.contiguous()
     columns = -(-I // (hopper.COLUMNS if hopper else tile.block_n))
     part = torch.empty(len(z), columns, dtype=torch.float32, device=z.device) if needs[2] else None
     if hopper:
-        hopper.down_bwd(rows, down, weights, z, row, offsets, tiles, gate, dz, wh, part)
+        hopper.down_bwd(rows, down, u, v, weights, z, row, offsets, tiles, gate, dz, wh, part)
     else:
         floats, constants = gate_arguments(gate)
         launch(

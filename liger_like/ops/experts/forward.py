@@ -192,8 +192,8 @@ def moe_gate_up(
     """
     z, h = _gate_up_outputs(x, gate_up, bias, u, v, row, offsets, tiles, topk, *options)
     gate, keep_z, tile = Gate(*options[:-1]), options[-1], tiles_for(x, x.shape[1], h.shape[1]).gate_up
-    if hopper := hopper_kernels(ROWS, x if row is None and u is None else None, gate_up, h):
-        hopper.gate_up(x, gate_up, bias, offsets, tiles, gate, z if keep_z else None, h)
+    if hopper := hopper_kernels(ROWS, x if row is None else None, gate_up, h, u, v):
+        hopper.gate_up(x, gate_up, bias, u, v, offsets, tiles, gate, z if keep_z else None, h)
         return z, h
     x, stride_xm = with_stride(x)
     H, I, E = x.shape[-1], h.shape[1], len(gate_up)
@@ -234,8 +234,8 @@ def moe_rows_times(
     out = _rows_times_outputs(a, w, bias, u, v, offsets, tiles, transposed)
     tile = tiles_for(a, *w.shape[1:]).rows_times
     K, N = a.shape[1], out.shape[1]
-    if hopper := hopper_kernels(ROWS, a if u is None else None, w):
-        hopper.rows_times(a, w, bias, offsets, tiles, transposed, out)
+    if hopper := hopper_kernels(ROWS, a, w, u, v):
+        hopper.rows_times(a, w, bias, u, v, offsets, tiles, transposed, out)
         return out
     launch(
         _rows_times_kernel,
