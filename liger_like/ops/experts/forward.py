@@ -263,11 +263,11 @@ def moe_combine(y: Tensor, weights: Tensor | None, pos: Tensor) -> Tensor:
     return out
 
 
-@op("moe_spread(Tensor x, Tensor pos) -> Tensor", lambda x, pos: x.new_empty(pos.numel(), x.shape[1]))
-def moe_spread(x: Tensor, pos: Tensor) -> Tensor:
-    """Return the rows of x [T, N] in their places ``pos`` [T, K]: [S, N]. Rows of no expert are not written."""
+@op("moe_spread(Tensor x, Tensor pos, SymInt rows) -> Tensor", lambda x, pos, rows: x.new_empty(rows, x.shape[1]))
+def moe_spread(x: Tensor, pos: Tensor, rows: int) -> Tensor:
+    """Return the rows of x [T, N] in their places ``pos`` [T, K]: [rows, N]. Rows of no expert are not written."""
     (T, topk), N = pos.shape, x.shape[1]
-    out, block_n = x.new_empty(T * topk, N), min(1024, triton.next_power_of_2(N))
+    out, block_n = x.new_empty(rows, N), min(1024, triton.next_power_of_2(N))
     x, stride_xm = with_stride(x)
     if T:
         grid = T, -(-N // block_n)
