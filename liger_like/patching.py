@@ -35,6 +35,7 @@ from liger_like.patches.qk_norm_rope import QKNormRope
 from liger_like.patches.rms_norm import RMSNorm
 from liger_like.patches.rope import Rope
 from liger_like.patches.routers import Router
+from liger_like.patches.separate_experts import SeparateExperts
 from liger_like.patches.trials import compare
 
 ATTENTION, EXPERTS = attention.Attention(), Experts()
@@ -44,7 +45,10 @@ PATCHED, ALREADY, SKIPPED, ABSENT = "patched", "already patched", "skipped", "ab
 # makes a whole model faster.
 RECOGNISERS: dict[str, Recogniser] = {
     recogniser.pattern: recogniser
-    for recogniser in (RMSNorm(), LayerNorm(), QKNormRope(), Rope(), OwnExperts(), GLUMLP(), Router(), LMHead())
+    for recogniser in (
+        *(RMSNorm(), LayerNorm(), QKNormRope(), Rope()),
+        *(OwnExperts(), SeparateExperts(), GLUMLP(), Router(), LMHead()),
+    )
 }
 
 raise_errors = False  # the tests set it: there an unexpected exception is a bug, not a reason to skip the module
