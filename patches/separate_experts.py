@@ -88,7 +88,7 @@ def stacked_all(self: Any, hidden_states: Tensor, top_k_index: Tensor, top_k_wei
     return next_states
 
 
-def sorting_router(self: Any, hidden_states: Tensor) -> Any:
+def sorting_router(self: Any, hidden_states: Any) -> Any:
     """Match JetMoE's router, which sorts the tokens by expert."""
     logits = self.layer(hidden_states).float()
     top_k_logits, top_k_indices = logits.topk(self.top_k, dim=1)
@@ -96,7 +96,7 @@ def sorting_router(self: Any, hidden_states: Tensor) -> Any:
     zeros = torch.zeros([top_k_gates.size(0), self.num_experts], dtype=top_k_gates.dtype, device=top_k_gates.device)
     gates = zeros.scatter(1, top_k_indices, 1)
     expert_size = gates.long().sum(0)
-    expert_size = expert_size.tolist()
+    expert_size = expert_size.tolist()  # type: ignore[assignment]
     top_k_experts = top_k_indices.flatten()
     _, index_sorted_experts = top_k_experts.sort(0)
     batch_index = index_sorted_experts.div(self.top_k, rounding_mode="trunc")
@@ -105,9 +105,9 @@ def sorting_router(self: Any, hidden_states: Tensor) -> Any:
     return index_sorted_experts, batch_index, batch_gates, expert_size, logits
 
 
-def sorted_linear(self: Any, inputs: Tensor, expert_size: list[int]) -> Any:
+def sorted_linear(self: Any, inputs: Any, expert_size: Any) -> Any:
     """Match one of JetMoE's products of sorted rows."""
-    input_list = inputs.split(expert_size, dim=0)  # type: ignore[no-untyped-call]
+    input_list = inputs.split(expert_size, dim=0)
     output_list = []
     for i in range(self.num_experts):
         output_list.append(F.linear(input_list[i], self.weight[i]))
@@ -184,7 +184,8 @@ def unsorted_forward(self: Any, layer_input: Tensor, router: Callable[[Tensor], 
     x = layer_input.reshape(-1, self.input_size)
     index, _, weights, _, _ = router(x)
     out = moe_experts(x, self.input_linear.weight, self.output_linear.weight, index, weights, act=KERNELS[kernel])
-    return out.view(layer_input.shape) + self.bias
+    shifted: Tensor = out.view(layer_input.shape) + self.bias
+    return shifted
 
 
 class SeparateExperts(Recogniser):

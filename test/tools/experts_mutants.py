@@ -81,7 +81,7 @@ EXPERTS = [
     (BACKWARD, "return out.zero_()", "return out", "dW without a token is memory that nothing wrote"),
     (INIT, "needs.gate_up or needs.gate_up_bias", "needs.gate_up", "a bias that trains alone has no dz"),
     (BLOCKS, "v_ptr + expert * R * N + offs_r", "v_ptr + offs_r", "all rows take the adapter of the first expert"),
-    (LORA, "// TOPK).to(tl.int64)", ").to(tl.int64)", "an adapter gathers rows in place of tokens"),
+    (BLOCKS, "// TOPK).to(tl.int64)", ").to(tl.int64)", "an adapter gathers rows in place of tokens"),
     (LORA, "acc * scale, mask", "acc, mask", "an adapter without its scale"),
     (LORA, "-t.shape[1] % DEPTH.value", "0", "ranks that are no multiple of a product's least depth"),
     (LORA, "t.to(dtype), (0, 0", "t, (0, 0", "factors keep another dtype than the experts"),

@@ -11,7 +11,16 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from liger_like.ops.experts.blocks import add_low_rank, columns, gated_and_grads, grouped, halves, product, rows_of
+from liger_like.ops.experts.blocks import (
+    add_low_rank,
+    columns,
+    gated_and_grads,
+    grouped,
+    halves,
+    product,
+    rows_of,
+    source_of,
+)
 from liger_like.ops.experts.checks import Gate
 from liger_like.ops.experts.choice import DEPTH, DOWN_BWD, hopper_kernels
 from liger_like.ops.experts.forward import GATE_SCHEMA, gate_arguments, low_rank_flops, matrix_strides, rank
@@ -183,15 +192,6 @@ def moe_down_bwd(
 
 
 @triton.jit
-def _source(row_ptr, places, TOPK: tl.constexpr):
-    """Return the tokens of rows, or their places if they are sorted."""
-    if row_ptr is None:
-        return places.to(tl.int64)
-    else:  # Triton would also compile code after the return
-        return (tl.load(row_ptr + places) // TOPK).to(tl.int64)
-
-
-@triton.jit
 def _depth_product_kernel(
     own_ptr, gathered_ptr, row_ptr, offsets_ptr, out_ptr, stride_gm, E, M, N,
     TOPK: tl.constexpr, GATHERED_FIRST: tl.constexpr, EVEN: tl.constexpr,
@@ -221,7 +221,7 @@ def _depth_product_kernel(
             cols, inside = offs_n, offs_n < N
         own_ptrs = own_ptr + (start + offs_k).to(tl.int64)[:, None] * own_width + own_cols[None, :]
         gathered_ptrs = gathered_ptr + cols[None, :]
-        source = _source(row_ptr, tl.minimum(start + offs_k, last), TOPK)
+        source = source_of(row_ptr, tl.minimum(start + offs_k, last), TOPK)
         acc = tl.zeros((BLOCK_M, BLOCK_N), tl.float32)
         for k in range(start, end, BLOCK_K):
             ptrs = gathered_ptrs + source[:, None] * stride_gm
@@ -231,7 +231,7 @@ def _depth_product_kernel(
             else:
                 own = tl.load(own_ptrs, mask=(offs_k < end - k)[:, None] & own_inside[None, :], other=0.0)
                 gathered = tl.load(ptrs, mask=inside[None, :], other=0.0)
-            source = _source(row_ptr, tl.minimum(k + BLOCK_K + offs_k, last), TOPK)
+            source = source_of(row_ptr, tl.minimum(k + BLOCK_K + offs_k, last), TOPK)
             if GATHERED_FIRST:
                 acc = tl.dot(tl.trans(gathered), own, acc, input_precision="ieee")
             else:

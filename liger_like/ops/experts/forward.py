@@ -10,7 +10,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from liger_like.ops.experts.blocks import add_low_rank, columns, gated, grouped, halves, product, rows_of
+from liger_like.ops.experts.blocks import add_low_rank, columns, gated, grouped, halves, product, rows_of, source_of
 from liger_like.ops.experts.checks import Gate
 from liger_like.ops.experts.choice import ROWS, hopper_kernels
 from liger_like.ops.experts.tiles import programs, tiles_for
@@ -61,9 +61,7 @@ def _gate_up_kernel(
     for tile in range(tl.program_id(0), tiles_m * tiles_n, tl.num_programs(0)):
         m, n = grouped(tile, tiles_m, tiles_n, GROUP)
         expert, offs_m, within, mask_m = rows_of(tiles_ptr, offsets_ptr, m, BLOCK_M)
-        source = within
-        if row_ptr is not None:
-            source = (tl.load(row_ptr + within) // TOPK).to(tl.int64)
+        source = source_of(row_ptr, within, TOPK)
         j = tl.arange(0, 2 * BLOCK_N)
         if INTERLEAVED:
             offs_n = 2 * n * BLOCK_N + j
