@@ -25,7 +25,7 @@ NEWEST := $(addprefix test/,runtime/test_tiles.py ops/test_norms_and_rope.py ops
 
 .PHONY: demo test test-gpu test-oldest test-newest check compile-check mutants sanitize coverage tune
 .PHONY: bench bench-losses bench-ops bench-attention bench-attention-grid
-.PHONY: bench-training bench-small bench-sweeps bench-sharded bench-curves
+.PHONY: bench-post-training bench-training bench-trainers bench-small bench-sweeps bench-sharded bench-curves
 
 demo: $(ready)
 	@$(py) examples/train.py
@@ -81,8 +81,14 @@ bench-attention: $(ready)
 bench-attention-grid: $(ready)
 	$(py) -m benchmark attention_grid
 
+bench-post-training: $(ready)
+	$(py) -m benchmark post_training
+
 bench-training: $(ready)
 	$(py) -m benchmark training
+
+bench-trainers: $(ready)
+	$(py) -m benchmark trainers
 
 bench-small: $(ready)
 	$(py) -m benchmark small

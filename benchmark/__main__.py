@@ -12,10 +12,11 @@ ENTRIES = {
         "fp_fusion",
         "losses",
         "memory_bound",
+        "post_training",
         "report",
         "tune",
     ),
-    "training": ("curves", "sharded", "small", "sweeps", "training"),
+    "training": ("curves", "sharded", "small", "sweeps", "trainers", "training"),
     "coverage": ("coverage",),
 }
 

@@ -2,6 +2,7 @@
 
 import datetime
 import fcntl
+import gc
 import importlib.metadata
 import json
 import os
@@ -35,6 +36,8 @@ PACKAGES = {  # contestant: the package it needs
     "quack": "quack-kernels",
     "Unsloth": "unsloth",
     "flash-attn-4": "flash-attn-4",
+    "transformers": "transformers",
+    "TRL": "trl",
 }
 WARMUP = 3
 GPU_STATE = ("driver_version", "clocks.sm", "clocks.max.sm", "clocks.mem", "power.limit")  # as nvidia-smi names them
@@ -132,6 +135,16 @@ def peak_mib(step: Callable[[], T]) -> tuple[float, T]:
     return (torch.cuda.max_memory_allocated() - before) / 2**20, result
 
 
+def kept_mib(forward: Step) -> float:
+    """Return the memory that a warm ``forward`` leaves allocated, for the backward and as its results, in MiB."""
+    gc.collect()  # cycles of the step before would be freed within this one
+    before = torch.cuda.memory_allocated()
+    results = forward()
+    kept = torch.cuda.memory_allocated() - before
+    del results
+    return kept / 2**20
+
+
 def settle(
     rows: Iterable[Row],
     rounds: int,
@@ -227,8 +240,9 @@ def kernel_timers(setting: Setting, repeats: Repeats, pool: Any) -> Row:
 
 
 def gpu_row(setting: Setting, repeats: Repeats, pool: Any = None) -> Row:
-    """Return the peak memory, a timer of the wall time and, if the step can be captured, timers of the kernels."""
-    row = {"mib": peak_mib(setting.step)[0], "wall_us": partial(wall_us, setting, repeats.eager)}
+    """Return peak and kept memory, a timer of the wall time and, if the step can be captured, timers of the kernels."""
+    row = {"mib": peak_mib(setting.step)[0], "kept_mib": kept_mib(setting.forward)}
+    row["wall_us"] = partial(wall_us, setting, repeats.eager)
     return row | attempt(partial(kernel_timers, setting, repeats, pool))
 
 

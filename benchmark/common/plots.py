@@ -21,6 +21,7 @@ COLORS = {
     "Unsloth": "#6fcfc0",
     "CCE": "#b0559c",
     "flash-attn-4": "#e69f00",
+    "bmm": "#000000",
 }
 MARKERS = {
     OURS: "o",
@@ -44,6 +45,7 @@ MARKERS = {
     "CCE": "v",
     "CCE, exact": "d",
     "flash-attn-4": "^",
+    "bmm": "P",
 }
 QUIET, GRID = "#606060", "#dddddd"  # colours of lines that are not contestants
 WIDTH = 11.5  # inches

@@ -12,8 +12,10 @@ as wrong, without times. Of what would not fit into memory in float64 fewer toke
 
 * forward, backward, both: the kernels alone, by replays of a CUDA graph; the backward is both less the forward.
 * wall: eager forwards and backwards between two waits for the GPU. host: the same without the waits.
+* kept, peak: memory above the inputs, of a forward's results and of all that waits for the backward, and at most.
 * rate: the bytes or FLOPs that the op needs over the time of both, or the wall time if a step cannot be captured. The
-  ceilings are a copy and a product of matrices, measured in the same run.
+  ceilings are a copy and a product of matrices, measured in the same run. "bmm" is a bound, not a contestant: the
+products of experts that have equally many rows, and nothing else.
 
 All contestants of a shape are measured in the same rounds, in random order. Every label counts, all sequences have the
 same positions, and a loss has the gradient 1. No cache is flushed: tensors of less than about 50 MB, in the sweep of
@@ -58,9 +60,10 @@ from benchmark.common.processes import DEVICE, GPU, times
 from benchmark.kernels import bench_report
 from benchmark.kernels.bench_shapes import SHAPES, Case, Shape, cases
 from benchmark.kernels.contestants import OPS, Attention, Plain, libraries, named, shape_text
+from benchmark.kernels.experts import BOUND
 from liger_like.testing import Comparison
 
-PEERS = ("torch", "torch.compile", "flex_attention", *libraries(OPS.values()))
+PEERS = ("torch", "torch.compile", "flex_attention", BOUND, *libraries(OPS.values()))
 DTYPE = torch.bfloat16
 LOG_WIDTH = 160  # characters, if the output is not a terminal
 ROUNDS, QUICK_ROUNDS = 5, 1
@@ -182,9 +185,12 @@ def rated(row: Row, work: float, ceiling: float) -> Row:
 
 
 def rows_of(op: Plain | Attention, shape: Shape, builds: Mapping[str, Build], rounds: int) -> list[Row]:
-    """Return the errors of each contestant, and times of those whose errors are small enough."""
+    """Return the errors of each contestant, and times of those whose errors are small enough; a bound has no error."""
     truth = Truth(op, fewer(shape))
-    rows = [{"name": name, **attempt(partial(truth.check, build))} for name, build in builds.items()]
+    rows: list[Row] = [{"name": name} for name in builds]
+    for row in rows:
+        if row["name"] != BOUND:
+            row |= attempt(partial(truth.check, builds[row["name"]]))
     del truth
     inputs = make_inputs(op, shape)
     upstream = upstream_of(partial(op.spec.fn, **op.options), inputs)

@@ -13,14 +13,15 @@ from benchmark.common import plots
 from benchmark.common.markdown import NOTES, RESULTS, Row, between, digest_of, heading, number, result_files, table
 from benchmark.common.measure import slug
 from benchmark.common.plots import OURS
+from benchmark.kernels.experts import BOUND
 
 BEGIN, END = "<!-- bench: written by `liger-like bench --report` -->\n", "<!-- /bench -->\n"
 
 TIMES = ("forward_us", "backward_us", "us", "wall_us", "host_us")
-FIELDS = ("op", "shape", "of", "name", *TIMES, "mib", "rate", "unit", "share", "error", "reason")
+FIELDS = ("op", "shape", "of", "name", *TIMES, "kept_mib", "mib", "rate", "unit", "share", "error", "reason")
 COLUMNS = (
     "shape", "of", "", "forward us", "backward us", "both us", "wall us", "host us", "rate", "of the ceiling",
-    "peak MiB", "error / torch's",
+    "kept MiB", "peak MiB", "error / torch's",
 )  # fmt: skip
 # picture: its ops
 PICTURES = {
@@ -45,10 +46,13 @@ def cells(case: Row, row: Row) -> list[str]:
     if "reason" in row and "-" in times:
         times[times.index("-")] = row["reason"]
     rate = f"{row['rate']:.4g} {case['unit']}" if "rate" in row else "-"
-    share, mib, error = (
-        number(row.get(key), spec) for key, spec in (("share", ".0%"), ("mib", ".0f"), ("error", ".2f"))
-    )
-    return [case["shape"], case["of"], row["name"], *times, rate, share, mib, error]
+    specs = {"share": ".0%", "kept_mib": ".0f", "mib": ".0f", "error": ".2f"}
+    numbers = (number(row.get(key), spec) for key, spec in specs.items())
+    return [case["shape"], case["of"], row["name"], *times, rate, *numbers]
+
+
+def is_rival(name: str) -> bool:
+    return name != BOUND and not name.startswith(OURS)
 
 
 def by_op(result: Row) -> dict[str, list[list[str]]]:
@@ -85,7 +89,7 @@ def overview(result: Row) -> Iterator[list[str]]:
         best = []
         for case in cases:
             us = times(case)
-            others = [(time, name) for name, time in us.items() if not name.startswith(OURS)]
+            others = [(time, name) for name, time in us.items() if is_rival(name)]
             if OURS in us and others:
                 time, name = min(others)
                 best.append((time / us[OURS], f"{name}, {case['shape']}"))
@@ -127,7 +131,7 @@ def sizes(case: Row) -> list[int]:
 def bests(case: Row) -> tuple[str, str]:
     """Return the share that ours reaches, and the best share of the others with its contestant."""
     shares = {row["name"]: row["share"] for row in case["rows"] if "share" in row}
-    others = [(share, name) for name, share in shares.items() if not name.startswith(OURS)]
+    others = [(share, name) for name, share in shares.items() if is_rival(name)]
     return number(shares.get(OURS), ".0%"), "{1:.0%} {0}".format(*max(others)[::-1]) if others else "-"
 
 

@@ -84,6 +84,17 @@ SHAPES: dict[str, dict[str, list[Shape]]] = {
         [{"lead": (ELEMENTS // n,), "N": n} for n in (1024, 2048, 4096, 8192, 16384)],
     ),
     "vocabulary": sweep(LOSSES, [{"V": v} for v in (32000, 64000, 128256, 256000)]),
+    "few rows": {
+        "moe_experts": [
+            {**MIXTURES[name], "lead": (t,)} for name in ("Qwen3-30B-A3B", "Mixtral-8x7B") for t in (2048, 512)
+        ]
+    },
+    # for K 8 an eighth of the rows is the most that an expert can have
+    "skewed routing": {
+        "moe_experts": [
+            {**MIXTURES[name], "busy": share} for name, share in (("Qwen3-30B-A3B", 0.125), ("Mixtral-8x7B", 0.3))
+        ]
+    },
     "sequence": sweep(
         ("rope", "flash_attention"), [{"B": TOKENS // s, "S": s, "Sk": s} for s in (1024, 2048, 4096, 8192, 16384)]
     ),

@@ -7,7 +7,6 @@ from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field, replace
 from functools import partial
 from pkgutil import resolve_name
-from types import SimpleNamespace
 from typing import Any
 
 import torch
@@ -17,6 +16,7 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.nn.attention.flex_attention import BlockMask, create_block_mask, flex_attention
 
 from benchmark.common.measure import Build, Inputs, Step, present
+from benchmark.kernels import experts
 from liger_like import testing
 
 SPECS = {spec.name: spec for spec in testing.SPECS}
@@ -123,38 +123,6 @@ def first_result(op: testing.OpSpec) -> testing.OpSpec:
     return replace(op, fn=fn, ref=ref)
 
 
-def torch_experts(x: Tensor, gate_up: Tensor, down: Tensor, index: Tensor, weights: Tensor) -> Tensor:
-    """Sort the rows by expert and multiply them by ``F.grouped_mm``."""
-    (T, K), E = index.shape, len(gate_up)
-    experts, order = index.flatten().sort()
-    ends = torch.searchsorted(experts, torch.arange(E, device=x.device), right=True, out_int32=True)
-    h = torch_swiglu(F.grouped_mm(x[order // K], gate_up.mT, offs=ends))
-    y = F.grouped_mm(h, down.mT, offs=ends) * weights.flatten()[order, None]
-    place = torch.empty_like(order)
-    place[order] = torch.arange(T * K, device=x.device)
-    return y[place].view(T, K, -1).sum(1).to(x.dtype)
-
-
-def transformers_experts(x: Tensor, gate_up: Tensor, down: Tensor, index: Tensor, weights: Tensor) -> Tensor:
-    """Run the form of experts that transformers takes by default, with all that it does for other experts."""
-    from transformers.integrations.moe import grouped_mm_experts_forward
-
-    others = ("has_bias", "is_transposed", "has_post_expert_norm", "_is_expert_parallel")
-    experts: Any = SimpleNamespace(num_experts=len(gate_up), has_gate=True, **dict.fromkeys(others, False))
-    experts.gate_up_proj, experts.down_proj, experts._apply_gate = gate_up, down, torch_swiglu
-    return grouped_mm_experts_forward(experts, x, index, weights)  # type: ignore[no-any-return]
-
-
-def torch_experts_loop(x: Tensor, gate_up: Tensor, down: Tensor, index: Tensor, weights: Tensor) -> Tensor:
-    """Loop over the experts, as the eager form of transformers does; it waits for the GPU at each."""
-    out = torch.zeros_like(x)
-    for e, (w1, w2) in enumerate(zip(gate_up.unbind(), down.unbind(), strict=True)):
-        token, k = (index == e).nonzero(as_tuple=True)
-        y = F.linear(torch_swiglu(F.linear(x[token], w1)), w2) * weights[token, k, None]
-        out = out.index_add(0, token, y.to(x.dtype))
-    return out
-
-
 def named(function: Callable[..., Any] | str, **more: Any) -> Build:
     """Calls a function, or what a name stands for, with the inputs by their names."""
     return lambda inputs: partial(resolve_name(function) if isinstance(function, str) else function, **inputs, **more)
@@ -222,7 +190,7 @@ def unsloth_cross_entropy(inputs: Inputs) -> Step:
 class Plain:
     """A row of ``testing.SPECS`` whose peers are a function in plain torch, which is compiled, too, and libraries.
 
-    ``ours``: options of more of ours.
+    ``ours``: options of more of ours. ``others``: more in torch, of which no graph is compiled.
     """
 
     spec: testing.OpSpec
@@ -230,6 +198,7 @@ class Plain:
     libraries: Mapping[str, Build]
     options: Mapping[str, Any] = field(default_factory=dict)
     ours: Mapping[str, Mapping[str, Any]] = field(default_factory=dict)
+    others: Mapping[str, Build] = field(default_factory=dict)
 
     def contestants(self) -> dict[str, Build]:
         ours = {
@@ -237,16 +206,8 @@ class Plain:
         }
         compiled = torch.compile(self.torch, dynamic=False, fullgraph=True)
         functions = {"torch": self.torch, "torch.compile": compiled}
-        return ours | {name: named(fn, **self.options) for name, fn in functions.items()} | present(self.libraries)
-
-
-@dataclass(frozen=True)
-class Experts(Plain):
-    """Experts, with two more peers: those of transformers, and a loop, whose sizes a compiled graph does not know."""
-
-    def contestants(self) -> dict[str, Build]:
-        more = {"transformers": transformers_experts, "torch, loop": torch_experts_loop}
-        return super().contestants() | {name: named(function) for name, function in more.items()}
+        in_torch = {name: named(fn, **self.options) for name, fn in functions.items()} | {**self.others}
+        return ours | in_torch | present(self.libraries)
 
 
 def heads_first(fn: Callable[..., Tensor], inputs: Inputs) -> Tensor:
@@ -398,7 +359,12 @@ OPS: dict[str, Plain | Attention] = {
         {},
         ours={"liger_like, logits kept": {"keep_logits": 2**40}},
     ),
-    "moe_experts": Experts(SPECS["moe_experts"], torch_experts, {}),
+    "moe_experts": Plain(
+        SPECS["moe_experts"],
+        experts.torch_experts,
+        {"transformers": experts.transformers_experts, "Liger": experts.liger_experts},
+        others={"torch, loop": named(experts.torch_experts_loop), experts.BOUND: experts.equal_experts},
+    ),
     "moe_route": Plain(first_result(SPECS["moe_route"]), torch_moe_route, {}, {"top_k": 8}),
     "moe_route_groups": Plain(
         first_result(SPECS["moe_route"]),
@@ -421,5 +387,6 @@ def shape_text(shape: Mapping[str, Any]) -> str:
     """Return the text of a shape in reports: tokens, then sizes by their names."""
     sizes = {"T": shape["lead"][0]} if "lead" in shape else {}
     sizes |= {key: shape[key] for key in ("B", "S", "H", "Hk", "D", "Dv", "I", "E", "K", "N", "V") if key in shape}
-    documents = [f"{len(shape['lengths'])} documents"] if "lengths" in shape else []
-    return ", ".join((" ".join(f"{key} {n}" for key, n in sizes.items()), *documents))
+    options = [f"{len(shape['lengths'])} documents"] if "lengths" in shape else []
+    options += [f"an expert has {shape['busy']:.1%} of the rows"] if "busy" in shape else []
+    return ", ".join((" ".join(f"{key} {n}" for key, n in sizes.items()), *options))

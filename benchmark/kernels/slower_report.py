@@ -4,6 +4,7 @@ from collections.abc import Iterator
 
 from benchmark.common.markdown import NOTES, Row, between, results, table
 from benchmark.common.plots import OURS
+from benchmark.kernels.bench_report import is_rival
 
 BEGIN, END = "<!-- slower: written by `python -m benchmark report` -->\n", "<!-- /slower -->\n"
 COLUMNS = ("op", "shape", "", "the fastest", "its us", "ours us", "slower by")
@@ -15,7 +16,7 @@ CHANCE = 1.01  # a smaller ratio is noise
 def slower(case: Row) -> Iterator[list[str]]:
     """Yield a row for each part of a step in which another contestant is faster than ours."""
     ours = next(row for row in case["rows"] if row["name"] == OURS)
-    others = [row for row in case["rows"] if not row["name"].startswith(OURS)]
+    others = [row for row in case["rows"] if is_rival(row["name"])]
     for part, text in PARTS.items():
         times = [(row[part], row["name"]) for row in others if part in row]
         if part in ours and times and not (part == "forward_us" and case["op"] == IN_THE_FORWARD):

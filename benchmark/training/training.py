@@ -2,6 +2,7 @@
 
     make bench-training                            measures, writes results/ and from it the report
     python -m benchmark training --settings 0 4    some of the settings; results/ keeps what it has of the others
+    python -m benchmark training --contestants transformers liger_like Liger    and some of the contestants
     python -m benchmark training --forms           only what one model may fuse, against each other
     python -m benchmark training --report          the report again, without a GPU
 
@@ -21,7 +22,16 @@ from unittest import mock
 
 import torch
 from torch import Tensor
-from transformers import AutoModelForCausalLM, Gemma2Config, PreTrainedConfig, PreTrainedModel, Qwen3Config
+from transformers import (
+    AutoModelForCausalLM,
+    DeepseekV3Config,
+    Gemma2Config,
+    GptOssConfig,
+    PreTrainedConfig,
+    PreTrainedModel,
+    Qwen3Config,
+    Qwen3MoeConfig,
+)
 
 from benchmark.common.markdown import Row
 from benchmark.common.measure import Step, attempt, environment, gpu_times, known, present, rounded, save, settle
@@ -59,6 +69,43 @@ MODELS: dict[str, PreTrainedConfig] = {
         head_dim=256,
         vocab_size=256000,
     ),
+    "Qwen3-30B-A3B, 6 layers": Qwen3MoeConfig(
+        hidden_size=2048,
+        intermediate_size=6144,
+        moe_intermediate_size=768,
+        num_hidden_layers=6,
+        num_attention_heads=32,
+        num_key_value_heads=4,
+        head_dim=128,
+        num_experts=128,
+        num_experts_per_tok=8,
+        norm_topk_prob=True,
+        vocab_size=151936,
+    ),
+    "GPT-OSS-20B, 4 layers": GptOssConfig(
+        hidden_size=2880,
+        intermediate_size=2880,
+        num_hidden_layers=4,
+        num_attention_heads=64,
+        num_key_value_heads=8,
+        head_dim=64,
+        num_local_experts=32,
+        num_experts_per_tok=4,
+        vocab_size=201088,
+    ),
+    # so many of the 256 experts, and of the three dense layers, that a step fits into 80 GB
+    "DeepSeek-V3, 4 layers of 16 experts": DeepseekV3Config(
+        hidden_size=7168,
+        intermediate_size=18432,
+        moe_intermediate_size=2048,
+        num_hidden_layers=4,
+        first_k_dense_replace=1,
+        num_attention_heads=128,
+        num_key_value_heads=128,
+        n_routed_experts=16,
+        num_experts_per_tok=8,
+        vocab_size=129280,
+    ),
 }
 
 
@@ -84,6 +131,9 @@ SETTINGS = (
     Setting("Llama-3.2-1B", 64, 1024, checkpointing=True),
     Setting("Qwen3-1.7B", 4, 2048),
     Setting("Gemma-2-2B", 4, 2048),
+    Setting("Qwen3-30B-A3B, 6 layers", 4, 2048),
+    Setting("GPT-OSS-20B, 4 layers", 4, 2048),
+    Setting("DeepSeek-V3, 4 layers of 16 experts", 4, 2048),
 )
 SETTINGS_OF_FORMS = Setting("Llama-3.2-1B", 4, 1024), Setting("Qwen3-1.7B", 4, 2048)
 
@@ -218,10 +268,10 @@ def compare_forms(setting: Setting) -> list[Row]:
     return rows
 
 
-def measure(settings: Collection[Setting]) -> dict[str, list[Row]]:
-    """Return a row of each contestant for each setting; Liger runs after all others, since it changes the process."""
+def measure(settings: Collection[Setting], names: Collection[str]) -> dict[str, list[Row]]:
+    """Return rows of contestants for each setting; Liger runs after all others, since it changes the process."""
     rows: dict[str, list[Row]] = {setting.text(): [] for setting in settings}
-    for name, prepare in present(CONTESTANTS).items():
+    for name, prepare in present({name: CONTESTANTS[name] for name in CONTESTANTS if name in names}).items():
         for setting in settings:
             if name == SELECTIVE and not setting.checkpointing:
                 continue
@@ -230,27 +280,33 @@ def measure(settings: Collection[Setting]) -> dict[str, list[Row]]:
 
 
 def merged(earlier: Row, now: Row) -> Row:
-    """Return the settings measured now, and earlier rows of the others."""
-    order = [setting.text() for setting in SETTINGS]
-    for key in ("forms", "settings"):
-        found = earlier.get(key, {}) | now[key]
-        now[key] = {text: found[text] for text in order if text in found}
+    """Return the rows measured now, and earlier rows of other settings and contestants."""
+    for key, names in (("forms", FORMS), ("settings", CONTESTANTS)):
+        before, found = earlier.get(key, {}), {}
+        for text in (setting.text() for setting in SETTINGS):
+            rows = {row["name"]: row for row in (*before.get(text, ()), *now[key].get(text, ()))}
+            if text in before or text in now[key]:
+                found[text] = sorted(rows.values(), key=lambda row: [*names].index(row["name"]))
+        now[key] = found
     return now
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(prog="python -m benchmark training")
-    parser.add_argument("--settings", type=int, nargs="+", choices=range(len(SETTINGS)), help="their numbers; else all")
+    numbers = range(len(SETTINGS))
+    listed = "; ".join(f"{i}: {setting.text()}" for i, setting in enumerate(SETTINGS))
+    parser.add_argument("--settings", type=int, nargs="+", choices=numbers, default=numbers, metavar="N", help=listed)
+    parser.add_argument("--contestants", nargs="+", choices=CONTESTANTS, default=list(CONTESTANTS))
     parser.add_argument("--forms", action="store_true", help="only what one model may fuse, against each other")
     parser.add_argument("--report", action="store_true", help="only write the report of results/; needs no GPU")
     options = parser.parse_args()
     if not options.report:
         if not torch.cuda.is_available():
             parser.error("needs a GPU (all but --report)")
-        chosen = [SETTINGS[i] for i in options.settings or range(len(SETTINGS))]
+        chosen = [SETTINGS[i] for i in options.settings]
         result = environment("transformers", "Liger")
         result["forms"] = {setting.text(): compare_forms(setting) for setting in SETTINGS_OF_FORMS if setting in chosen}
-        result["settings"] = {} if options.forms else measure(chosen)
+        result["settings"] = {} if options.forms else measure(chosen, options.contestants)
         result = merged(known(result, "training"), rounded(result))
         print(tables(result))
         save(result, "training")

@@ -204,7 +204,7 @@ def _moe_route_bwd_kernel(
     offs_n, offs_k = tl.arange(0, BLOCK_N), tl.arange(0, BLOCK_K)
     chosen = (offs_m < M)[:, None] & (offs_k < K)[None, :]
     index = tl.load(index_ptr + offs_m[:, None] * K + offs_k[None, :], mask=chosen, other=0).to(tl.int32)
-    dp = scale * load_tile(dweights_ptr, stride_dm, offs_m, offs_k, M, K)
+    dp = load_tile(dweights_ptr, stride_dm, offs_m, offs_k, M, K)
     z = load_logits(logits_ptr, stride_m, offs_m, index, offs_k < K, M)
     # p: the scores of the chosen experts; dz: their gradients over p, without the experts' common term
     dz = tl.zeros((BLOCK_M, BLOCK_N), tl.float32)
@@ -221,7 +221,9 @@ def _moe_route_bwd_kernel(
     if SCORE == "softmax_of_top" or NORMALIZE:
         # the sum of dp * p over equal dp would cancel but for its rounding: without the largest dp it is exactly 0
         most = tl.max(tl.where(offs_k[None, :] < K, dp, -float("inf")), axis=1)[:, None]
-        dp -= most
+        dp -= most  # before the scale: a GPU fuses a product with a difference, which then keeps its rounding
+        most *= scale
+    dp *= scale
     common = tl.sum(dp * p, axis=1)[:, None]
     if NORMALIZE:
         total = tl.sum(p, axis=1)[:, None] + eps

@@ -207,15 +207,20 @@ def experts_inputs(
     bias: bool = False,
     elsewhere: int = 0,
     rank: int = 0,
+    busy: float = 0.0,
 ) -> Inputs:
     """Return random arguments of ``moe_experts``, and with ``rank`` of its adapters.
 
-    ``elsewhere``: how many of the ids drawn from are no experts here.
+    ``elsewhere``: how many of the ids drawn from are no experts here. ``busy``: the share of the rows that the first
+    expert has, at most 1 / K; 0 stands for as many as the others have.
     """
     randn = partial(_randn, dtype=dtype, device=device)
     inputs = {"x": randn(*lead, H), "gate_up": randn(E, 2 * I, H, scale=H**-0.5)}
     inputs["down"] = randn(E, H, I, scale=I**-0.5)
-    inputs["index"] = torch.rand(*lead, E + elsewhere, device=device).topk(K).indices
+    scores = torch.rand(*lead, E + elsewhere, device=device)
+    if busy:
+        scores[..., 0] = torch.rand(lead, device=device).lt(busy * K) * 3.0 - 1  # the largest score or the least
+    inputs["index"] = scores.topk(K).indices
     inputs["weights"] = torch.rand(*lead, K, device=device).to(dtype).requires_grad_()
     if bias:
         inputs |= {"gate_up_bias": randn(E, 2 * I), "down_bias": randn(E, H)}

@@ -20,9 +20,17 @@ from benchmark.kernels import (
     losses_report,
     memory_bound,
     memory_bound_report,
+    post_training_report,
     slower_report,
 )
-from benchmark.training import curves, sharded_report, small_report, sweeps_report, training, training_report
+from benchmark.training import (
+    curves,
+    sharded_report,
+    small_report,
+    sweeps_report,
+    trainers_report,
+    training_report,
+)
 from liger_like import testing
 from liger_like.ops.losses.linear_cross_entropy import fused_linear_cross_entropy_ref
 
@@ -36,6 +44,8 @@ REPORTS: dict[str, Any] = {
     "sweeps": sweeps_report,
     "sharded": sharded_report,
     "curves": curves,
+    "post-training": post_training_report,
+    "trainers": trainers_report,
 }
 ERRORS = {"loss": 1e-7, "dx": 2e-3, "dw": 1e-3}
 RESULT = {
@@ -230,46 +240,6 @@ def test_what_is_faster_than_ours() -> None:
     assert columns.startswith("| op |")
     assert "|" not in slower_report.content([{**result, "cases": [{**case, "rows": rows[:2]}]}])
     assert slower_report.content([]) == ""
-
-
-TRAINING_TABLES = """### One GPU, 2026-01-01
-
-torch 2.0.
-
-| model |  | step ms | tokens/s | peak GiB |
-|---|---|---|---|---|
-| Llama-3.2-1B, B 4 S 1024 | ours | 2.5 | 1,600,000 | 3.0 |
-| Llama-3.2-1B, B 2 S 8192 | theirs | out of memory | - | - |
-
-What one model may fuse, in turns:
-
-| model |  | step ms |
-|---|---|---|
-| Llama-3.2-1B, B 4 S 1024 | all | 2.00 |
-"""
-
-
-TRAINING_OVERVIEW = """\
-GPU, 2026-01-01:
-
-| model | ours | theirs |
-|---|---|---|
-| Llama-3.2-1B, B 4 S 1024 | 1,600,000, 3.0 |  |
-| Llama-3.2-1B, B 2 S 8192 |  | out of memory |
-"""
-
-
-def test_training_tables() -> None:
-    first, second = (setting.text() for setting in training.SETTINGS[:2])
-    ours, theirs = (
-        {"name": "ours", "ms": 2.5, "tokens": 1.6e6, "gib": 3.0},
-        {"name": "theirs", "reason": "out of memory"},
-    )
-    earlier = {"settings": {second: [theirs], first: []}, "forms": {first: [{"name": "all", "ms": 2.0}]}}
-    now = {key: RESULT[key] for key in ("gpu", "date")} | {"versions": {"torch": "2.0"}, "forms": {}}
-    result = training.merged(earlier, {**now, "settings": {first: [ours]}})
-    assert training_report.tables(result) == TRAINING_TABLES
-    assert training_report.overview(result) == TRAINING_OVERVIEW
 
 
 def test_curves() -> None:

@@ -187,6 +187,7 @@ def test_rows_of_a_gpu(monkeypatch):
     monkeypatch.setattr(measure, "captured", captured)
     monkeypatch.setattr(measure, "gpu_times", gpu_times)
     monkeypatch.setattr(measure, "peak_mib", lambda step: (3.0, step()))
+    monkeypatch.setattr(measure, "kept_mib", lambda forward: 2.0)
     case = bench.measure(Case("swiglu", {"lead": (16,), "N": 64}, []), builds, CEILINGS, 1)
     ours, waits, inexact = case["rows"]
     assert [ours[key] for key in bench_report.TIMES[:3]] == pytest.approx([10, 30, 40])
@@ -194,7 +195,9 @@ def test_rows_of_a_gpu(monkeypatch):
     assert waits["reason"] == "RuntimeError: waits"
     assert waits["rate"] == pytest.approx(8 * 16 * 64 * 2 / waits["wall_us"] / 1e3)
     assert not {"us", "forward_us", "backward_us"} & waits.keys()
-    assert all(row["mib"] == 3 and row["wall_us"] > 0 and row["host_us"] > 0 for row in (ours, waits))
+    assert all(
+        (row["kept_mib"], row["mib"]) == (2, 3) and row["wall_us"] > 0 and row["host_us"] > 0 for row in (ours, waits)
+    )
     assert inexact.keys() == {"name", "error", "reason"}
     assert pools == ["pool", "pool"]
 
@@ -339,7 +342,7 @@ def test_how_libraries_are_called(monkeypatch):
 
 def row(name, us, share, **more):
     return {"name": name, "forward_us": 1.0, "backward_us": us - 1, "us": us, "wall_us": us + 100, "host_us": 9.0} | {
-        "mib": 3.0, "rate": 100.5, "share": share, "error": 0.996, **more
+        "kept_mib": 2.0, "mib": 3.0, "rate": 100.5, "share": share, "error": 0.996, **more
     }  # fmt: skip
 
 
@@ -399,12 +402,13 @@ def test_report():
     text = bench_report.tables(RESULT)
     assert text.startswith(HEAD)
     lines = text.splitlines()
-    assert "| T 8 N 4 | a | torch | 1.0 | 5.0 | 6.0 | 106.0 | 9.0 | 100.5 GB/s | 50% | 3 | 1.00 |" in lines
-    assert "| T 8 N 8 | b, rows | fla | wrong | - | - | - | - | - | - | - | 3.00 |" in lines
+    assert "| T 8 N 4 | a | torch | 1.0 | 5.0 | 6.0 | 106.0 | 9.0 | 100.5 GB/s | 50% | 2 | 3 | 1.00 |" in lines
+    assert "| T 8 N 8 | b, rows | fla | wrong | - | - | - | - | - | - | - | - | 3.00 |" in lines
     assert (
-        "| T 8 N 8 | b, rows | Liger | 1.0 | 7.0 | 8.0 | out of memory | 9.0 | 100.5 GB/s | 40% | 3 | 1.00 |" in lines
+        "| T 8 N 8 | b, rows | Liger | 1.0 | 7.0 | 8.0 | out of memory | 9.0 | 100.5 GB/s | 40% | 2 | 3 | 1.00 |"
+        in lines
     )
-    assert "| B 1 | a | liger_like | waits | - | - | 8.0 | - | 10 GB/s | 25% | - | 1.00 |" in lines
+    assert "| B 1 | a | liger_like | waits | - | - | 8.0 | - | 10 GB/s | 25% | - | - | 1.00 |" in lines
 
 
 def test_committed_files_are_current():

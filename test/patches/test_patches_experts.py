@@ -213,8 +213,8 @@ def test_generate(family, device, defined, monkeypatch):
 
 
 def test_few_rows_with_gradients_run_the_op(device, defined):
-    patched, original = pair("Mixtral", device)
-    ids = batch(device, rows=1, length=2)["input_ids"]  # 4 rows, as many as experts
+    patched, original = pair("Mixtral", device, num_local_experts=8)
+    ids = batch(device, rows=1, length=4)["input_ids"]  # 8 rows, as many as experts
     defined.clear()
     assert_exact(patched, original, {"input_ids": ids, "labels": ids})
     assert len(defined) == 2

@@ -160,8 +160,9 @@ def test_autocast(family, dtype, device, defined, monkeypatch):
     with torch.autocast(device, dtype):
         got, expected = results(patched, inputs), results(original, inputs)
     assert {name: t.dtype for name, t in got.items()} == {name: t.dtype for name, t in expected.items()}
-    for name, t in expected.items():
-        assert (got[name] - t).norm() <= 16 * torch.finfo(dtype).eps * t.norm(), name
+    exact = results(copy.deepcopy(original).double(), inputs)
+    for name, t in expected.items():  # gradients of a router cancel: the unpatched model's may be off by a quarter
+        assert (got[name] - t).norm() <= 16 * torch.finfo(dtype).eps * t.norm() + 2 * (t - exact[name]).norm(), name
 
 
 @pytest.mark.parametrize("order", ["before", "after"])

@@ -8,6 +8,7 @@ from types import SimpleNamespace
 import peft
 import pytest
 import torch
+from conftest import DEVICE
 from test_patches_experts import OTHERS, SIZES
 from tiny_models import assert_exact, batch, results, rows, tiny
 from torch import nn
@@ -336,7 +337,7 @@ def test_expert_parallelism_of_old_versions(order, mesh, calls):
     calls.clear()
     x = torch.randn(6, 16)
     torch.testing.assert_close(router(x), original(x))
-    assert len(calls) == (order == "before")
+    assert len(calls) == (order == "before" and DEVICE == "cpu")  # a router on a CPU beside a GPU runs the reference
 
 
 @pytest.mark.parametrize("copied", [copy.deepcopy, lambda x: pickle.loads(pickle.dumps(x))], ids=["deepcopy", "pickle"])
