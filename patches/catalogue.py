@@ -10,6 +10,7 @@ from liger_like.patches.qk_norm_rope import QKNormRope
 from liger_like.patches.rms_norm import RMSNorm
 from liger_like.patches.rope import Rope
 from liger_like.patches.routers import Router
+from liger_like.patches.separate_experts import SeparateExperts
 
 ATTENTION, EXPERTS = attention.Attention(), Experts()
 INTERFACES: tuple[Recogniser, ...] = (EXPERTS, ATTENTION)
@@ -17,5 +18,8 @@ INTERFACES: tuple[Recogniser, ...] = (EXPERTS, ATTENTION)
 # makes a whole model faster.
 RECOGNISERS: dict[str, Recogniser] = {
     recogniser.pattern: recogniser
-    for recogniser in (RMSNorm(), LayerNorm(), QKNormRope(), Rope(), OwnExperts(), GLUMLP(), Router(), LMHead())
+    for recogniser in (
+        *(RMSNorm(), LayerNorm(), QKNormRope(), Rope()),
+        *(OwnExperts(), SeparateExperts(), GLUMLP(), Router(), LMHead()),
+    )
 }

@@ -138,9 +138,9 @@ def is_folded(forward: Any) -> bool:
         return False
 
 
-def check_weights(module: Any) -> None:
-    """Raise UnrecognisedError if kernels cannot read the packed weights of ``module``, such as quantised ones."""
-    for weight in (module.gate_up_proj, module.down_proj):
+def check_weights(*weights: Any) -> None:
+    """Raise UnrecognisedError if kernels cannot read the weights of experts, such as quantised ones."""
+    for weight in weights:
         if type(weight) not in (Tensor, nn.Parameter, DTensor) or weight.dtype not in DTYPES:
             raise UnrecognisedError(f"its weight is a {where(type(weight))} of {weight.dtype}")
 
@@ -236,7 +236,7 @@ class Experts(Recogniser):
         if "float32" in _eager(cls).__code__.co_names and getattr(module.config, self.implementation) == "eager":
             raise UnrecognisedError("its experts are run in fp32 by eager")
         pattern, part = match(cls._apply_gate, cls, PATTERNS)
-        check_weights(module)
+        check_weights(module.gate_up_proj, module.down_proj)
         for role in part.keys() - {"act"}:
             if not isinstance(number := getattr(module, part[role]), int | float) or (role == "limit" and number <= 0):
                 raise UnrecognisedError(f"the number {part[role]} of its gate is {number}")

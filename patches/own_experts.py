@@ -144,7 +144,7 @@ class OwnExperts(Recogniser):
             raise UnrecognisedError(f"its router is a {type(module.router)}, its experts are a {type(experts)}")
         if experts is module and (type(module.identity_expert) is not nn.Identity or module.num_routed_experts == 0):
             raise UnrecognisedError("it has no routed experts, or its others do not return their input")
-        check_weights(experts)
+        check_weights(experts.gate_up_proj, experts.down_proj)
         return kernel_of(experts.act_fn) + (adapters(experts, model) if experts is not module else "")
 
     def swaps(self, module: nn.Module, variant: str) -> list[tuple[nn.Module, str]]:

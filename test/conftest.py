@@ -107,7 +107,7 @@ def references(monkeypatch):
 @pytest.fixture
 def calls(monkeypatch):
     """Calls of ``moe_experts`` by patched experts; on a CPU its definition runs, since its kernels have their tests."""
-    from liger_like.patches import experts, own_experts
+    from liger_like.patches import experts, own_experts, separate_experts
 
     made, op = [], experts.moe_experts
 
@@ -115,7 +115,7 @@ def calls(monkeypatch):
         made.append(options)
         return op(*args, **options)
 
-    for module in (experts, own_experts):
+    for module in (experts, own_experts, separate_experts):
         monkeypatch.setattr(module, "moe_experts", noted)
     return made
 
@@ -123,9 +123,9 @@ def calls(monkeypatch):
 @pytest.fixture
 def defined(references, calls, monkeypatch):
     """Let ``moe_experts`` run where no kernel can."""
-    from liger_like.patches import experts, own_experts
+    from liger_like.patches import experts, own_experts, separate_experts
 
-    for module in (experts, own_experts):
+    for module in (experts, own_experts, separate_experts):
         monkeypatch.setattr(module, "use_kernel", lambda x: True)
     return calls
 

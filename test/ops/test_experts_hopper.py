@@ -36,7 +36,7 @@ def kernels(given, options=None):
 @each_option
 def test_sorted_rows_give_the_same_bits(options, device, monkeypatch, poisoned):
     """The portable kernels take both orders, for a Hopper GPU whose kernels do not compile."""
-    given = inputs(device, torch.float32, lead=(30,), H=32, I=16, bias=True, elsewhere=1)
+    given = inputs(device, torch.float32, lead=(30,), H=32, I=16, bias=True, elsewhere=1, rank=3)
     expected = run(SPEC.fn, given, options)
     monkeypatch.setattr(experts, "sorts_rows", lambda *_: True)
     for name, got in run(SPEC.fn, given, options).items():
@@ -67,7 +67,11 @@ def test_which_calls_run_them(hopper):
     given = inputs()
     given["gate_up"] = given["gate_up"].detach().mT.contiguous().mT.requires_grad_()
     assert kernels(given) == {"_experts_depth_hopper_kernel", *KERNELS}
-    assert kernels(inputs(rank=8)) == {"_experts_depth_hopper_kernel"}
+    assert kernels(inputs(rank=4)) == KERNELS
+    with recorded() as launches:
+        run(SPEC.fn, inputs(rank=4), {})
+    names = [kernel.__name__ for kernel, *_ in launches]
+    assert not {"_gate_up_kernel", "_rows_times_kernel", "_down_bwd_kernel"} & {*names}
 
 
 @pytest.mark.gpu
@@ -102,17 +106,19 @@ def test_a_part_of_the_gradients_has_the_same_bits(options, hopper, poisoned):
 
 
 @pytest.mark.gpu
+@pytest.mark.parametrize("rank", [0, 8])
 @pytest.mark.parametrize("transposed", [False, True])
-def test_nan_stays_with_its_expert(transposed, hopper):
+def test_nan_stays_with_its_expert(transposed, rank, hopper):
     """Rows of an expert end within a tile, and its weights within the depth of a product's step."""
-    given = inputs(H=72, I=40, K=1)
+    given = inputs(H=72, I=40, K=1, rank=rank)
     given["index"][given["index"] == 1] = 2
     given["index"][0] = 1
     given["x"].data[0] = torch.nan
-    for name in ("gate_up", "down"):
+    experts = [name for name in given if name not in ("x", "index", "weights")]
+    for name in experts:
         given[name].data[1] = torch.nan
     got = run(SPEC.fn, given, {"transposed": transposed})
-    for name in ("dgate_up", "ddown"):
+    for name in (f"d{name}" for name in experts):
         assert [bool(t.isfinite().all()) for t in got[name]] == [True, False, True, True, True], name
     for name in ("out0", "dx", "dweights"):
         assert [bool(t.isfinite().all()) for t in got[name]] == [False] + [True] * 299, name

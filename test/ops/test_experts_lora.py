@@ -29,7 +29,7 @@ def test_adapters_are_as_exact_as_sums_of_weights(rank, options, dtype, device, 
 @pytest.mark.gpu
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
 @pytest.mark.parametrize("options", [{}, GPT_OSS | {"limit": None}], ids=str)
-@pytest.mark.parametrize("rank", [4, 64])
+@pytest.mark.parametrize("rank", [4, 64, 80])
 @pytest.mark.parametrize("widths", [{"H": 512, "I": 256}, {"H": 456, "I": 328}, {"H": 100, "I": 75}], ids=str)
 def test_several_tiles_of_each_expert(widths, rank, options, dtype, poisoned):
     make = lambda: inputs("cuda", dtype, lead=(1500,), E=5, K=3, bias=True, elsewhere=1, rank=rank, **widths)  # noqa: E731

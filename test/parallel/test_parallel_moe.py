@@ -16,9 +16,11 @@ from torch.distributed.tensor import DTensor, Shard
 from torch.distributed.tensor.debug import CommDebugMode
 from torch.nn.parallel import DistributedDataParallel
 from torch.nn.utils import clip_grads_with_norm_, get_total_norm
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from liger_like import nn, patch, unpatch
 from liger_like.parallel import expert_parallel
+from liger_like.runtime import support
 
 H, E, K = 16, 4, 2
 TOKENS = 24  # of a process in the batches of ``shares``
@@ -66,8 +68,9 @@ def by_grid(model, mesh, **options):
 
 
 def own_transfers(counts):
+    """All-gathers, and all-to-alls."""
     names = "c10d_functional.all_gather_into_tensor", "c10d_functional.all_to_all_single"
-    return [n for name in names for op, n in counts.items() if name in str(op)]
+    return [sum(n for op, n in counts.items() if name in str(op)) for name in names]
 
 
 def compare_models(rank, wrap, shape, families, settings, device="cpu"):
@@ -79,16 +82,18 @@ def compare_models(rank, wrap, shape, families, settings, device="cpu"):
         single = copy.deepcopy(original)
         _, expected, _ = gradients(single, whole)
         expected |= clipped_step(single)
-        for tokens, checkpointed in settings:
+        for options, checkpointed in settings:
             model = copy.deepcopy(original)
             patch(model, strict=True)
             if checkpointed:
                 model.gradient_checkpointing_enable({"use_reentrant": False})
-            model = wrap(model, mesh, tokens=tokens)
+            model = wrap(model, mesh, **options)
             _, got, counts = gradients(model, rows[rank], processes)
-            # x, index, weights and the number of tokens, again in a checkpoint, and the output's gradient;
-            # the output, and the gradients of x and weights
-            assert own_transfers(counts) == [7 if checkpointed else 5, 3]
+            default = "all_gather" if shape[-1] <= K else "all_to_all"
+            # x, index, weights and numbers of tokens, again in a checkpoint; the output, and the three gradients
+            there = (3 if "tokens" in options else 4) * (1 + checkpointed)
+            by_gather = options.get("exchange", default) == "all_gather"
+            assert own_transfers(counts) == ([there + 1, 3] if by_gather else [0, there + 4])
             assert_same(got | clipped_step(model), expected)
     options = StateDictOptions(full_state_dict=True)
     state = {name: t.cpu() for name, t in get_model_state_dict(model, options=options).items()}
@@ -117,18 +122,18 @@ def grads(out, model, *others):
     return [full(t) for t in found]
 
 
-def check_modules(mesh):
-    """A compiled block, and one with frozen experts, run interpreted kernels on any leading dimensions."""
+def check_modules(mesh, *cases):
+    """A compiled block, and one with frozen experts, run on any leading dimensions."""
     n, rank, (single, x) = mesh.size(), mesh.get_rank(), block()
     leaf, everything = x.clone().requires_grad_(), torch.cat([x] * n).requires_grad_()
-    for frozen, compiled in (False, True), (True, False):
+    for frozen, compiled, exchange in cases:
         alone = copy.deepcopy(single)
         alone.experts.requires_grad_(not frozen)
         model = copy.deepcopy(alone)
-        assert len(expert_parallel(model, mesh)) == 4
+        assert len(expert_parallel(model, mesh, exchange=exchange)) == 4
         assert all(p.requires_grad is not frozen and p.placements == (Shard(0),) for p in model.experts.parameters())
         assert model.experts.down_proj.to_local().untyped_storage().nbytes() == E // n * 8 * H * 4
-        call = torch.compile(model, fullgraph=True, backend="aot_eager") if compiled else model
+        call = torch.compile(model, fullgraph=exchange is None, backend="aot_eager") if compiled else model
         factors = torch.linspace(-1, 1, n)  # tokens of others differ
         out = call(leaf * factors[rank])
         whole = alone(everything * factors.repeat_interleave(2)[:, None, None])
@@ -156,14 +161,66 @@ def check_numbers_of_tokens(mesh):
         model(torch.cat((x, x[:1])))
 
 
+class Sent(TorchDispatchMode):
+    """Collects the sizes of all-to-alls, and the rows that the experts' first product has memory for."""
+
+    def __init__(self):
+        super().__init__()
+        self.numbers, self.rows = [], []
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        result = func(*args, **(kwargs or {}))
+        if "all_to_all_single" in str(func):
+            self.numbers.append(args[0].numel())
+        if func.namespace == "liger_like" and "moe_gate_up" in str(func):
+            self.rows.append(len(result[1]))
+        return result
+
+
+def check_what_is_sent(mesh):
+    """Only rows of chosen experts travel and have memory, whatever the processes' numbers of tokens and choices."""
+    n, rank, local = mesh.size(), mesh.get_rank(), 2 * E // mesh.size()
+    experts = nn.Experts(2 * E, H, 8, bias=True)
+    alone = copy.deepcopy(experts)
+    expert_parallel(experts, mesh, exchange="all_to_all")
+    drawn = torch.rand(n, 6, 2 * E).topk(3).indices
+    drawn[:, 0] = torch.tensor([-1, 2 * E, 2 * E + 1])  # ids of nobody
+    drawn[0, 1], drawn[0, 2] = -1, torch.tensor([1, 0, -7])
+    one = drawn * 0 + 1  # all tokens to one expert
+    for index, sizes in (drawn, [6] * n), (drawn, [3 * r for r in range(n)]), (one, [6] * n), (drawn, [0] * n):
+        choices = [i[:size] if (i != 1).any() else i[:, :1] for i, size in zip(index, sizes, strict=True)]
+        owners = [{(t, e // local) for t, ids in enumerate(i.tolist()) for e in ids if 0 <= e < 2 * E} for i in choices]
+        x, weights = (torch.randn(*choices[rank].shape[:1], k, requires_grad=True) for k in (H, choices[rank].shape[1]))
+        with Sent() as sent:
+            out = experts(x, choices[rank], weights)
+            grads = torch.autograd.grad(out.square().sum(), (x, weights, *experts.parameters()))
+        rows, back = len(owners[rank]), sum(owner == rank for own in owners for _, owner in own)
+        K = choices[rank].shape[1]
+        assert sent.numbers == [2 * n, rows * K, rows * H, rows * K, back * H, rows * H, *sorted((back * K, back * H))]
+        if support.INTERPRET:
+            assert sent.rows == [sum(int((i.div(local, rounding_mode="floor") == rank).sum()) for i in choices)]
+        torch.testing.assert_close(out, expected := alone(x, choices[rank], weights))
+        wanted = torch.autograd.grad(expected.square().sum(), (x, weights, *alone.parameters()))
+        for t in wanted[2:]:
+            dist.all_reduce(t)
+            t /= n  # of the mean of the processes' losses
+        for got, want in zip(grads, wanted, strict=True):
+            torch.testing.assert_close(full(got), want, rtol=1e-4, atol=1e-6)
+
+
 def check_precision(rank):
     """Outputs and gradients are summed in fp32, so that a small part is not lost, and rounded once."""
+    for exchange in "all_gather", "all_to_all":
+        compare_sums(exchange)
+
+
+def compare_sums(exchange):
     mesh, bf16 = init_device_mesh("cpu", (4,)), torch.bfloat16
     experts = nn.Experts(4, 2, 1)
     for p in experts.parameters():
         torch.nn.init.ones_(p)
     alone = copy.deepcopy(experts.to(bf16))
-    expert_parallel(experts, mesh)
+    expert_parallel(experts, mesh, exchange=exchange)
     x, index = torch.ones(1, 2, dtype=bf16, requires_grad=True), torch.arange(4)[None]
     weights = torch.tensor([[256.0, 1.0, 1.0, 1.0]]) / alone(x, index[:, :1], torch.ones(1, 1)).detach()[:, :1].float()
     out = experts(x, index, weights)
@@ -213,6 +270,17 @@ def check(rank, *checks):
         each(mesh)
 
 
+def check_interpreted(mesh):
+    check_modules(mesh, (False, True, None), (True, False, "all_to_all"))
+    check_what_is_sent(mesh)
+
+
+def check_four(rank):
+    mesh = init_device_mesh("cpu", (4,))
+    check_modules(mesh, (False, True, "all_to_all"))
+    check_what_is_sent(mesh)  # last, since the processes draw different numbers of random values
+
+
 @pytest.fixture
 def plain(monkeypatch):
     """Processes that start now run the references of the ops: interpreted kernels take a hundred times as long."""
@@ -222,25 +290,37 @@ def plain(monkeypatch):
 @pytest.mark.usefixtures("plain")
 @pytest.mark.parametrize("wrap", [by_ddp, by_fsdp])
 def test_two_processes(wrap):
-    run(compare_models, 2, wrap, (2,), ("Qwen3Moe", "GptOss"), [(None, False), (TOKENS, True)])
+    settings = [({}, False), ({"tokens": TOKENS}, True), ({"exchange": "all_to_all"}, True)]
+    run(compare_models, 2, wrap, (2,), ("Qwen3Moe", "GptOss"), settings)
 
 
 @pytest.mark.usefixtures("plain")
-@pytest.mark.parametrize(("wrap", "shape", "tokens"), [(by_ddp, (4,), None), (by_grid, (2, 2), TOKENS)])
-def test_four_processes(wrap, shape, tokens):
-    run(compare_models, 4, wrap, shape, ("GptOss",), [(tokens, tokens is not None)])
+@pytest.mark.parametrize(
+    ("wrap", "shape", "settings"),
+    [
+        (by_ddp, (4,), [({}, False), ({"exchange": "all_gather"}, False)]),
+        (by_grid, (2, 2), [({"tokens": TOKENS}, True), ({"exchange": "all_to_all"}, True)]),
+    ],
+)
+def test_four_processes(wrap, shape, settings):
+    run(compare_models, 4, wrap, shape, ("GptOss",), settings)
 
 
 @pytest.mark.gpu
 @pytest.mark.skipif(torch.cuda.device_count() < 2, reason="needs two GPUs")
 @pytest.mark.parametrize("wrap", [by_ddp, by_fsdp])
 def test_over_nccl(wrap):
-    settings = [(None, False), (TOKENS, True)]
+    settings = [({}, False), ({"tokens": TOKENS}, True), ({"exchange": "all_to_all"}, True)]
     run(compare_models, 2, wrap, (2,), ("Qwen3Moe", "GptOss"), settings, "cuda", backend="cpu:gloo,cuda:nccl")
 
 
 def test_compiled_and_frozen():
-    run(check, 2, check_modules)
+    run(check, 2, check_interpreted)
+
+
+@pytest.mark.usefixtures("plain")
+def test_what_four_processes_send():
+    run(check_four, 4)
 
 
 @pytest.mark.usefixtures("plain")
@@ -264,6 +344,8 @@ def test_arguments(mesh):
     ):
         with pytest.raises(error, match=message):
             expert_parallel(*args)
+    with pytest.raises(ValueError, match="exchange must be one of None, 'all_gather', 'all_to_all', got 'ring'"):
+        expert_parallel(experts, mesh, exchange="ring")
     for tokens, error in (0, ValueError), (1.5, TypeError):
         with pytest.raises(error, match="tokens must be"):
             expert_parallel(experts, mesh, tokens=tokens)

@@ -74,7 +74,12 @@ DIVERGENCE = [
     ),
     (SHARDS, "(argmax + shard.first_word)", "argmax", "words by their place in the shard"),
     (SHARDS, ".where(self.p != 0, 0)", "", "a process without probable words gives NaN"),
-    (PARALLEL, ".movedim(-2, 0)", ".movedim(-2, 0).flip(0)", "the mask of another process's tokens"),
+    (
+        PARALLEL,
+        "gathered(teacher_x.detach(), shard.processes())",
+        "gathered(teacher_x.detach(), shard.processes()).flip(0)",
+        "the teacher of another process's tokens",
+    ),
     (TOPK, "q.isneginf() | ~mask[..., None]", "~mask[..., None]", "no word has a probability of the student"),
     (TOPK, ".detach()", "", "the teacher has a gradient"),
     (TOPK, "clamp(min=torch.finfo(logp.dtype).eps)", "clamp(min=0)", "no other word: the logarithm of 0"),

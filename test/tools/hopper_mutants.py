@@ -12,7 +12,8 @@ SHARED = "test_attention_hopper and (documents or leaks or few_key_heads or 4097
 # heads of which products take slices
 SLICED = "(number_of_warp_groups or narrower_heads) and (80 or 96)"
 HOPPER_TESTS = {
-    **dict.fromkeys((EXPERTS_PRODUCTS, EXPERTS_ROWS, EXPERTS_DOWN_BWD, EXPERTS_DEPTH), "test_experts_hopper"),
+    **dict.fromkeys((EXPERTS_ROWS, EXPERTS_DOWN_BWD, EXPERTS_DEPTH), "test_experts_hopper"),
+    EXPERTS_PRODUCTS: "test_experts_hopper or several_tiles",
     ROWS: SHARED,
     BUFFERS: SLICED,
     PRODUCTS: f"{SHARED} or {SLICED}",
@@ -36,6 +37,13 @@ HOPPER = [
         "left = n * HALF if SPLIT else n * 2 * HALF",
         "left = n * 2 * HALF",
         "gate has the columns of the next tile",
+    ),
+    (EXPERTS_PRODUCTS, "v if transposed else v.mT", "v.mT if transposed else v", "adapters in the other layout"),
+    (
+        EXPERTS_PRODUCTS,
+        "(*first, rows_of_all(u), weights",
+        "(*first, rows_of_all(a), weights",
+        "an adapter is multiplied with rows of x",
     ),
     (
         EXPERTS_ROWS,

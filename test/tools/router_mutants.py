@@ -21,7 +21,7 @@ _ROUTER = [
         "eps is missing",
     ),
     ("tl.store(weights_ptr + offs, weights * scale", "tl.store(weights_ptr + offs, weights", "the scale is missing"),
-    ("dp = scale * load_tile", "dp = load_tile", "the gradient lacks the scale"),
+    ("dp *= scale\n    common", "common", "the gradient lacks the scale"),
     ("(stride_dm, stride_m, M)", "(settings.top_k, stride_m, M)", "upstream rows are read as dense"),
     ("dp -= most", "most = 0.0", "equal gradients cancel but for rounding"),
     ("+ most * share) / total", ") / total", "with eps the largest gradient is missing in the others"),

@@ -85,13 +85,9 @@ class Operands(NamedTuple):
     b2: Any
 
 
-def _in_order(x: Tensor, routing: Routing, weights: Tensor, factor: Tensor | None) -> tuple[Tensor, Tensor | None]:
-    """Return x [T, H] and the rows to gather, or the rows themselves [S, H] and None where products want them so.
-
-    The products that want them so take no adapter; ``factor`` is None without.
-    """
-    sorts = factor is None and sorts_rows(x, weights)
-    return (moe_spread(x, routing.pos), None) if sorts else (x, routing.row)
+def _in_order(x: Tensor, routing: Routing, weights: Tensor) -> tuple[Tensor, Tensor | None]:
+    """Return x [T, H] and the rows to gather, or the rows themselves [S, H] and None where products want them so."""
+    return (moe_spread(x, routing.pos, len(routing.row)), None) if sorts_rows(x, weights) else (x, routing.row)
 
 
 class _Experts(torch.autograd.Function):
@@ -102,11 +98,13 @@ class _Experts(torch.autograd.Function):
     """
 
     @staticmethod
-    def forward(ctx: Any, index: Tensor, gate: Gate, scales: Scales, keep_z: bool, *tensors: Any) -> tuple[Tensor, ...]:
+    def forward(
+        ctx: Any, index: Tensor, gate: Gate, scales: Scales, keep_z: bool, S: int, *tensors: Any
+    ) -> tuple[Tensor, ...]:
         t = Operands(*tensors)
-        routing, topk = Routing(*moe_rows(index, len(t.gate_up), tile_rows(t.x.dtype))), index.shape[1]
-        u = None if t.a1 is None else moe_low_rank(t.x, t.a1, *routing[:3], topk, scales.gate_up)
-        rows, order = _in_order(t.x, routing, t.gate_up, t.a1)
+        routing, topk = Routing(*moe_rows(index, len(t.gate_up), tile_rows(t.x.dtype), S)), index.shape[1]
+        rows, order = _in_order(t.x, routing, t.gate_up)
+        u = None if t.a1 is None else moe_low_rank(rows, t.a1, order, *routing[1:3], topk, scales.gate_up)
         z, h = moe_gate_up(rows, t.gate_up, t.gate_up_bias, u, t.b1, order, *routing[1:3], topk, *gate, keep_z)
         ctx.save_for_backward(*t._replace(gate_up_bias=None), index, z, u, *routing)
         ctx.gate, ctx.scales = gate, scales
@@ -118,7 +116,7 @@ class _Experts(torch.autograd.Function):
     @once_differentiable
     def backward(ctx: Any, dout: Tensor, *_: None) -> Any:
         *tensors, index, z, u, row, offsets, tiles, pos = ctx.saved_tensors
-        t, needs = Operands(*tensors), Operands(*ctx.needs_input_grad[4:])
+        t, needs = Operands(*tensors), Operands(*ctx.needs_input_grad[5:])
         dout, _ = with_stride(dout)  # several kernels read it: a copy, if it takes one, is made once
         topk, transposed, scales = pos.shape[1], ctx.gate.transposed, ctx.scales
         routing = Routing(row, offsets, tiles, pos)
@@ -126,8 +124,8 @@ class _Experts(torch.autograd.Function):
         wanted = [needs_dz, needs.down or needs.a2 or needs.b2, needs.weights]
         grads: dict[str, Tensor] = {}
         if any(wanted):
-            v = None if t.b2 is None else moe_low_rank(dout, t.b2, row, offsets, tiles, topk, scales.down)
-            rows, order = _in_order(dout, routing, t.down, t.b2)
+            rows, order = _in_order(dout, routing, t.down)
+            v = None if t.b2 is None else moe_low_rank(rows, t.b2, order, offsets, tiles, topk, scales.down)
             in_order = rows if order is None else None
             dz, wh, dweights = moe_down_bwd(
                 dout, in_order, t.down, t.down_bias, v, t.a2, index, t.weights, z, *routing, *ctx.gate, wanted
@@ -143,7 +141,7 @@ class _Experts(torch.autograd.Function):
                 grads["b2"] = moe_depth_product(u2, rows, order, offsets, topk, False)
             del wh, rows, in_order
             if needs.gate_up:
-                rows, order = _in_order(t.x, routing, t.gate_up, t.a1)
+                rows, order = _in_order(t.x, routing, t.gate_up)
                 grads["gate_up"] = moe_depth_product(dz, rows, order, offsets, topk, transposed)
                 del rows
             if needs.gate_up_bias:
@@ -160,7 +158,7 @@ class _Experts(torch.autograd.Function):
                 grads["x"] = moe_combine(dx, None, pos)
         if needs.down_bias:
             grads["down_bias"] = moe_sum_rows(dout, t.weights, row, offsets, topk)
-        return *(None,) * 4, *map(grads.get, Operands._fields)
+        return *(None,) * 5, *map(grads.get, Operands._fields)
 
 
 class _ExpertsValues(torch.autograd.Function):
@@ -180,10 +178,13 @@ class _ExpertsValues(torch.autograd.Function):
         return dout, *(None,) * 11
 
 
-def _run(operands: Operands, index: Tensor, gate: Gate, scales: Scales) -> Tensor:
-    """Return the output of the kernels [T, H] for operands of one dtype, x [T, H], index and weights [T, K]."""
+def _run(operands: Operands, index: Tensor, gate: Gate, scales: Scales, S: int) -> Tensor:
+    """Return the output of the kernels [T, H] for operands of one dtype, x [T, H], index and weights [T, K].
+
+    No more than ``S`` of the ids have an expert.
+    """
     keep_z = torch.is_grad_enabled() and any(t is not None and t.requires_grad for t in operands)
-    kept, h, *tensors = apply(_Experts, index, gate, scales, keep_z, *operands)
+    kept, h, *tensors = apply(_Experts, index, gate, scales, keep_z, S, *operands)
     _, offsets, tiles, pos = Routing(*tensors)
     values = operands.down, operands.down_bias, operands.weights, operands.a2, operands.b2
     values = (None if t is None else t.detach() for t in values)
@@ -236,9 +237,20 @@ def moe_experts(
     ValueError for shapes, devices and options that do not fit. See SonicMoE, arXiv:2512.14080.
     """
     gate = checked_gate(act, limit, alpha, transposed, interleaved)
-    check_experts(x, gate_up, down, gate_up_bias, down_bias, transposed)
+    biases, loras = (gate_up_bias, down_bias), (gate_up_lora, down_lora)
+    return run_experts(x, gate_up, down, index, weights, gate, biases, loras)
+
+
+def run_experts(
+    x: Tensor, gate_up: Tensor, down: Tensor, index: Tensor, weights: Tensor, gate: Gate,
+    biases: tuple[Tensor | None, Tensor | None], loras: tuple[Lora | None, Lora | None] = (None, None),
+    S: int | None = None,
+) -> Tensor:  # fmt: skip
+    """Return ``moe_experts``; ``S`` is the number of ids that have an expert, which takes less memory than any."""
+    (gate_up_bias, down_bias), (gate_up_lora, down_lora) = biases, loras
+    check_experts(x, gate_up, down, gate_up_bias, down_bias, gate.transposed)
     check_routing(x, index, weights)
-    wide, H = gate_up.shape[2 if transposed else 1], x.shape[-1]
+    wide, H = gate_up.shape[2 if gate.transposed else 1], x.shape[-1]
     loras = (
         checked_lora("gate_up_lora", gate_up_lora, x, (len(down), wide, H)),
         checked_lora("down_lora", down_lora, x, (len(down), H, wide // 2)),
@@ -255,4 +267,4 @@ def moe_experts(
     adapters = (factor for lora in loras for factor in factors(lora, dtype))
     operands = Operands(rows, gate_up, down, gate_up_bias, down_bias, weights, *adapters)
     scales = Scales(*(1.0 if lora is None else lora[2] for lora in loras))
-    return _run(operands, index, gate, scales).to(x.dtype).view(x.shape)
+    return _run(operands, index, gate, scales, index.numel() if S is None else S).to(x.dtype).view(x.shape)

@@ -11,7 +11,16 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from liger_like.ops.experts.blocks import add_low_rank, columns, gated_and_grads, grouped, halves, product, rows_of
+from liger_like.ops.experts.blocks import (
+    add_low_rank,
+    columns,
+    gated_and_grads,
+    grouped,
+    halves,
+    product,
+    rows_of,
+    source_of,
+)
 from liger_like.ops.experts.checks import Gate
 from liger_like.ops.experts.choice import DEPTH, DOWN_BWD, hopper_kernels
 from liger_like.ops.experts.forward import GATE_SCHEMA, gate_arguments, low_rank_flops, matrix_strides, rank
@@ -149,11 +158,11 @@ def moe_down_bwd(
     dout, stride_dm = with_stride(dout)
     (T, topk), H, I, E = pos.shape, dout.shape[1], z.shape[1] // 2, len(down)
     dz, wh = (t if need else None for t, need in zip(outputs[:2], needs[:2], strict=True))
-    hopper, weights = hopper_kernels(DOWN_BWD, rows if u is None else None, down), weights.contiguous()
+    hopper, weights = hopper_kernels(DOWN_BWD, rows, down, u, v), weights.contiguous()
     columns = -(-I // (hopper.COLUMNS if hopper else tile.block_n))
     part = torch.empty(len(z), columns, dtype=torch.float32, device=z.device) if needs[2] else None
     if hopper:
-        hopper.down_bwd(rows, down, weights, z, row, offsets, tiles, gate, dz, wh, part)
+        hopper.down_bwd(rows, down, u, v, weights, z, row, offsets, tiles, gate, dz, wh, part)
     else:
         floats, constants = gate_arguments(gate)
         launch(
@@ -180,15 +189,6 @@ def moe_down_bwd(
             num_warps=1 if bias is None else 4,
         )
     return outputs
-
-
-@triton.jit
-def _source(row_ptr, places, TOPK: tl.constexpr):
-    """Return the tokens of rows, or their places if they are sorted."""
-    if row_ptr is None:
-        return places.to(tl.int64)
-    else:  # Triton would also compile code after the return
-        return (tl.load(row_ptr + places) // TOPK).to(tl.int64)
 
 
 @triton.jit
@@ -221,7 +221,7 @@ def _depth_product_kernel(
             cols, inside = offs_n, offs_n < N
         own_ptrs = own_ptr + (start + offs_k).to(tl.int64)[:, None] * own_width + own_cols[None, :]
         gathered_ptrs = gathered_ptr + cols[None, :]
-        source = _source(row_ptr, tl.minimum(start + offs_k, last), TOPK)
+        source = source_of(row_ptr, tl.minimum(start + offs_k, last), TOPK)
         acc = tl.zeros((BLOCK_M, BLOCK_N), tl.float32)
         for k in range(start, end, BLOCK_K):
             ptrs = gathered_ptrs + source[:, None] * stride_gm
@@ -231,7 +231,7 @@ def _depth_product_kernel(
             else:
                 own = tl.load(own_ptrs, mask=(offs_k < end - k)[:, None] & own_inside[None, :], other=0.0)
                 gathered = tl.load(ptrs, mask=inside[None, :], other=0.0)
-            source = _source(row_ptr, tl.minimum(k + BLOCK_K + offs_k, last), TOPK)
+            source = source_of(row_ptr, tl.minimum(k + BLOCK_K + offs_k, last), TOPK)
             if GATHERED_FIRST:
                 acc = tl.dot(tl.trans(gathered), own, acc, input_precision="ieee")
             else:

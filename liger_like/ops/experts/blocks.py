@@ -31,6 +31,15 @@ def rows_of(tiles_ptr, offsets_ptr, m, BLOCK_M: tl.constexpr):
 
 
 @triton.jit
+def source_of(row_ptr, places, TOPK: tl.constexpr):
+    """Return the tokens of rows, or their places if they are sorted."""
+    if row_ptr is None:
+        return places.to(tl.int64)
+    else:  # Triton would also compile code after the return
+        return (tl.load(row_ptr + places) // TOPK).to(tl.int64)
+
+
+@triton.jit
 def product(
     a_ptrs, b_ptrs, inside, stride_bk, K,
     EVEN_N: tl.constexpr, EVEN_K: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr,

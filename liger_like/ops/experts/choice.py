@@ -13,9 +13,7 @@ from liger_like.runtime.support import INTERPRET, architecture, refused
 
 DTYPES = torch.bfloat16, torch.float16
 ROWS, DOWN_BWD, DEPTH = (f"liger_like.ops.experts.hopper.{name}" for name in ("rows", "down_bwd", "depth"))
-NOT_SORTED = (
-    "the experts' kernels for Hopper GPUs take bfloat16 and float16, widths that are multiples of 8, and no adapter"
-)
+NOT_SORTED = "the experts' kernels for Hopper GPUs take bfloat16 and float16, and widths that are multiples of 8"
 MOST_ROWS = 2**30  # that a descriptor of ``runtime.hopper`` has
 NO_TMA = (
     "TMA moves no tensor that is empty, expanded or of 2^30 rows, nor rows that do not start at multiples of 16 bytes"
@@ -35,14 +33,15 @@ def _is_hopper(device: torch.device) -> bool:
     return not INTERPRET and architecture(device) == 9
 
 
-def hopper_kernels(name: str, x: Tensor | None, *others: Tensor) -> Any:
+def hopper_kernels(name: str, x: Tensor | None, *others: Tensor | None) -> Any:
     """Return the module ``name``, or False if its kernels do not accept sorted rows ``x`` and ``others``.
 
-    ``others`` are the weights and results [..., N] that TMA moves. ``x`` is None if the rows are not sorted.
+    ``others`` are the weights, adapters and results [..., N] that TMA moves. ``x`` is None if the rows are not sorted.
     """
+    moved = [t for t in others if t is not None]
     return (
-        ((x is not None and sorts_rows(x, *others)) or refused(NOT_SORTED))
-        and (all(map(_moved_by_tma, (x, *others))) or refused(NO_TMA))
+        ((x is not None and sorts_rows(x, *moved)) or refused(NOT_SORTED))
+        and (all(map(_moved_by_tma, (x, *moved))) or refused(NO_TMA))
         and (name not in BROKEN or refused(f"{name} {BROKEN[name]}"))
         and gluon_module(name)
     )

@@ -10,7 +10,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from liger_like.ops.experts.blocks import add_low_rank, columns, gated, grouped, halves, product, rows_of
+from liger_like.ops.experts.blocks import add_low_rank, columns, gated, grouped, halves, product, rows_of, source_of
 from liger_like.ops.experts.checks import Gate
 from liger_like.ops.experts.choice import ROWS, hopper_kernels
 from liger_like.ops.experts.tiles import programs, tiles_for
@@ -61,9 +61,7 @@ def _gate_up_kernel(
     for tile in range(tl.program_id(0), tiles_m * tiles_n, tl.num_programs(0)):
         m, n = grouped(tile, tiles_m, tiles_n, GROUP)
         expert, offs_m, within, mask_m = rows_of(tiles_ptr, offsets_ptr, m, BLOCK_M)
-        source = within
-        if row_ptr is not None:
-            source = (tl.load(row_ptr + within) // TOPK).to(tl.int64)
+        source = source_of(row_ptr, within, TOPK)
         j = tl.arange(0, 2 * BLOCK_N)
         if INTERLEAVED:
             offs_n = 2 * n * BLOCK_N + j
@@ -192,8 +190,8 @@ def moe_gate_up(
     """
     z, h = _gate_up_outputs(x, gate_up, bias, u, v, row, offsets, tiles, topk, *options)
     gate, keep_z, tile = Gate(*options[:-1]), options[-1], tiles_for(x, x.shape[1], h.shape[1]).gate_up
-    if hopper := hopper_kernels(ROWS, x if row is None and u is None else None, gate_up, h):
-        hopper.gate_up(x, gate_up, bias, offsets, tiles, gate, z if keep_z else None, h)
+    if hopper := hopper_kernels(ROWS, x if row is None else None, gate_up, h, u, v):
+        hopper.gate_up(x, gate_up, bias, u, v, offsets, tiles, gate, z if keep_z else None, h)
         return z, h
     x, stride_xm = with_stride(x)
     H, I, E = x.shape[-1], h.shape[1], len(gate_up)
@@ -234,8 +232,8 @@ def moe_rows_times(
     out = _rows_times_outputs(a, w, bias, u, v, offsets, tiles, transposed)
     tile = tiles_for(a, *w.shape[1:]).rows_times
     K, N = a.shape[1], out.shape[1]
-    if hopper := hopper_kernels(ROWS, a if u is None else None, w):
-        hopper.rows_times(a, w, bias, offsets, tiles, transposed, out)
+    if hopper := hopper_kernels(ROWS, a, w, u, v):
+        hopper.rows_times(a, w, bias, u, v, offsets, tiles, transposed, out)
         return out
     launch(
         _rows_times_kernel,
@@ -263,11 +261,11 @@ def moe_combine(y: Tensor, weights: Tensor | None, pos: Tensor) -> Tensor:
     return out
 
 
-@op("moe_spread(Tensor x, Tensor pos) -> Tensor", lambda x, pos: x.new_empty(pos.numel(), x.shape[1]))
-def moe_spread(x: Tensor, pos: Tensor) -> Tensor:
-    """Return the rows of x [T, N] in their places ``pos`` [T, K]: [S, N]. Rows of no expert are not written."""
+@op("moe_spread(Tensor x, Tensor pos, SymInt rows) -> Tensor", lambda x, pos, rows: x.new_empty(rows, x.shape[1]))
+def moe_spread(x: Tensor, pos: Tensor, rows: int) -> Tensor:
+    """Return the rows of x [T, N] in their places ``pos`` [T, K]: [rows, N]. Rows of no expert are not written."""
     (T, topk), N = pos.shape, x.shape[1]
-    out, block_n = x.new_empty(T * topk, N), min(1024, triton.next_power_of_2(N))
+    out, block_n = x.new_empty(rows, N), min(1024, triton.next_power_of_2(N))
     x, stride_xm = with_stride(x)
     if T:
         grid = T, -(-N // block_n)

@@ -11,7 +11,7 @@ import triton
 import triton.language as tl
 from torch import Tensor, nn
 
-from liger_like.ops.experts.blocks import DEPTH, columns, grouped, product, rows_of
+from liger_like.ops.experts.blocks import DEPTH, columns, grouped, product, rows_of, source_of
 from liger_like.ops.experts.forward import matrix_strides
 from liger_like.ops.experts.tiles import programs, tiles_for
 from liger_like.runtime.checks import require, require_number
@@ -73,9 +73,8 @@ def _low_rank_kernel(
     tiles_m = tl.load(offsets_ptr + E + 1)
     for tile in range(tl.program_id(0), tiles_m * tiles_n, tl.num_programs(0)):
         m, n = grouped(tile, tiles_m, tiles_n, GROUP)
-        expert, offs_m, source, mask_m = rows_of(tiles_ptr, offsets_ptr, m, BLOCK_M)
-        if row_ptr is not None:
-            source = (tl.load(row_ptr + source) // TOPK).to(tl.int64)
+        expert, offs_m, within, mask_m = rows_of(tiles_ptr, offsets_ptr, m, BLOCK_M)
+        source = source_of(row_ptr, within, TOPK)
         offs_n = n * BLOCK_N + tl.arange(0, BLOCK_N)
         offs_k = tl.arange(0, BLOCK_K)
         a_ptrs = a_ptr + source[:, None] * stride_am + offs_k[None, :]

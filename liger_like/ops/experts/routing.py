@@ -23,9 +23,9 @@ SCHEMA = "Tensor row, Tensor offsets, Tensor tiles"
 class Routing(NamedTuple):
     """The order of the rows; all int32.
 
-    ``row`` [S]: the rows, sorted by expert. ``offsets`` [E + 2]: first place of each expert, the number of rows with an
-    expert, the number of tiles. ``tiles`` [S // block_m + E, 2]: expert and first place of each tile. ``pos`` [T, K]:
-    the place of each row, -1 without an expert.
+    ``row`` [S]: the rows, sorted by expert; those without one come last, or are left out. ``offsets`` [E + 2]: first
+    place of each expert, the number of rows with an expert, the number of tiles. ``tiles`` [S // block_m + E, 2]:
+    expert and first place of each tile. ``pos`` [T, K]: the place of each row, -1 without an expert.
     """
 
     row: Tensor
@@ -88,8 +88,8 @@ def _tiles_kernel(
         tl.store(tiles_ptr + 2 * entry + 1, start + (entry - tile) * BLOCK_M, mask=entry < end)
 
 
-@triton.jit(do_not_specialize=["S"])
-def _place_kernel(index_ptr, counts_ptr, offsets_ptr, row_ptr, pos_ptr, S, E, BLOCK: tl.constexpr):
+@triton.jit(do_not_specialize=["S", "rows"])
+def _place_kernel(index_ptr, counts_ptr, offsets_ptr, row_ptr, pos_ptr, S, rows, E, BLOCK: tl.constexpr):
     """Store the place of each row, behind the rows of its expert in earlier blocks and earlier in this block."""
     pid = tl.program_id(0).to(tl.int64)
     i = tl.arange(0, BLOCK)
@@ -97,19 +97,22 @@ def _place_kernel(index_ptr, counts_ptr, offsets_ptr, row_ptr, pos_ptr, S, E, BL
     e = _experts_of(index_ptr, offs, S, E)
     rank = tl.sum(((e[:, None] == e[None, :]) & (i[None, :] < i[:, None])).to(tl.int32), 1)
     place = tl.load(offsets_ptr + e) + tl.load(counts_ptr + pid * (E + 1) + e) + rank
-    tl.store(row_ptr + place, offs, mask=offs < S)
+    tl.store(row_ptr + place, offs, mask=(offs < S) & (place < rows))
     tl.store(pos_ptr + offs, tl.where(e < E, place, -1), mask=offs < S)
 
 
-def _outputs(index: Tensor, E: int, block_m: int) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    new, S = (lambda *shape: index.new_empty(shape, dtype=torch.int32)), index.numel()
-    return new(S), new(E + 2), new(S // block_m + E, 2), new(*index.shape)
+def _outputs(index: Tensor, E: int, block_m: int, rows: int) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    new = lambda *shape: index.new_empty(shape, dtype=torch.int32)  # noqa: E731
+    return new(rows), new(E + 2), new(rows // block_m + E, 2), new(*index.shape)
 
 
-@op("moe_rows(Tensor index, int E, int block_m) -> (Tensor, Tensor, Tensor, Tensor)", _outputs)
-def moe_rows(index: Tensor, E: int, block_m: int) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """Return the ``Routing`` of ``index`` [T, K], for E experts and tiles of ``block_m`` rows."""
-    row, offsets, tiles, pos = _outputs(index, E, block_m)
+@op("moe_rows(Tensor index, int E, int block_m, SymInt rows) -> (Tensor, Tensor, Tensor, Tensor)", _outputs)
+def moe_rows(index: Tensor, E: int, block_m: int, rows: int) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    """Return the ``Routing`` of ``index`` [T, K], for E experts and tiles of ``block_m`` rows.
+
+    ``rows`` is S: at least the number of rows with an expert, at most T K.
+    """
+    row, offsets, tiles, pos = _outputs(index, E, block_m, rows)
     index, S = index.contiguous(), index.numel()
     blocks = -(-S // BLOCK)
     counts, totals = offsets.new_empty(blocks, E + 1), offsets.new_empty(E + 1)
@@ -128,5 +131,5 @@ def moe_rows(index: Tensor, E: int, block_m: int) -> tuple[Tensor, Tensor, Tenso
     )
     if S:
         tensors = index, counts, offsets, row, pos
-        launch(_place_kernel, (blocks,), tensors, (S, E), BLOCK=BLOCK, num_warps=8)
+        launch(_place_kernel, (blocks,), tensors, (S, rows, E), BLOCK=BLOCK, num_warps=8)
     return row, offsets, tiles, pos

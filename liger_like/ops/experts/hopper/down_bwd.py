@@ -12,12 +12,11 @@ from liger_like.ops.experts.checks import Gate
 from liger_like.ops.experts.forward import gate_arguments
 from liger_like.ops.experts.hopper.products import (
     HALF,
-    STEP,
+    factors_of,
     load_tiles,
     multiply_steps,
     operands,
-    rows_of_all,
-    weights_of,
+    steps_of,
 )
 from liger_like.ops.experts.tiles import GROUP, programs
 from liger_like.runtime.gluon import fence_async_shared, gl, gluon, mbarrier
@@ -31,11 +30,11 @@ STRIP = gl.constexpr(8)  # neighbours in a row that a thread has
 
 
 @gluon.jit
-def _multiply(half: gl.constexpr, offsets_ptr, E, I, H, ring, dh_s, dh_full, dh_empty, STAGES: gl.constexpr):
+def _multiply(half: gl.constexpr, offsets_ptr, E, I, steps, ring, dh_s, dh_full, dh_empty, STAGES: gl.constexpr):
     tiles = gl.load(offsets_ptr + E + 1) * gl.cdiv(I, 2 * HALF)
     use = 0
     for tile in range(gl.program_id(0), tiles, gl.num_programs(0)):
-        acc, use = multiply_steps(half, ring, use, gl.cdiv(H, STEP), 2, STAGES)
+        acc, use = multiply_steps(half, ring, use, steps, 2, STAGES)
         mbarrier.wait(dh_empty.index(half), tile // gl.num_programs(0) & 1 ^ 1)
         for i in gl.static_range(2):
             dh_s.index(half).slice(i * HALF, HALF, dim=1).store(acc[i].to(dh_s.dtype))
@@ -127,23 +126,25 @@ def _differentiate(
 
 @gluon.jit
 def _experts_down_bwd_hopper_kernel(
-    dout_desc, w_desc, weights_ptr, z_ptr, offsets_ptr, tiles_ptr, dz_ptr, wh_ptr, part_ptr, E, strips, H,
-    limit, alpha, ACT: gl.constexpr, LIMITED: gl.constexpr, INTERLEAVED: gl.constexpr, GROUP: gl.constexpr,
-    STAGES: gl.constexpr,
+    dout_desc, w_desc, u_desc, v_desc, weights_ptr, z_ptr, offsets_ptr, tiles_ptr, dz_ptr, wh_ptr, part_ptr, E,
+    strips, H, R, limit, alpha, ACT: gl.constexpr, LIMITED: gl.constexpr, INTERLEAVED: gl.constexpr,
+    ADAPTED: gl.constexpr, GROUP: gl.constexpr, STAGES: gl.constexpr,
 ):  # fmt: skip
     I = strips * STRIP  # so that the compiler knows that rows are aligned to 16 bytes
     ring = operands(dout_desc, w_desc, STAGES)
+    steps = steps_of(H, R, ADAPTED)
     dh_s = gl.allocate_shared_memory(dout_desc.dtype, [2, ROWS, 2 * HALF], gl.NVMMASharedLayout(128, 16, 2))
     dh_full = barriers(2, 1)
     dh_empty = barriers(2, 1)
     fence_async_shared()
     gl.warp_specialize(
         [
-            (_multiply, (0, offsets_ptr, E, I, H, ring, dh_s, dh_full, dh_empty, STAGES)),
-            (_multiply, (1, offsets_ptr, E, I, H, ring, dh_s, dh_full, dh_empty, STAGES)),
+            (_multiply, (0, offsets_ptr, E, I, steps, ring, dh_s, dh_full, dh_empty, STAGES)),
+            (_multiply, (1, offsets_ptr, E, I, steps, ring, dh_s, dh_full, dh_empty, STAGES)),
             (_differentiate, (weights_ptr, z_ptr, offsets_ptr, tiles_ptr, dz_ptr, wh_ptr, part_ptr, E, I,
                               limit, alpha, dh_s, dh_full, dh_empty, ACT, LIMITED, INTERLEAVED, GROUP)),
-            (load_tiles, (dout_desc, w_desc, offsets_ptr, tiles_ptr, E, I, H, ring, False, False, GROUP, STAGES)),
+            (load_tiles, (dout_desc, w_desc, u_desc, v_desc, offsets_ptr, tiles_ptr, E, I, H, R, ring, ADAPTED, False,
+                          False, GROUP, STAGES)),
         ],
         worker_num_warps=[4, 4, 1],
         worker_num_regs=[160, 160, 24],
@@ -151,19 +152,21 @@ def _experts_down_bwd_hopper_kernel(
 
 
 def down_bwd(
-    dout: Tensor, w: Tensor, weights: Tensor, z: Tensor, row: Tensor, offsets: Tensor, tiles: Tensor, gate: Gate,
-    dz: Tensor | None, wh: Tensor | None, part: Tensor | None,
+    dout: Tensor, w: Tensor, u: Tensor | None, v: Tensor | None, weights: Tensor, z: Tensor, row: Tensor,
+    offsets: Tensor, tiles: Tensor, gate: Gate, dz: Tensor | None, wh: Tensor | None, part: Tensor | None,
 ) -> None:  # fmt: skip
     """Fill what is not None of dz and wh of ``moe_down_bwd`` and the parts of dw, for sorted rows ``dout`` [S, H]."""
     I = z.shape[1] // 2
+    descriptors, R = factors_of(dout, w, not gate.transposed, u, v)
     floats, constants = gate_arguments(gate)
     launch(
         _experts_down_bwd_hopper_kernel,
         programs(z.device, len(tiles) * -(-I // COLUMNS)),
         (weights.flatten().index_select(0, row), z, offsets, tiles, dz, wh, part),
-        (len(w), I // STRIP.value, dout.shape[1]),
+        (len(w), I // STRIP.value, dout.shape[1], R),
         floats,
-        (rows_of_all(dout), weights_of(w, not gate.transposed)),
+        descriptors,
+        ADAPTED=R > 0,
         GROUP=GROUP,
         STAGES=STAGES,
         **constants,

@@ -66,6 +66,19 @@ def rows_of_all(a: Tensor) -> Descriptor:
     return Descriptor(a, list(a.shape), list(a.stride()), *block(128, 64, a.element_size(), 2))
 
 
+def factors_of(
+    a: Tensor, w: Tensor, transposed: bool, u: Tensor | None, v: Tensor | None
+) -> tuple[tuple[Descriptor, ...], int]:
+    """Return the descriptors of ``a`` and ``w``, then of u [S, R] and v [E, R, N] in the layout of w, and R.
+
+    The product with u and v is more depth. Without u the kernel reads no more than ``a`` and ``w``, and R is 0.
+    """
+    first = rows_of_all(a), weights_of(w, transposed)
+    if u is None or v is None:
+        return (*first, *first), 0
+    return (*first, rows_of_all(u), weights_of(v if transposed else v.mT.contiguous(), transposed)), u.shape[1]
+
+
 def rows_of_one(a: Tensor, cols: int, parts: int = 1) -> Descriptor:
     """Return a descriptor of ``a`` [S, parts N] in blocks of 64 rows of a part, which ends where ``within`` says."""
     far, stride, N = FAR.value, a.stride(0), a.shape[1] // parts
@@ -102,13 +115,37 @@ def load_step(a_desc, a_place, b_desc, left_place, right_place, ring, use, STAGE
 
 
 @gluon.jit
+def steps_of(K, R, ADAPTED: gl.constexpr):
+    """Return the number of steps of a depth of K, and if ADAPTED of R more."""
+    if ADAPTED:
+        return gl.cdiv(K, STEP) + gl.cdiv(R, STEP)
+    else:
+        return gl.cdiv(K, STEP)
+
+
+@gluon.jit
+def _load_depth(
+    a_desc, w_desc, row, expert, left, right, K, ring, use, STAGES: gl.constexpr
+):  # fmt: skip
+    """Load rows and a matrix over a depth of K, and return the next use."""
+    for k in range(0, K, STEP):
+        if w_desc.block_type.shape[-1] == STEP:
+            load_step(a_desc, [row, k], w_desc, [expert, left, k], [expert, right, k], ring, use, STAGES)
+        else:
+            load_step(a_desc, [row, k], w_desc, [expert, k, left], [expert, k, right], ring, use, STAGES)
+        use += 1
+    return use
+
+
+@gluon.jit
 def load_tiles(
-    a_desc, w_desc, offsets_ptr, tiles_ptr, E, N, K, ring, GLU: gl.constexpr, INTERLEAVED: gl.constexpr,
-    GROUP: gl.constexpr, STAGES: gl.constexpr,
+    a_desc, w_desc, u_desc, v_desc, offsets_ptr, tiles_ptr, E, N, K, R, ring, ADAPTED: gl.constexpr, GLU: gl.constexpr,
+    INTERLEAVED: gl.constexpr, GROUP: gl.constexpr, STAGES: gl.constexpr,
 ):  # fmt: skip
     """Load the operands of all tiles of a program: rows, and the matrices [N, K] or [K, N] of their experts.
 
-    With GLU N counts the columns of gate; unless INTERLEAVED, those of up lie N further.
+    If ADAPTED the rows of u and the matrices of v follow, over a depth of R. With GLU N counts the columns of gate;
+    unless INTERLEAVED, those of up lie N further.
     """
     SPLIT: gl.constexpr = GLU and not INTERLEAVED  # gate on the left, up on the right
     tiles_n = gl.cdiv(N, HALF if GLU else 2 * HALF)
@@ -120,12 +157,9 @@ def load_tiles(
         row = gl.load(tiles_ptr + 2 * m + 1)
         left = n * HALF if SPLIT else n * 2 * HALF
         right = N + left if SPLIT else HALF + left
-        for k in range(0, K, STEP):
-            if w_desc.block_type.shape[-1] == STEP:
-                load_step(a_desc, [row, k], w_desc, [expert, left, k], [expert, right, k], ring, use, STAGES)
-            else:
-                load_step(a_desc, [row, k], w_desc, [expert, k, left], [expert, k, right], ring, use, STAGES)
-            use += 1
+        use = _load_depth(a_desc, w_desc, row, expert, left, right, K, ring, use, STAGES)
+        if ADAPTED:
+            use = _load_depth(u_desc, v_desc, row, expert, left, right, R, ring, use, STAGES)
 
 
 @gluon.jit

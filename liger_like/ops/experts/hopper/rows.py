@@ -11,15 +11,14 @@ from liger_like.ops.experts.checks import Gate
 from liger_like.ops.experts.forward import gate_arguments
 from liger_like.ops.experts.hopper.products import (
     HALF,
-    STEP,
+    factors_of,
     halves_of,
     load_tiles,
     multiply_steps,
     operands,
-    rows_of_all,
     rows_of_one,
     start_store,
-    weights_of,
+    steps_of,
     within,
 )
 from liger_like.ops.experts.tiles import GROUP, programs
@@ -40,7 +39,7 @@ def _bias(ptr, first, end, layout: gl.constexpr):
 
 @gluon.jit
 def _multiply(
-    half: gl.constexpr, z_desc, h_desc, offsets_ptr, tiles_ptr, bias_ptr, E, N, K, limit, alpha, ring, out_s,
+    half: gl.constexpr, z_desc, h_desc, offsets_ptr, tiles_ptr, bias_ptr, E, N, steps, limit, alpha, ring, out_s,
     KEEP_Z: gl.constexpr, GLU: gl.constexpr, ACT: gl.constexpr, LIMITED: gl.constexpr, INTERLEAVED: gl.constexpr,
     GROUP: gl.constexpr, STAGES: gl.constexpr,
 ):  # fmt: skip
@@ -56,7 +55,7 @@ def _multiply(
         expert = gl.load(tiles_ptr + 2 * m)
         row = gl.load(tiles_ptr + 2 * m + 1) + half * ROWS
         end = gl.load(offsets_ptr + expert + 1)
-        acc, use = multiply_steps(half, ring, use, gl.cdiv(K, STEP), PARTS, STAGES)
+        acc, use = multiply_steps(half, ring, use, steps, PARTS, STAGES)
         left, right = halves_of(acc)
         first = n * HALF if SPLIT else n * 2 * HALF
         second = N + first if SPLIT else HALF + first
@@ -87,21 +86,26 @@ def _multiply(
 
 @gluon.jit
 def _experts_rows_hopper_kernel(
-    a_desc, w_desc, z_desc, h_desc, offsets_ptr, tiles_ptr, bias_ptr, E, N, K, limit, alpha,
+    a_desc, w_desc, u_desc, v_desc, z_desc, h_desc, offsets_ptr, tiles_ptr, bias_ptr, E, N, K, R, limit, alpha,
     KEEP_Z: gl.constexpr, GLU: gl.constexpr, ACT: gl.constexpr, LIMITED: gl.constexpr, INTERLEAVED: gl.constexpr,
-    GROUP: gl.constexpr, STAGES: gl.constexpr,
+    ADAPTED: gl.constexpr, GROUP: gl.constexpr, STAGES: gl.constexpr,
 ):  # fmt: skip
-    """Store a w + bias in z if KEEP_Z, and with GLU the gated unit in h. N: the columns of w; of gate with GLU."""
+    """Store a w + bias in z if KEEP_Z, and with GLU the gated unit in h. N: the columns of w; of gate with GLU.
+
+    If ADAPTED a w + u v takes the place of a w.
+    """
     ring = operands(a_desc, w_desc, STAGES)
+    steps = steps_of(K, R, ADAPTED)
     out_s = buffers(h_desc, 4)
     fence_async_shared()
     gl.warp_specialize(
         [
-            (_multiply, (0, z_desc, h_desc, offsets_ptr, tiles_ptr, bias_ptr, E, N, K, limit, alpha, ring, out_s,
+            (_multiply, (0, z_desc, h_desc, offsets_ptr, tiles_ptr, bias_ptr, E, N, steps, limit, alpha, ring, out_s,
                          KEEP_Z, GLU, ACT, LIMITED, INTERLEAVED, GROUP, STAGES)),
-            (_multiply, (1, z_desc, h_desc, offsets_ptr, tiles_ptr, bias_ptr, E, N, K, limit, alpha, ring, out_s,
+            (_multiply, (1, z_desc, h_desc, offsets_ptr, tiles_ptr, bias_ptr, E, N, steps, limit, alpha, ring, out_s,
                          KEEP_Z, GLU, ACT, LIMITED, INTERLEAVED, GROUP, STAGES)),
-            (load_tiles, (a_desc, w_desc, offsets_ptr, tiles_ptr, E, N, K, ring, GLU, INTERLEAVED, GROUP, STAGES)),
+            (load_tiles, (a_desc, w_desc, u_desc, v_desc, offsets_ptr, tiles_ptr, E, N, K, R, ring, ADAPTED, GLU,
+                          INTERLEAVED, GROUP, STAGES)),
         ],
         worker_num_warps=[4, 1],
         worker_num_regs=[240, 24],
@@ -109,47 +113,52 @@ def _experts_rows_hopper_kernel(
 
 
 def gate_up(
-    x: Tensor, w: Tensor, bias: Tensor | None, offsets: Tensor, tiles: Tensor, gate: Gate, z: Tensor | None, h: Tensor
-) -> None:
+    x: Tensor, w: Tensor, bias: Tensor | None, u: Tensor | None, v: Tensor | None, offsets: Tensor, tiles: Tensor,
+    gate: Gate, z: Tensor | None, h: Tensor,
+) -> None:  # fmt: skip
     """Fill ``h`` and, unless it is None, ``z`` of ``moe_gate_up``, for sorted rows ``x`` [S, H]."""
     I = h.shape[1]
     floats, constants = gate_arguments(gate)
+    descriptors, R = factors_of(x, w, gate.transposed, u, v)
     h_desc = rows_of_one(h, HALF.value)
     launch(
         _experts_rows_hopper_kernel,
         programs(x.device, len(tiles) * -(-I // HALF.value)),
         (offsets, tiles, packed(bias)),
-        (len(w), I, x.shape[1]),
+        (len(w), I, x.shape[1], R),
         floats,
-        (rows_of_all(x), weights_of(w, gate.transposed),
-         h_desc if z is None else rows_of_one(z, HALF.value, 1 if gate.interleaved else 2), h_desc),
+        (*descriptors, h_desc if z is None else rows_of_one(z, HALF.value, 1 if gate.interleaved else 2), h_desc),
         KEEP_Z=z is not None,
         GLU=True,
+        ADAPTED=R > 0,
         GROUP=GROUP,
         STAGES=STAGES,
         **constants,
         num_warps=4,
-    )  # fmt: skip
+    )
 
 
 def rows_times(
-    a: Tensor, w: Tensor, bias: Tensor | None, offsets: Tensor, tiles: Tensor, transposed: bool, out: Tensor
-) -> None:
+    a: Tensor, w: Tensor, bias: Tensor | None, u: Tensor | None, v: Tensor | None, offsets: Tensor, tiles: Tensor,
+    transposed: bool, out: Tensor,
+) -> None:  # fmt: skip
     """Fill ``out`` of ``moe_rows_times``."""
     N = out.shape[1]
+    descriptors, R = factors_of(a, w, transposed, u, v)
     descriptor = rows_of_one(out, HALF.value)
     launch(
         _experts_rows_hopper_kernel,
         programs(a.device, len(tiles) * -(-N // (2 * HALF.value))),
         (offsets, tiles, packed(bias)),
-        (len(w), N, a.shape[1]),
+        (len(w), N, a.shape[1], R),
         (0.0, 0.0),
-        (rows_of_all(a), weights_of(w, transposed), descriptor, descriptor),
+        (*descriptors, descriptor, descriptor),
         KEEP_Z=True,
         GLU=False,
         ACT="silu",
         LIMITED=False,
         INTERLEAVED=False,
+        ADAPTED=R > 0,
         GROUP=GROUP,
         STAGES=STAGES,
         num_warps=4,
