@@ -74,7 +74,6 @@ DIVERGENCE = [
         "the divergence among the processes is missing",
     ),
     (SHARDS, "(argmax + shard.first_word)", "argmax", "words by their place in the shard"),
-    (SHARDS, ".where(self.p != 0, 0)", "", "a process without probable words gives NaN"),
     (
         PARALLEL,
         "gathered(teacher_x.detach(), shard.processes())",
