@@ -25,7 +25,6 @@ PAGED = [
         "start = 0",
         "chunks before a window are merged",
     ),
-    (PLACES, "mine & (index < B)", "mine", "rows behind the last sequence are a sequence"),
     (PLACES, "(tl.cumsum(counts) <= item)", "(tl.cumsum(counts) < item)", "the first item goes to the one before"),
     (
         PLACES,
@@ -76,12 +75,6 @@ PAGED = [
         "ids = load_ids(pages_ptr, b, keys, keys < cached",
         "each block of keys has the page of the one before",
     ),
-    (
-        KERNELS,
-        "(keys >= low) & (keys < cached) if not WHOLE",
-        "keys < cached if not WHOLE",
-        "pages before a window are loaded",
-    ),
     (KERNELS, "PAGE % BLOCK_N == 0)", "PAGE >= BLOCK_N)", "a block of keys runs past its page"),
     (
         KERNELS,
@@ -95,12 +88,6 @@ PAGED = [
         "part = item if SLOTS else b * splits + rank",
         "part = item if SLOTS else b * splits",
         "chunks overwrite one another",
-    ),
-    (
-        KERNELS,
-        "if FEW and (length_q == 0 or length_q > TOKENS):",
-        "if FEW and length_q == 0:",
-        "the first rows of prompts depend on the batch",
     ),
     (
         KERNELS,

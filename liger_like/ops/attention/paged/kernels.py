@@ -140,7 +140,7 @@ def _attention_paged_kernel(
     cached = end if new_k_ptr is None else tl.minimum(end, shift)  # the keys before this one come from the cache
     WHOLE: tl.constexpr = pages_ptr is None or (not SLOTS and PAGE % BLOCK_N == 0)
     keys = start if WHOLE else start + tl.arange(0, BLOCK_N)
-    ids = load_ids(pages_ptr, b, keys, (keys >= low) & (keys < cached) if not WHOLE else keys < cached, PAGE, SLOTS)
+    ids = load_ids(pages_ptr, b, keys, keys < cached, PAGE, SLOTS)
     state = zero_parts(BLOCK_M, DV), tl.zeros((BLOCK_M,), tl.float32), tl.full((BLOCK_M,), float("-inf"), tl.float32)
     for n in tl.range(start, cached, BLOCK_N):
         keys = n if WHOLE else n + tl.arange(0, BLOCK_N)

@@ -80,7 +80,7 @@ def count_items(
     SEQUENCES: tl.constexpr,
 ):  # fmt: skip
     """Return the number of programs that each sequence takes: with FEW a chunk of keys each, for sequences of at most
-    TOKENS rows, else a block of rows each, for the others.
+    TOKENS rows, else a block of rows each, for the others. Items past those of the last sequence have no meaning.
     """
     index = tl.arange(0, SEQUENCES)
     _, n = rows_of(cu_ptr, index, B, T)
@@ -91,7 +91,7 @@ def count_items(
     else:
         count = tl.cdiv(n * GROUP, BLOCK_M)
         mine = n > TOKENS
-    return tl.where(mine & (index < B), count, 0)
+    return tl.where(mine, count, 0)
 
 
 @triton.jit
