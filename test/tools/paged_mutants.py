@@ -71,8 +71,8 @@ PAGED = [
     (KERNELS, "shift = length - length_q", "shift = 0 * length", "the first row stands at the first key"),
     (
         KERNELS,
-        "ids = load_ids(pages_ptr, b, keys + BLOCK_N, keys + BLOCK_N < cached",
-        "ids = load_ids(pages_ptr, b, keys, keys < cached",
+        "ahead = keys + BLOCK_N",
+        "ahead = keys",
         "each block of keys has the page of the one before",
     ),
     (KERNELS, "PAGE % BLOCK_N == 0)", "PAGE >= BLOCK_N)", "a block of keys runs past its page"),
@@ -108,7 +108,12 @@ PAGED = [
         "finite = new_max",
         "a first chunk that sees no key makes the row NaN",
     ),
-    (KERNELS, "row // ROWS % HK, row // ROWS // HK", "row // ROWS // HK, row // ROWS % HK", "merged rows in disorder"),
+    (
+        KERNELS,
+        "row // height % HK, row // height // HK",
+        "row // height // HK, row // height % HK",
+        "merged rows in disorder",
+    ),
     (KERNELS, "tl.load(sinks_ptr + head)", "tl.load(sinks_ptr)", "the merge takes the first head's sink for all"),
     (
         KERNELS,
@@ -121,6 +126,12 @@ PAGED = [
         "SLOT_CHUNK if slots else",
         "max(SLOT_CHUNK, keys // 2) if slots else",
         "with slots bits depend on the batch",
+    ),
+    (
+        FORWARD,
+        "parts = tuple(lse.new_empty(chunks, HK, height, width) for width in (DV, 2))",
+        "parts = tuple(lse.new_empty(chunks, HK, height, width) if chunks else None for width in (DV, 2))",
+        "a batch of few keys has a kernel of its own",
     ),
     (FORWARD, "if max_seqlen_q > tokens:", "if max_seqlen_q > 16:", "short prompts have no program"),
     (FORWARD, "left + tokens + few.block_n", "left", "a window has a chunk too few"),

@@ -35,8 +35,8 @@ def keys_of(lengths_ptr, b, B, capacity, STARTS: tl.constexpr, SLOTS: tl.constex
 
 @triton.jit
 def load_ids(pages_ptr, b, start, stride_pb, keys, mask, PAGE: tl.constexpr, SLOTS: tl.constexpr):
-    """Load the page of each key of sequence ``b``, or with SLOTS its slot, counted from the place ``start`` of the first
-    key; without pages that is ``b``.
+    """Load the page of each key of sequence ``b``, or with SLOTS its slot, where ``start`` is the place of the first;
+    without pages that is ``b``.
     """
     if pages_ptr is None:
         return b
