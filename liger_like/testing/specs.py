@@ -22,32 +22,21 @@ from liger_like.ops.qk_norm_rope import qk_norm_rope_ref
 from liger_like.ops.rms_norm import add_rms_norm_ref, rms_norm_ref
 from liger_like.ops.rope import rope_ref
 from liger_like.ops.router import moe_route_ref
+from liger_like.testing import costs
+from liger_like.testing.costs import Cost
 from liger_like.testing.inputs import (
-    Cost,
     Inputs,
-    attention_cost,
     attention_inputs,
-    attention_varlen_cost,
     attention_varlen_inputs,
-    balance_cost,
     balance_inputs,
-    divergence_cost,
     divergence_inputs,
-    experts_cost,
     experts_inputs,
-    glu_cost,
     glu_inputs,
-    linear_loss_cost,
     linear_loss_inputs,
-    loss_cost,
     loss_inputs,
-    norm_cost,
     norm_inputs,
-    paged_cost,
     paged_inputs,
-    rope_cost,
     rope_inputs,
-    route_cost,
     route_inputs,
     with_longest,
     with_lora,
@@ -142,7 +131,7 @@ SPECS = (
         _CASTING,
         (*_product(_NORM_SHAPES, (_WEIGHT,)), {"lead": (7,), "N": 64}),
         _product(_NORM_BENCH, (_WEIGHT,)),
-        norm_cost(1),
+        costs.norm(1),
         "arXiv:1910.07467",
     ),
     OpSpec(
@@ -154,7 +143,7 @@ SPECS = (
         _CASTING,
         _product(_NORM_SHAPES, ({"weight": True, "residual": True},)),
         _product(_NORM_BENCH[1:3], ({"weight": True, "residual": True},)),
-        norm_cost(1, residual=1),
+        costs.norm(1, residual=1),
         "arXiv:1910.07467",
     ),
     OpSpec(
@@ -170,7 +159,7 @@ SPECS = (
             {"lead": (7,), "N": 64},
         ),
         _product(_NORM_BENCH[1:3], ({"weight": True, "bias": True},)),
-        norm_cost(2),
+        costs.norm(2),
         "arXiv:1607.06450",
     ),
     OpSpec(
@@ -186,7 +175,7 @@ SPECS = (
             {"B": 0, "H": 2, "Hk": 1, "S": 3, "D": 8, "R": 8},
         ),
         (_HF_HEADS,),
-        rope_cost,
+        costs.rope,
         "arXiv:2104.09864",
     ),
     OpSpec(
@@ -202,7 +191,7 @@ SPECS = (
             {"B": 1, "H": 2, "Hk": 1, "S": 3, "D": 264, "R": 128, "weights": True},
         ),
         ({**_HF_HEADS, "weights": True},),
-        rope_cost,
+        costs.rope,
         "arXiv:2302.05442",
     ),
     OpSpec(
@@ -214,7 +203,7 @@ SPECS = (
         ({},),
         _GLU_SHAPES,
         _GLU_BENCH,
-        glu_cost,
+        costs.glu,
         "arXiv:2002.05202",
     ),
     OpSpec(
@@ -226,7 +215,7 @@ SPECS = (
         ({}, {"approximate": "none"}),
         _GLU_SHAPES,
         _GLU_BENCH,
-        glu_cost,
+        costs.glu,
         "arXiv:2002.05202",
     ),
     OpSpec(
@@ -241,7 +230,7 @@ SPECS = (
             *({"lead": (3,), "V": v} for v in (4095, 4096, 4097, 9001)),
         ),
         ({"lead": (8192,), "V": 32000}, {"lead": (8192,), "V": 128256}, {"lead": (4096,), "V": 256000}),
-        loss_cost,
+        costs.loss,
         "arXiv:1512.00567",
     ),
     OpSpec(
@@ -267,7 +256,7 @@ SPECS = (
             {"lead": (t,), "H": h, "V": v}
             for t, h, v in ((8192, 4096, 128256), (16384, 2048, 128256), (8192, 2304, 256000), (16384, 4096, 32000))
         ),
-        linear_loss_cost,
+        costs.linear_loss,
         "arXiv:2410.10989",
     ),
     OpSpec(
@@ -292,7 +281,7 @@ SPECS = (
             {"lead": (t,), "H": h, "V": v}
             for t, h, v in ((8192, 4096, 128256), (8192, 4096, 151936), (16384, 2048, 248320))
         ),
-        linear_loss_cost,
+        costs.linear_loss,
         "arXiv:2410.10989",
     ),
     OpSpec(
@@ -312,7 +301,7 @@ SPECS = (
             {"lead": (5,), "H": 16, "Ht": 16, "V": 4097},
         ),
         ({"lead": (8192,), "H": 4096, "Ht": 4096, "V": 151936},),
-        divergence_cost,
+        costs.divergence,
         "arXiv:2306.13649",
     ),
     OpSpec(
@@ -331,7 +320,7 @@ SPECS = (
             {"lead": (t,), "H": h, "V": v, "per_token": True}
             for t, h, v in ((8192, 4096, 151936), (16384, 2048, 248320))
         ),
-        linear_loss_cost,
+        costs.linear_loss,
         "arXiv:2402.03300",
     ),
     OpSpec(
@@ -363,7 +352,7 @@ SPECS = (
                 (16384, 2048, 1024, 64, 8),
             )
         ),
-        experts_cost,
+        costs.experts,
         "arXiv:2512.14080",
     ),
     OpSpec(
@@ -385,7 +374,7 @@ SPECS = (
             {"B": 1, "S": 16384, "Sk": 16384, **_GROUPS, "D": 128},
             {"B": 16, "S": 1024, "Sk": 1024, **_GROUPS, "D": 128},
         ),
-        attention_cost,
+        costs.attention,
         "arXiv:2307.08691",
         k=2,
     ),
@@ -401,7 +390,7 @@ SPECS = (
             {"lengths": ((17, 17), (38, 38)), "H": 2, "Hk": 2, "D": 32},
         ),
         ({"lengths": tuple((n, n) for n in _DOCUMENTS), **_GROUPS, "D": 128},),
-        attention_varlen_cost,
+        costs.attention_varlen,
         "arXiv:2307.08691",
         k=2,
     ),
@@ -418,7 +407,7 @@ SPECS = (
             {"lengths": ((1, 9), (1, 20)), "H": 4, "Hk": 4, "D": 24, "page": 1, "kind": "static"},
         ),
         tuple({"lengths": ((1, 8192),) * b, **_GROUPS, "D": 128, "page": 256} for b in (1, 16, 64)),
-        paged_cost,
+        costs.paged,
         "arXiv:2309.06180",
         k=2,
         differentiable=False,
@@ -432,7 +421,7 @@ SPECS = (
         _ROUTES,
         (*_product(_ROWS, ({"E": 60}, {"E": 128, "bias": True})), *({"lead": (5,), "E": e} for e in (8, 96, 512))),
         tuple({"lead": (16384,), "E": e} for e in (64, 128, 256)),
-        route_cost,
+        costs.route,
         "arXiv:1701.06538",
     ),
     OpSpec(
@@ -444,7 +433,7 @@ SPECS = (
         ({}, {"top_k": 6}),
         (*_product(_ROWS, ({"E": 60}, {"E": 128, "mask": True})), {"lead": (5,), "E": 512}),
         tuple({"lead": (16384,), "E": e} for e in (64, 128)),
-        balance_cost,
+        costs.balance,
         "arXiv:2101.03961",
     ),
 )

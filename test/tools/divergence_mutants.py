@@ -52,7 +52,7 @@ DIVERGENCE = [
     ),
     (CHUNKS, "order=index, unit=unit(options)", "order=index", "the scale of the logits is not in the unit"),
     (OP, "x, u = x.masked_fill(outside, 0), None", "x, u = x, None", "a NaN outside the mask gets into dw"),
-    (OP, "seen = x if mask is None else", "seen = x if True else", "a NaN outside the mask gets into dA"),
+    (OP, "if settings.masked else x\n", "if False else x\n", "a NaN outside the mask gets into dA"),
     (OP, "u.masked_fill(outside, 0)", "u", "a NaN outside the mask gets into dB"),
     (OP, "dloss.where(target != IGNORED, 0) if dloss.dim() else dloss", "dloss", "an upstream NaN outside the mask"),
     (OP, "dloss = dloss * scale_of(ctx.scores[2])", "pass", "the gradient lacks the factor of beta"),

@@ -54,6 +54,7 @@ FILES = (
     "test/ops/test_glu_linear.py",
     "test/ops/test_token_loss.py",
     "test/ops/test_chunked_loss.py",
+    "test/ops/test_weight_gradient.py",
     "test/ops/test_losses.py",
     "test/ops/test_post_training_losses.py",
     "test/ops/test_logprobs.py",
@@ -106,7 +107,7 @@ class Mutant(NamedTuple):
 
 
 RUNTIME = ("autograd", "blocks", "checks", "launcher", "layout", "registry", "support")
-LINEAR = "linear_cross_entropy or test_losses or test_chunked_loss or few"
+LINEAR = "linear_cross_entropy or test_losses or test_chunked_loss or test_weight_gradient or few"
 # file -> the -k of pytest that selects the tests which must catch the bugs in the file
 TESTS = {
     **{f"runtime/{file}.py": "test_ops or test_tiles or compiled_graph" for file in RUNTIME},
@@ -135,13 +136,13 @@ TESTS = {
     "_token_losses.py": "test_post_training_losses or test_token_loss",
     "ops/losses/linear_logprobs.py": "logprob",
     "ops/losses/linear_token_loss.py": "token_loss",
-    "ops/losses/steps.py": "test_losses or test_chunked_loss or logprob or token_loss",
-    "ops/losses/products.py": "test_losses or test_chunked_loss or logprob",
-    "ops/losses/chunks.py": "test_losses or test_chunked_loss or logprob or test_token_loss",
-    "ops/losses/slices.py": "test_losses or test_chunked_loss or logprob",
+    "ops/losses/steps.py": "test_losses or test_chunked_loss or test_weight_gradient or logprob or token_loss",
+    "ops/losses/products.py": "test_losses or test_chunked_loss or test_weight_gradient or logprob",
+    "ops/losses/chunks.py": "test_losses or test_chunked_loss or test_weight_gradient or logprob or test_token_loss",
+    "ops/losses/slices.py": "test_losses or test_chunked_loss or test_weight_gradient or logprob",
     "ops/losses/units.py": "test_losses",
-    "ops/losses/dw_sum/__init__.py": "test_chunked_loss",
-    "ops/losses/dw_sum/portable.py": "test_chunked_loss",
+    "ops/losses/dw_sum/__init__.py": "test_weight_gradient",
+    "ops/losses/dw_sum/portable.py": "test_weight_gradient",
     **{file: "attention or compiled_graph" for file, *_ in (*ATTENTION, *ATTENTION_BACKWARD)},
     **{file: "paged" for file, *_ in PAGED},
     **{file: "patches" for file, *_ in PATCHES},

@@ -301,10 +301,15 @@ def run_chunks(
     for grad in (dx, du) if end < T else ():
         grad[end:].zero_()
     if results is not None and results.kept_rows.numel():
-        others = order[len(results.kept_logits) :]
-        for of_kept, row in zip(results.kept_rows, (rows[2], rows[5], rows[3]), strict=True):
-            if row.numel():
-                of_kept[others] = row[others]
+        _copy_rows_not_kept(rows, order, results)
+
+
+def _copy_rows_not_kept(rows: tuple[Tensor, ...], order: Tensor, results: TokenResults) -> None:
+    """Copy lse, lse_rest and entropy to ``kept_rows`` for the tokens whose logits are not kept."""
+    others = order[len(results.kept_logits) :]
+    for of_kept, row in zip(results.kept_rows, (rows[2], rows[5], rows[3]), strict=True):
+        if row.numel():
+            of_kept[others] = row[others]
 
 
 def _clear(call: Forward, outs: tuple[Tensor, ...], results: TokenResults | None) -> None:

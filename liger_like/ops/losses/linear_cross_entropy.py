@@ -23,7 +23,7 @@ from torch.nn.functional import linear
 
 from liger_like.ops.losses.chunks import Forward, flat, linear_cross_entropy_fwd
 from liger_like.ops.losses.gradients import factor_of, recomputed, scaled
-from liger_like.ops.losses.operands import Lora, check_operands, checked_lora, checked_outputs, is_small, low_rank
+from liger_like.ops.losses.operands import Lora, checked_operands, checked_outputs, is_small, low_rank
 from liger_like.ops.losses.rows import (
     Options,
     RowLosses,
@@ -38,9 +38,9 @@ from liger_like.ops.losses.rows import (
 from liger_like.ops.losses.units import unit_of_weights
 from liger_like.ops.losses.vocab_shards import WHOLE, Shard, all_vocab_logits, summed_gradient
 from liger_like.runtime.autograd import apply, once_differentiable
-from liger_like.runtime.checks import require, require_choice, require_integer
+from liger_like.runtime.checks import require_choice, require_integer
 from liger_like.runtime.registry import refuses_dtensors
-from liger_like.runtime.support import autocast_dtype, use_kernel
+from liger_like.runtime.support import use_kernel
 
 OUTPUTS = ("logprob", "lse", "entropy", "argmax", "correct")
 
@@ -246,18 +246,9 @@ def fused_linear_cross_entropy(
     Raises TypeError or ValueError for invalid arguments (all operands share a dtype), ValueError also for a label
     outside [0, V): at once on the CPU, in the next call on a GPU.
     """
-    for name, tensor in (("x", x), ("weight", weight)):
-        require(name, tensor)
-    if bias is not None:
-        require("bias", bias)
-    lora, outputs = checked_lora(lora), checked_outputs(outputs, OUTPUTS)
+    x, bias, lora = checked_operands(x, weight, bias, lora, shard)
+    outputs = checked_outputs(outputs, OUTPUTS)
     chunk_rows = None if chunk_rows is None else require_integer("chunk_rows", chunk_rows, 1)
-    weight_dtype = x.dtype
-    if dtype := autocast_dtype(x):  # the kernel path casts the weight itself: its gradient needs no cast
-        weight_dtype = weight.dtype
-        x, bias = x.to(dtype), None if bias is None else bias.to(dtype)
-        lora = None if lora is None else (lora[0].to(dtype), lora[1].to(dtype), *lora[2:])
-    check_operands(x, weight, weight_dtype, bias, lora, shard)
     require_choice("accum_dtype", accum_dtype, (None, *dict.fromkeys((torch.float32, x.dtype))))
     require_choice("recompute", recompute, (False, True))
     require_choice("accumulate_grad", accumulate_grad, (False, True))

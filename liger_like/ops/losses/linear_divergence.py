@@ -21,7 +21,7 @@ from liger_like.ops.losses.divergence_chunks import Teacher, TeacherRows, linear
 from liger_like.ops.losses.divergence_rows import scale_of
 from liger_like.ops.losses.gradients import factor_of, recomputed, scaled
 from liger_like.ops.losses.linear_logprobs import logits_ref, tempered
-from liger_like.ops.losses.operands import Lora, check_operands, checked_lora, checked_outputs, is_small, low_rank
+from liger_like.ops.losses.operands import Lora, checked_operands, checked_outputs, is_small, low_rank
 from liger_like.ops.losses.rows import (
     SOFTCAP_MAX,
     SOFTCAP_MUST,
@@ -229,11 +229,21 @@ class _FusedLinearDivergence(torch.autograd.Function):
         return *asked, *none[5:]
 
 
-def _check_teacher(
-    teacher_x: Tensor, teacher_weight: Tensor, weight_dtype: torch.dtype, bias: Tensor | None, x: Tensor, V: int
-) -> None:
-    """Raise unless the teacher's operands have matching dtypes, the tokens of ``x`` and ``V`` words."""
-    require("teacher_x", teacher_x, like=x)
+def _checked_teacher(
+    teacher_x: Tensor, teacher_weight: Tensor, bias: Tensor | None, x: Tensor, V: int
+) -> tuple[Tensor, Tensor | None]:
+    """Return the teacher's x and bias in the dtype of autocast. Raise unless its head has ``V`` words.
+
+    Its operands must have matching dtypes and the tokens of ``x``.
+    """
+    for name, tensor in (("teacher_x", teacher_x), ("teacher_weight", teacher_weight)):
+        require(name, tensor, like=x)
+    if bias is not None:
+        require("teacher_bias", bias)
+    weight_dtype = teacher_x.dtype
+    if dtype := autocast_dtype(teacher_x):
+        weight_dtype, teacher_x = teacher_weight.dtype, teacher_x.to(dtype)
+        bias = None if bias is None else bias.to(dtype)
     if teacher_x.shape[:-1] != x.shape[:-1]:
         raise ValueError(f"teacher_x must have shape {[*x.shape[:-1], 'H']}, got {list(teacher_x.shape)}")
     H = teacher_x.shape[-1]
@@ -245,6 +255,26 @@ def _check_teacher(
         require(name, tensor, like=x, shape=shape)
         if tensor.dtype != dtype:
             raise TypeError(f"{name} must have the dtype of teacher_x, {dtype}, got {tensor.dtype}")
+    return teacher_x, bias
+
+
+def _fused(
+    x: Tensor, weight: Tensor, bias: Tensor | None, lora: Lora | None, target: Tensor, teacher: Teacher,
+    settings: Settings, shard: Shard, options: Options,
+) -> tuple[Tensor, ...]:  # fmt: skip
+    """Return the fields of ``DivergenceOutput``, all of them, by the kernels: the loss is a sum, or [T]."""
+    x, teacher_x = x.reshape(-1, x.shape[-1]), teacher.x.reshape(-1, teacher.x.shape[-1])
+    u = b = None
+    if lora is not None:
+        seen = x.masked_fill((target == IGNORED)[:, None], 0) if settings.masked else x
+        u, b = low_rank(seen, lora, shard)
+    results = apply(
+        _FusedLinearDivergence, x, weight, bias, u, b, target, teacher_x, teacher.weight, teacher.bias, teacher[3:],
+        settings, shard, options,
+    )  # fmt: skip
+    loss, *rows, entropy, teacher_entropy, argmax, teacher_argmax = results
+    divergence = rows[0] if rows else loss.detach()
+    return loss, divergence, entropy, teacher_entropy, (argmax == teacher_argmax) & (argmax >= 0)
 
 
 def _check_mask(mask: Tensor | None, x: Tensor) -> None:
@@ -314,20 +344,9 @@ def fused_linear_divergence(
 
     Raises TypeError or ValueError for invalid arguments, as for a teacher of another vocabulary.
     """
-    for name, tensor in (("x", x), ("weight", weight), ("teacher_x", teacher_x), ("teacher_weight", teacher_weight)):
-        require(name, tensor)
-    for name, tensor in (("bias", bias), ("teacher_bias", teacher_bias)):
-        if tensor is not None:
-            require(name, tensor)
-    lora, outputs = checked_lora(lora), checked_outputs(outputs, OUTPUTS)
-    weight_dtype, teacher_dtype = x.dtype, teacher_x.dtype
-    if dtype := autocast_dtype(x):  # the kernel path casts the weights itself: their gradients need no cast
-        weight_dtype, teacher_dtype = weight.dtype, teacher_weight.dtype
-        x, teacher_x = x.to(dtype), teacher_x.to(dtype)
-        bias, teacher_bias = (None if t is None else t.to(dtype) for t in (bias, teacher_bias))
-        lora = None if lora is None else (lora[0].to(dtype), lora[1].to(dtype), *lora[2:])
-    check_operands(x, weight, weight_dtype, bias, lora, shard)
-    _check_teacher(teacher_x, teacher_weight, teacher_dtype, teacher_bias, x, weight.shape[0])
+    x, bias, lora = checked_operands(x, weight, bias, lora, shard)
+    outputs = checked_outputs(outputs, OUTPUTS)
+    teacher_x, teacher_bias = _checked_teacher(teacher_x, teacher_weight, teacher_bias, x, weight.shape[0])
     _check_mask(mask, x)
     beta = require_number("beta", beta, "must be in [0, 1]", 0.0, 1.0)
     temperature = require_positive("temperature", temperature)
@@ -345,22 +364,11 @@ def fused_linear_divergence(
             teacher_logit_scale=teacher_logit_scale, lora=lora, reduction=reduction, num_items=num_items,
             outputs=outputs, shard=shard,
         )  # fmt: skip
-    shape, x, teacher_x = x.shape[:-1], x.reshape(-1, x.shape[-1]), teacher_x.reshape(-1, teacher_x.shape[-1])
-    u = b = None
-    if lora is not None:
-        seen = x if mask is None else x.masked_fill((target == IGNORED)[:, None], 0)
-        u, b = low_rank(seen, lora, shard)
-    teacher_options = tempered(teacher_options, temperature)
+    scores = tempered(teacher_options, temperature)
+    teacher = Teacher(teacher_x, teacher_weight, teacher_bias, scores.softcap, scores.logit_scale, beta)
     settings = Settings(
         torch.is_grad_enabled(), reduction == "none", mask is not None, accumulate_grad, "entropy" in outputs,
         "teacher_entropy" in outputs, "agree" in outputs, chunk_rows,
     )  # fmt: skip
-    results = apply(
-        _FusedLinearDivergence, x, weight, bias, u, b, target, teacher_x, teacher_weight, teacher_bias,
-        (teacher_options.softcap, teacher_options.logit_scale, beta), settings, shard, tempered(options, temperature),
-    )  # fmt: skip
-    loss, *rows, entropy, teacher_entropy, argmax, teacher_argmax = results
-    divergence = rows[0] if rows else loss.detach()
-    agree = (argmax == teacher_argmax) & (argmax >= 0)
-    results = loss, divergence, entropy, teacher_entropy, agree
-    return _finish(results, target, shape, reduction, num_items, outputs)
+    results = _fused(x, weight, bias, lora, target, teacher, settings, shard, tempered(options, temperature))
+    return _finish(results, target, x.shape[:-1], reduction, num_items, outputs)

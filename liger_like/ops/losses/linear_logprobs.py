@@ -22,7 +22,7 @@ from torch.nn.functional import linear
 
 from liger_like.ops.losses.chunks import Forward, TokenForward, TokenResults, flat, linear_logprobs_fwd
 from liger_like.ops.losses.gradients import factor_of, recomputed, scaled
-from liger_like.ops.losses.operands import Lora, check_operands, checked_lora, checked_outputs, is_small, low_rank
+from liger_like.ops.losses.operands import Lora, checked_operands, checked_outputs, is_small, low_rank
 from liger_like.ops.losses.products import pitch
 from liger_like.ops.losses.rows import (
     Options,
@@ -37,9 +37,9 @@ from liger_like.ops.losses.slices import TokenBackward, linear_logprobs_bwd
 from liger_like.ops.losses.steps import NO_WORD
 from liger_like.ops.losses.vocab_shards import WHOLE, Shard, all_vocab_logits, on_all, summed_gradient
 from liger_like.runtime.autograd import apply, is_last_backward, once_differentiable
-from liger_like.runtime.checks import require, require_choice, require_integer, require_positive
+from liger_like.runtime.checks import require_choice, require_integer, require_positive
 from liger_like.runtime.registry import refuses_dtensors
-from liger_like.runtime.support import autocast_dtype, in_graph, use_kernel
+from liger_like.runtime.support import in_graph, use_kernel
 
 OUTPUTS = ("logprob", "entropy", "lse", "argmax", "correct", "mean_logit", "log_sum_sq_prob")
 MAX_TOPK = 128
@@ -307,17 +307,8 @@ def checked_arguments(
     chunk_rows: Any, shard: Any,
 ) -> Arguments:  # fmt: skip
     """Return the arguments as the kernels take them. Raise unless they are valid and fit each other."""
-    for name, tensor in (("x", x), ("weight", weight)):
-        require(name, tensor)
-    if bias is not None:
-        require("bias", bias)
-    lora, outputs = checked_lora(lora), checked_outputs(outputs, OUTPUTS)
-    weight_dtype = x.dtype
-    if dtype := autocast_dtype(x):  # the kernel path casts the weight itself: its gradient needs no cast
-        weight_dtype = weight.dtype
-        x, bias = x.to(dtype), None if bias is None else bias.to(dtype)
-        lora = None if lora is None else (lora[0].to(dtype), lora[1].to(dtype), *lora[2:])
-    check_operands(x, weight, weight_dtype, bias, lora, shard)
+    x, bias, lora = checked_operands(x, weight, bias, lora, shard)
+    outputs = checked_outputs(outputs, OUTPUTS)
     options = checked_options(ignore_index, 0.0, 0.0, softcap, logit_scale)
     temperature = require_positive("temperature", temperature)
     check_target(target, x, x.shape[:-1])

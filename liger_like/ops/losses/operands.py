@@ -8,6 +8,7 @@ from torch.nn.functional import linear
 
 from liger_like.ops.losses.vocab_shards import Shard, summed_gradient
 from liger_like.runtime.checks import require, require_number
+from liger_like.runtime.support import autocast_dtype
 
 FEW_TOKENS = 1024  # so many logits take about the memory that a chunk of the op takes, too
 
@@ -28,7 +29,27 @@ def low_rank(x: Tensor, lora: Lora, shard: Shard) -> tuple[Tensor, Tensor]:
     return summed_gradient(u, shard) if shard.reduce_dx else u, lora[1]
 
 
-def check_operands(
+def checked_operands(
+    x: Tensor, weight: Tensor, bias: Tensor | None, lora: Any, shard: Shard
+) -> tuple[Tensor, Tensor | None, Lora | None]:
+    """Return x, bias and lora in the dtype of autocast. Raise unless the operands of the logits fit each other.
+
+    The weight is not cast here: an autograd function casts it, so that its gradient is rounded once, to its own dtype.
+    """
+    for name, tensor in (("x", x), ("weight", weight)):
+        require(name, tensor)
+    if bias is not None:
+        require("bias", bias)
+    lora, weight_dtype = _checked_lora(lora), x.dtype
+    if dtype := autocast_dtype(x):
+        weight_dtype = weight.dtype
+        x, bias = x.to(dtype), None if bias is None else bias.to(dtype)
+        lora = None if lora is None else (lora[0].to(dtype), lora[1].to(dtype), *lora[2:])
+    _check_operands(x, weight, weight_dtype, bias, lora, shard)
+    return x, bias, lora
+
+
+def _check_operands(
     x: Tensor, weight: Tensor, weight_dtype: torch.dtype, bias: Tensor | None, lora: Lora | None, shard: Shard
 ) -> None:
     """Raise unless the operands of the logits have matching dtypes, shapes and devices."""
@@ -52,7 +73,7 @@ def check_operands(
             raise TypeError(f"{name} must have the dtype of x, {dtype}, got {tensor.dtype}")
 
 
-def checked_lora(lora: Any) -> Lora | None:
+def _checked_lora(lora: Any) -> Lora | None:
     """Return ``lora`` with its scaling as a Python float. Raise unless its form is valid; shapes are not checked."""
     if lora is None:
         return None
