@@ -12,7 +12,7 @@ from torch.distributed.tensor.parallel import parallelize_module
 from transformers import LlamaForCausalLM
 from transformers.distributed import DistributedConfig
 
-from liger_like import fused_linear_cross_entropy, patch
+from liger_like import fused_linear_cross_entropy, patch, token_logprobs
 from liger_like.ops.losses import vocab_shards
 from liger_like.ops.losses.linear_cross_entropy import OUTPUTS
 from liger_like.parallel import VocabParallelHead, vocab_parallel_cross_entropy
@@ -201,6 +201,13 @@ def check_model(model, original):
     assert model(**inputs).logits is None
     for name, t in expected.items():
         torch.testing.assert_close(whole(got[name]), t, rtol=1e-4, atol=1e-6, msg=lambda m, name=name: f"{name}: {m}")
+    labels = inputs["labels"]
+    numbers = token_logprobs(model, **inputs, outputs=("logprob", "entropy"))
+    logp = original(**{**inputs, "labels": None}).logits[:, :-1].log_softmax(-1)
+    counted = labels[:, 1:] != -100
+    logprob = logp.gather(-1, labels[:, 1:].clamp(min=0)[..., None])[..., 0]
+    wanted = counted * logprob, counted * -(logp.exp() * logp).sum(-1)
+    torch.testing.assert_close(tuple(numbers[:2]), wanted, rtol=1e-4, atol=1e-5)
     for m in (model, original):
         m.eval()
     torch.testing.assert_close(model(**inputs).logits, original(**inputs).logits, rtol=1e-4, atol=1e-5)
