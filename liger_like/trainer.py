@@ -108,9 +108,10 @@ def _check(keep_logits: Any = 0, logits_dtype: Any = torch.float32, **options: A
 class PatchCallback(TrainerCallback):
     """Callback that calls ``patch_trainer`` when training begins, with the same options, and prints the report.
 
-    Where no Trainer calls it, as in a training loop of your own, it calls ``patch`` on ``kwargs["model"]``, without
-    ``keep_logits`` and ``logits_dtype``. At that time the adapters are in place and the model is sharded. The models stay patched after training;
-    ``report.unpatch()`` restores them. An evaluation before training runs the unpatched model.
+    Where no Trainer calls it, as in a loop of your own, it calls ``patch`` on ``kwargs["model"]`` without
+    ``keep_logits`` and ``logits_dtype``. When training begins the adapters are in place and the model is sharded. The
+    models stay patched after training; ``report.unpatch()`` restores them. An evaluation before training runs the
+    unpatched model.
 
     Raises TypeError or ValueError for invalid options.
     """
