@@ -17,7 +17,7 @@ TRL = [
     ),
     (CODE, "if found != PARAMETERS:", "if not found:", "a function of other arguments is taken for known"),
     (CODE, "if not difference <= 1e-5:", "if difference < 0:", "a function of other results is taken for known"),
-    (CODE, "weight, bias = weight.to(x.dtype), ", "weight, bias = weight, ", "operands of two dtypes"),
+    (CODE, "weight, bias = operands(x, weight, bias)", "weight, bias = weight, bias", "operands of two dtypes"),
     (FOREIGN, "cell.cell_contents = bound", "pass", "after unpatch TRL calls the patched class"),
     (FOREIGN, "if links and not kept else", "if links else", "a forward below TRL's is taken for the class's"),
     (
