@@ -20,6 +20,7 @@ from liger_like.patching import ABSENT, PATCHED, SKIPPED, PatchReport, Row, _gro
 from liger_like.runtime.checks import require_choice, require_integer
 
 MODELS = ("model", "ref_model", "teacher_model")  # the attributes of trainers that hold models
+HEAD_OPTIONS = ("keep_logits", "logits_dtype")  # the options of patch_trainer that patch does not have
 
 
 @dataclass(frozen=True)
@@ -107,8 +108,10 @@ def _check(keep_logits: Any = 0, logits_dtype: Any = torch.float32, **options: A
 class PatchCallback(TrainerCallback):
     """Callback that calls ``patch_trainer`` when training begins, with the same options, and prints the report.
 
-    At that time the adapters are in place and the model is sharded. The models stay patched after training;
-    ``report.unpatch()`` restores them. An evaluation before training runs the unpatched model.
+    Where no Trainer calls it, as in a loop of your own, it calls ``patch`` on ``kwargs["model"]`` without
+    ``keep_logits`` and ``logits_dtype``. When training begins the adapters are in place and the model is sharded. The
+    models stay patched after training; ``report.unpatch()`` restores them. An evaluation before training runs the
+    unpatched model.
 
     Raises TypeError or ValueError for invalid options.
     """
@@ -121,17 +124,22 @@ class PatchCallback(TrainerCallback):
     def on_train_begin(
         self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any
     ) -> None:
-        """Patch the models of the trainer that calls, and print the report on the main process."""
-        self.report = patch_trainer(self._trainer(), **self.options)
+        """Patch the models of the trainer that calls, else ``model``, and print the report on the main process."""
+        trainer = self._trainer()
+        if trainer is not None:
+            self.report = patch_trainer(trainer, **self.options)
+        else:
+            options = {name: value for name, value in self.options.items() if name not in HEAD_OPTIONS}
+            self.report = patch(kwargs["model"], **options)
         if state.is_world_process_zero:
             print(self.report)
 
-    def _trainer(self) -> Trainer:
-        """Return the trainer that calls this callback: transformers passes the trained model alone."""
+    def _trainer(self) -> Trainer | None:
+        """Return the trainer that calls this callback, or None: transformers passes the trained model alone."""
         frame: FrameType | None = sys._getframe(1)
         while frame is not None:
             caller = frame.f_locals.get("self")
             if isinstance(caller, Trainer) and self in caller.callback_handler.callbacks:
                 return caller
             frame = frame.f_back
-        raise RuntimeError("PatchCallback must be called by a transformers.Trainer that has it among its callbacks")
+        return None

@@ -18,7 +18,7 @@ from liger_like.ops.losses.linear_cross_entropy import fused_linear_cross_entrop
 from liger_like.ops.losses.vocab_shards import Shard
 from liger_like.patches import UnrecognisedError, bare, original, random_parameter, where
 from liger_like.patches.foreign import foreign_forward, hook_on
-from liger_like.patches.trl_code import token_numbers
+from liger_like.patches.trl_code import operands, token_numbers
 from liger_like.runtime.support import use_kernel
 
 LINEAR, LORA, COPIES = "lazy logits", "lazy logits, LoRA", "lazy logits, trained copy"
@@ -118,6 +118,8 @@ def of_head(op: Callable[..., Any], x: Tensor, weight: Tensor, target: Tensor, *
         return op(x, weight, target, **options)
     from liger_like import parallel  # only where it is used: it imports all of torch.distributed.tensor
 
+    if op is token_numbers:
+        weight, options["bias"] = operands(x, weight, options["bias"])
     return getattr(parallel, VOCAB_PARALLEL[op])(x, weight, target, **options)
 
 

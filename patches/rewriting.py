@@ -7,7 +7,10 @@ from typing import Any
 
 
 def with_globals(function: FunctionType, changed: dict[str, Any], code: CodeType | None = None) -> FunctionType:
-    """Return a copy of ``function`` whose globals are updated by ``changed``; it runs ``code`` if given."""
+    """Return a copy of ``function`` whose globals are updated by ``changed``; it runs ``code`` if given.
+
+    The copy sees no later change of the module's globals: torch.compile guards globals in a plain dict alone.
+    """
     namespace = {**function.__globals__, **changed}
     # with a __name__, torch.compile would look the globals up in that module, where they are unchanged
     del namespace["__name__"]

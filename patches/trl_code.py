@@ -122,12 +122,21 @@ def _difference(theirs: Callable[..., Any]) -> float:
     return max(float((ours - expected).abs().max()) for expected, ours in zip(*results, strict=True))
 
 
+def operands(x: Tensor, *tensors: Any) -> list[Any]:
+    """Return weights and biases, of which some may be None, in the dtype of ``x``; autocast casts them itself."""
+    return [*tensors] if autocast_dtype(x) else [t if t is None else t.to(x.dtype) for t in tensors]
+
+
+def gathered(*tensors: Any) -> list[Any]:
+    """Return tensors, of which some may be None, as a whole, if they are sharded."""
+    return [t.full_tensor() if hasattr(t, "full_tensor") else t for t in tensors]
+
+
 def token_numbers(
     x: Tensor, weight: Tensor, target: Tensor, bias: Tensor | None = None, **options: Any
 ) -> TokenOutputs:
-    """Return ``fused_linear_logprobs`` with operands in the dtype of ``x``; under autocast it casts them itself."""
-    if autocast_dtype(x) is None:
-        weight, bias = weight.to(x.dtype), None if bias is None else bias.to(x.dtype)
+    """Return ``fused_linear_logprobs`` with operands in the dtype of ``x``."""
+    weight, bias = operands(x, weight, bias)
     return fused_linear_logprobs(x, weight, target, bias, **options)
 
 

@@ -14,13 +14,14 @@ from torch import Tensor, nn
 
 from liger_like.ops.losses.linear_logprobs import TokenOutputs
 from liger_like.patches.foreign import replace_forward
-from liger_like.patches.heads import TENSOR_PARALLEL, hook_in, loss_of, obstacle
+from liger_like.patches.heads import hook_in, loss_of, obstacle
 from liger_like.patches.rewriting import with_globals
 from liger_like.patches.trl_code import (
     NUMBERS,
     StandIn,
     apply,
     fused_forward,
+    gathered,
     is_fused,
     refusal,
     stand_in,
@@ -51,11 +52,11 @@ class TokenHead(StandIn):
         if hasattr(head, "base_layer") and (not patched or obstacle(head)):
             raise RuntimeError("the adapters of the head changed after patching: call liger_like.patch again")
         # a deep copy of the model has a weight of its own, and hooks that read logits do not run in TRL's head either
-        through = patched and weight is head.weight and type(head)._kind != TENSOR_PARALLEL and not hook_in(head)
+        through = patched and weight is head.weight and not hook_in(head)
         if through:
             numbers: Any = loss_of(head, x, {"op": token_numbers, "target": target, **options})
             return numbers  # type: ignore[no-any-return]
-        weight, bias = (t.full_tensor() if hasattr(t, "full_tensor") else t for t in (weight, bias))
+        weight, bias = gathered(weight, bias)
         return token_numbers(x, weight, target, bias, **options)
 
 

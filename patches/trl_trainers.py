@@ -17,8 +17,7 @@ from torch import Tensor
 from liger_like.ops.losses.linear_divergence import DivergenceOutput, fused_linear_divergence
 from liger_like.patches import trl_pairs
 from liger_like.patches.rewriting import with_globals
-from liger_like.patches.trl_code import version
-from liger_like.runtime.support import autocast_dtype
+from liger_like.patches.trl_code import gathered, operands, version
 
 DIVERGENCE = "_chunked_divergence_loss"  # the global name of the function that DistillationTrainer calls
 
@@ -111,8 +110,10 @@ def divergence_loss(
     """Return the mean divergence [], the sum [] of the student's entropy and the number [] of tokens that count."""
     counted = (completion_mask != 0).sum()
     items = counted.clamp(min=1) if num_items_in_batch is None else num_items_in_batch
-    weight, bias = _operands(student_hidden_states, student_lm_head_weight, student_lm_head_bias)
-    teacher_weight, teacher_bias = _operands(teacher_hidden_states, teacher_lm_head_weight, teacher_lm_head_bias)
+    own = gathered(student_lm_head_weight, student_lm_head_bias)
+    others = gathered(teacher_lm_head_weight, teacher_lm_head_bias)
+    weight, bias = operands(student_hidden_states, *own)
+    teacher_weight, teacher_bias = operands(teacher_hidden_states, *others)
     result: DivergenceOutput = fused_linear_divergence(  # type: ignore[assignment]
         student_hidden_states,
         weight,
@@ -131,12 +132,6 @@ def divergence_loss(
         outputs=("entropy",),
     )
     return result.loss, result.entropy.sum(), counted  # type: ignore[union-attr]
-
-
-def _operands(x: Tensor, *tensors: Any) -> list[Any]:
-    """Return weight and bias as a whole, if FSDP2 has sharded them, and in the dtype of ``x`` without autocast."""
-    whole = [t.full_tensor() if hasattr(t, "full_tensor") else t for t in tensors]
-    return [t if t is None or autocast_dtype(x) else t.to(x.dtype) for t in whole]
 
 
 def _mentions(cls: type[Any], name: str) -> bool:

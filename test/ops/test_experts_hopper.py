@@ -1,5 +1,7 @@
 """The experts' kernels for Hopper, and the order of rows that they want."""
 
+import types
+
 import pytest
 import torch
 
@@ -56,6 +58,33 @@ def test_what_tma_moves():
         make(5, 16)[:, ::2],
     ):
         assert not choice._moved_by_tma(wrong)
+
+
+@pytest.mark.parametrize("transposed", [False, True])
+def test_adapters_come_in_the_layout_of_the_matrices(transposed, monkeypatch):
+    """TMA moves the factors that Hopper's kernels get, and B of experts [E, out, in] is read where it is."""
+    sizes = {"lead": (30,), "H": 32, "I": 24, "E": 3, "K": 2, "rank": 16}
+    given, seen = inputs("cpu", torch.float16, **sizes), []
+    loras = {name: (given[f"{name}_a"], given[f"{name}_b"], 0.5) for name in ("gate_up_lora", "down_lora")}
+    matrices = (given[name].mT.contiguous() if transposed else given[name] for name in ("gate_up", "down"))
+
+    def noted(matrix, factor):
+        return lambda *args: seen.append((args[matrix], args[factor]))
+
+    products = {"gate_up": noted(1, 4), "rows_times": noted(1, 4), "down_bwd": noted(1, 3)}
+    monkeypatch.setattr(choice, "_is_hopper", lambda device: True)
+    fake = types.SimpleNamespace(COLUMNS=24, depth_product=lambda *args: None, **products)
+    monkeypatch.setattr(choice, "gluon_module", lambda name: fake)
+    out = moe_experts(given["x"], *matrices, given["index"], given["weights"], **loras, transposed=transposed)
+    out.backward(torch.ones_like(out))
+    assert len(seen) == 4
+    for matrix, factor in seen:
+        assert choice._moved_by_tma(factor)
+        depth = 1 if matrix.shape[1] != factor.shape[1] else 2
+        assert [*factor.shape] == [16 if i == depth else n for i, n in enumerate(matrix.shape)]
+    if not transposed:
+        given = {factor.data_ptr() for *lora, _ in loras.values() for factor in lora}
+        assert {factor.data_ptr() for _, factor in seen} == given
 
 
 @pytest.mark.gpu

@@ -12,10 +12,11 @@ from torch.distributed.tensor.parallel import parallelize_module
 from transformers import LlamaForCausalLM
 from transformers.distributed import DistributedConfig
 
-from liger_like import fused_linear_cross_entropy, patch
+from liger_like import fused_linear_cross_entropy, patch, token_logprobs
 from liger_like.ops.losses import vocab_shards
 from liger_like.ops.losses.linear_cross_entropy import OUTPUTS
 from liger_like.parallel import VocabParallelHead, vocab_parallel_cross_entropy
+from liger_like.patches import trl_code, trl_head
 from liger_like.testing import SPECS, assert_accurate
 
 B, S, H, V = 2, 12, 16, 37
@@ -201,9 +202,30 @@ def check_model(model, original):
     assert model(**inputs).logits is None
     for name, t in expected.items():
         torch.testing.assert_close(whole(got[name]), t, rtol=1e-4, atol=1e-6, msg=lambda m, name=name: f"{name}: {m}")
+    labels = inputs["labels"]
+    numbers = token_logprobs(model, **inputs, outputs=("logprob", "entropy"))
+    logp = original(**{**inputs, "labels": None}).logits[:, :-1].log_softmax(-1)
+    counted = labels[:, 1:] != -100
+    logprob = logp.gather(-1, labels[:, 1:].clamp(min=0)[..., None])[..., 0]
+    wanted = counted * logprob, counted * -(logp.exp() * logp).sum(-1)
+    torch.testing.assert_close(tuple(numbers[:2]), wanted, rtol=1e-4, atol=1e-5)
+    check_trl_head(model.lm_head, trl_head.TokenHead(None, model).apply, original.lm_head)
     for m in (model, original):
         m.eval()
     torch.testing.assert_close(model(**inputs).logits, original(**inputs).logits, rtol=1e-4, atol=1e-5)
+
+
+def check_trl_head(head, apply, original):
+    """TRL's head gets hidden states of another dtype; its stand-in gathers no weight."""
+    results, target = [], torch.arange(5)
+    hidden = torch.linspace(-1, 1, 5 * head.in_features, dtype=torch.float64).view(5, -1)
+    for function, this in ((apply, head), (trl_code.apply, original)):
+        x = hidden.clone().requires_grad_()
+        with pytest.MonkeyPatch.context() as monkeypatch:
+            monkeypatch.setattr(DTensor, "full_tensor", None)
+            numbers = function(x, this.weight, this.bias, target, 0.7, 0, None, 1.0, ("entropy",))[:2]
+        results.append((*numbers, *torch.autograd.grad(sum(numbers).sum(), [x, this.weight])))
+    torch.testing.assert_close([whole(t) for t in results[0]], [*results[1]])
 
 
 def heads_of_models(rank, path):

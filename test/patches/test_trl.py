@@ -323,8 +323,34 @@ def test_options(made, ran):
         PatchCallback(keep_logits=-1)
     with pytest.raises(TypeError, match=r"trainer must be a transformers.Trainer, got LlamaForCausalLM"):
         patch_trainer(trainer.model)
-    with pytest.raises(RuntimeError, match=r"PatchCallback must be called by a transformers.Trainer"):
-        PatchCallback().on_train_begin(None, trainer.state, None, model=trainer.model)
+
+
+def test_a_callback_that_no_trainer_calls(made, capsys):
+    """It patches the model that it is given, by the options of patch."""
+    model = made("SFT").model
+    for options in ({"loss": False}, {"keep_logits": 5, "logits_dtype": torch.bfloat16}):
+        callback = PatchCallback(**LOSS_AND_NORMS, **options)
+        callback.on_train_begin(None, transformers.TrainerState(), None, model=model)
+        assert callback.report.model is model
+        heads = set() if "loss" in options else {"lm_head", "trl head"}
+        assert {row.pattern for row in head_rows(callback.report)} == heads
+        assert str(callback.report) in capsys.readouterr().out
+        callback.report.unpatch()
+        assert not any(hasattr(type(module), "_liger_like") for module in model.modules())
+
+
+def test_what_is_taken_for_the_fused_head(made):
+    """TRL's functions with the argument fused_lm_head alone: no function of the user's, and no other one of TRL."""
+
+    def fused(self, fused_lm_head=False):
+        return fused_lm_head
+
+    assert trl_code.is_fused(trl_code.fused_forward(made("SFT").model))
+    others = fused, utils.add_fused_lm_head, transformers.LlamaForCausalLM.forward, None
+    assert not any(map(trl_code.is_fused, others))
+    model = torch.nn.Linear(2, 2)
+    model.forward = types.MethodType(utils.pad, model)
+    assert trl_code.fused_forward(model) is None
 
 
 def test_lora_on_the_head(made, ran):

@@ -174,8 +174,8 @@ ATTENTION = [
     (MASKING, "0 if n == 1 else t", "t", "a broadcast bias is read as a whole one"),
     (
         MASKING,
-        "while slots <= self.sequences",
-        "while slots < self.sequences",
+        "while room <= sequences",
+        "while room < sequences",
         "no slot for what is behind 32 sequences",
     ),
     (

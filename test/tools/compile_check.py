@@ -333,7 +333,8 @@ def plan() -> list[tuple[int, str]]:
 
     The variants of a tile (dtypes, options, alignments) are spread over the GPUs: all for all would take an hour. Of
     kernels for few GPUs, which were chosen with care, each variant is compiled, for bf16 and fp16 in turn: registers
-    and shared memory were the same for both.
+    and shared memory were the same for both. Every set of missing tensors is compiled for some GPU, with slots and
+    without: each has code of its own.
     """
     variants_of = defaultdict(list)
     for index, launch in enumerate(LAUNCHES):
@@ -349,6 +350,12 @@ def plan() -> list[tuple[int, str]]:
             gpus = (gpus[turn % len(gpus)],)  # each compilation takes seconds: one GPU of the class in turn
         turns = max(len(gpus), min(len(variants), SHARE))
         jobs += [(variants[i * len(variants) // turns], gpus[i % len(gpus)]) for i in range(turns)]
+    forms = [(launch.kernel, [arg is None for arg in launch.args], launch.options.get("SLOTS")) for launch in LAUNCHES]
+    seen = [forms[index] for index, _ in jobs]
+    for index, (form, launch) in enumerate(zip(forms, LAUNCHES, strict=True)):
+        if form not in seen:
+            seen.append(form)
+            jobs.append((index, launch.gpus[index % len(launch.gpus)]))
     return jobs
 
 

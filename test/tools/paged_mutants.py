@@ -25,7 +25,6 @@ PAGED = [
         "start = 0",
         "chunks before a window are merged",
     ),
-    (PLACES, "mine & (index < B)", "mine", "rows behind the last sequence are a sequence"),
     (PLACES, "(tl.cumsum(counts) <= item)", "(tl.cumsum(counts) < item)", "the first item goes to the one before"),
     (
         PLACES,
@@ -72,15 +71,9 @@ PAGED = [
     (KERNELS, "shift = length - length_q", "shift = 0 * length", "the first row stands at the first key"),
     (
         KERNELS,
-        "ids = load_ids(pages_ptr, b, keys + BLOCK_N, keys + BLOCK_N < cached",
-        "ids = load_ids(pages_ptr, b, keys, keys < cached",
+        "ahead = keys + BLOCK_N",
+        "ahead = keys",
         "each block of keys has the page of the one before",
-    ),
-    (
-        KERNELS,
-        "(keys >= low) & (keys < cached) if not WHOLE",
-        "keys < cached if not WHOLE",
-        "pages before a window are loaded",
     ),
     (KERNELS, "PAGE % BLOCK_N == 0)", "PAGE >= BLOCK_N)", "a block of keys runs past its page"),
     (
@@ -95,12 +88,6 @@ PAGED = [
         "part = item if SLOTS else b * splits + rank",
         "part = item if SLOTS else b * splits",
         "chunks overwrite one another",
-    ),
-    (
-        KERNELS,
-        "if FEW and (length_q == 0 or length_q > TOKENS):",
-        "if FEW and length_q == 0:",
-        "the first rows of prompts depend on the batch",
     ),
     (
         KERNELS,
@@ -121,7 +108,12 @@ PAGED = [
         "finite = new_max",
         "a first chunk that sees no key makes the row NaN",
     ),
-    (KERNELS, "row // ROWS % HK, row // ROWS // HK", "row // ROWS // HK, row // ROWS % HK", "merged rows in disorder"),
+    (
+        KERNELS,
+        "row // height % HK, row // height // HK",
+        "row // height // HK, row // height % HK",
+        "merged rows in disorder",
+    ),
     (KERNELS, "tl.load(sinks_ptr + head)", "tl.load(sinks_ptr)", "the merge takes the first head's sink for all"),
     (
         KERNELS,
@@ -134,6 +126,12 @@ PAGED = [
         "SLOT_CHUNK if slots else",
         "max(SLOT_CHUNK, keys // 2) if slots else",
         "with slots bits depend on the batch",
+    ),
+    (
+        FORWARD,
+        "parts = tuple(lse.new_empty(chunks, HK, height, width) for width in (DV, 2))",
+        "parts = tuple(lse.new_empty(chunks, HK, height, width) if chunks else None for width in (DV, 2))",
+        "a batch of few keys has a kernel of its own",
     ),
     (FORWARD, "if max_seqlen_q > tokens:", "if max_seqlen_q > 16:", "short prompts have no program"),
     (FORWARD, "left + tokens + few.block_n", "left", "a window has a chunk too few"),

@@ -9,9 +9,15 @@ TRL = [
     (HEAD, "copied.function.__wrapped__ = ", "unused = ", "TRL's function keeps the patched forward it wraps"),
     (HEAD, "(not patched or obstacle(head))", "False", "an adapter that came after patching is left out"),
     (HEAD, " and not hook_in(head)", "", "a hook of the head sees no logits but their numbers"),
+    (
+        CODE,
+        'is_of_trl(function) and "fused_lm_head" in function.__code__.co_varnames',
+        "is_of_trl(function)",
+        "another function of TRL is taken for its head",
+    ),
     (CODE, "if found != PARAMETERS:", "if not found:", "a function of other arguments is taken for known"),
     (CODE, "if not difference <= 1e-5:", "if difference < 0:", "a function of other results is taken for known"),
-    (CODE, "weight, bias = weight.to(x.dtype), ", "weight, bias = weight, ", "operands of two dtypes"),
+    (CODE, "weight, bias = operands(x, weight, bias)", "weight, bias = weight, bias", "operands of two dtypes"),
     (FOREIGN, "cell.cell_contents = bound", "pass", "after unpatch TRL calls the patched class"),
     (FOREIGN, "if links and not kept else", "if links else", "a forward below TRL's is taken for the class's"),
     (
@@ -30,6 +36,8 @@ TRL = [
     (TRAINERS, "beta=beta", "beta=0.0", "any divergence is taken for the forward KL"),
     (TRAINER, '== "nll"', '== "dft"', "DFT expects equal gradients"),
     (TRAINER, '("model", "ref_model", "teacher_model")', '("model",)', "the reference is not patched"),
+    (TRAINER, "        return None", "        return self", "a callback without a Trainer raises"),
+    (TRAINER, "if name not in HEAD_OPTIONS", "", "a callback without a Trainer passes unknown options"),
     (TRAINER, "vars(self.trainer).pop(name, None)", "pass", "unpatch leaves the method of the trainer"),
     (TRAINER, "        report.unpatch()\n", "", "strict=True raises and leaves the models patched"),
 ]

@@ -264,7 +264,7 @@ def run_experts(
         return moe_experts_ref(rows, gate_up, down, index, weights, **options).to(x.dtype)
     T = x.shape[:-1].numel()
     rows, index, weights = (t.reshape(T, t.shape[-1]) for t in (rows, index, weights))
-    adapters = (factor for lora in loras for factor in factors(lora, dtype))
+    adapters = (factor for lora in loras for factor in factors(lora, dtype, gate.transposed))
     operands = Operands(rows, gate_up, down, gate_up_bias, down_bias, weights, *adapters)
     scales = Scales(*(1.0 if lora is None else lora[2] for lora in loras))
     return _run(operands, index, gate, scales, index.numel() if S is None else S).to(x.dtype).view(x.shape)

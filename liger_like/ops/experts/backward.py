@@ -22,7 +22,7 @@ from liger_like.ops.experts.blocks import (
     source_of,
 )
 from liger_like.ops.experts.checks import Gate
-from liger_like.ops.experts.choice import DEPTH, DOWN_BWD, hopper_kernels
+from liger_like.ops.experts.choice import DEPTH, DOWN_BWD, hopper_kernels, in_layout
 from liger_like.ops.experts.forward import GATE_SCHEMA, gate_arguments, low_rank_flops, matrix_strides, rank
 from liger_like.ops.experts.tiles import programs, tiles_for
 from liger_like.runtime.launcher import launch
@@ -158,11 +158,12 @@ def moe_down_bwd(
     dout, stride_dm = with_stride(dout)
     (T, topk), H, I, E = pos.shape, dout.shape[1], z.shape[1] // 2, len(down)
     dz, wh = (t if need else None for t, need in zip(outputs[:2], needs[:2], strict=True))
-    hopper, weights = hopper_kernels(DOWN_BWD, rows, down, u, v), weights.contiguous()
+    factor, weights = in_layout(v, dout, not gate.transposed), weights.contiguous()
+    hopper = hopper_kernels(DOWN_BWD, rows, down, u, factor)
     columns = -(-I // (hopper.COLUMNS if hopper else tile.block_n))
     part = torch.empty(len(z), columns, dtype=torch.float32, device=z.device) if needs[2] else None
     if hopper:
-        hopper.down_bwd(rows, down, u, v, weights, z, row, offsets, tiles, gate, dz, wh, part)
+        hopper.down_bwd(rows, down, u, factor, weights, z, row, offsets, tiles, gate, dz, wh, part)
     else:
         floats, constants = gate_arguments(gate)
         launch(

@@ -9,6 +9,7 @@ import torch
 from torch import Tensor
 
 from liger_like.runtime.fallback import BROKEN, gluon_module
+from liger_like.runtime.layout import dense
 from liger_like.runtime.support import INTERPRET, architecture, refused
 
 DTYPES = torch.bfloat16, torch.float16
@@ -45,6 +46,15 @@ def hopper_kernels(name: str, x: Tensor | None, *others: Tensor | None) -> Any:
         and (name not in BROKEN or refused(f"{name} {BROKEN[name]}"))
         and gluon_module(name)
     )
+
+
+def in_layout(v: Tensor | None, x: Tensor, transposed: bool) -> Tensor | None:
+    """Return ``v`` [E, R, N] in the layout of w [E, N, K], or [E, K, N] if ``transposed``, where Hopper's kernels run.
+
+    TMA reads both in the same blocks. ``lora.factors`` gives B in the layout of its w, so that this copies A alone, and
+    only for experts [E, K, N].
+    """
+    return v if v is None or transposed or not sorts_rows(x) else dense(v.mT)
 
 
 def _moved_by_tma(x: Tensor) -> bool:

@@ -12,7 +12,7 @@ from torch import Tensor
 
 from liger_like.ops.experts.blocks import add_low_rank, columns, gated, grouped, halves, product, rows_of, source_of
 from liger_like.ops.experts.checks import Gate
-from liger_like.ops.experts.choice import ROWS, hopper_kernels
+from liger_like.ops.experts.choice import ROWS, hopper_kernels, in_layout
 from liger_like.ops.experts.tiles import programs, tiles_for
 from liger_like.runtime.launcher import launch
 from liger_like.runtime.layout import packed, with_stride
@@ -190,8 +190,9 @@ def moe_gate_up(
     """
     z, h = _gate_up_outputs(x, gate_up, bias, u, v, row, offsets, tiles, topk, *options)
     gate, keep_z, tile = Gate(*options[:-1]), options[-1], tiles_for(x, x.shape[1], h.shape[1]).gate_up
-    if hopper := hopper_kernels(ROWS, x if row is None else None, gate_up, h, u, v):
-        hopper.gate_up(x, gate_up, bias, u, v, offsets, tiles, gate, z if keep_z else None, h)
+    factor = in_layout(v, x, gate.transposed)
+    if hopper := hopper_kernels(ROWS, x if row is None else None, gate_up, h, u, factor):
+        hopper.gate_up(x, gate_up, bias, u, factor, offsets, tiles, gate, z if keep_z else None, h)
         return z, h
     x, stride_xm = with_stride(x)
     H, I, E = x.shape[-1], h.shape[1], len(gate_up)
@@ -232,8 +233,9 @@ def moe_rows_times(
     out = _rows_times_outputs(a, w, bias, u, v, offsets, tiles, transposed)
     tile = tiles_for(a, *w.shape[1:]).rows_times
     K, N = a.shape[1], out.shape[1]
-    if hopper := hopper_kernels(ROWS, a, w, u, v):
-        hopper.rows_times(a, w, bias, u, v, offsets, tiles, transposed, out)
+    factor = in_layout(v, a, transposed)
+    if hopper := hopper_kernels(ROWS, a, w, u, factor):
+        hopper.rows_times(a, w, bias, u, factor, offsets, tiles, transposed, out)
         return out
     launch(
         _rows_times_kernel,

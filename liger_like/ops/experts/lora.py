@@ -54,13 +54,18 @@ def each_lora(lora: Lora | None, E: int, dtype: torch.dtype) -> list[Lora | None
     return [(a, b, scale) for a, b in zip(a.to(dtype), b.to(dtype), strict=True)]
 
 
-def factors(lora: Lora | None, dtype: torch.dtype) -> tuple[Tensor | None, Tensor | None]:
-    """Return A and B^T [E, R, width] in ``dtype``, contiguous, with zeros up to a rank that is a multiple of DEPTH."""
+def factors(lora: Lora | None, dtype: torch.dtype, transposed: bool) -> tuple[Tensor | None, Tensor | None]:
+    """Return A and B^T [E, R, width] in ``dtype``, with zeros up to a rank that is a multiple of DEPTH.
+
+    A is contiguous. The memory of B^T has the layout of the experts' matrices [E, out, in], or [E, in, out] if
+    ``transposed``: B as it is given, or a copy.
+    """
     if lora is None:
         return None, None
-    a, b, _ = lora
-    a, b = (nn.functional.pad(t.to(dtype), (0, 0, 0, -t.shape[1] % DEPTH.value)) for t in (a, b.mT))
-    return a.contiguous(), b.contiguous()
+    a, b = (t.to(dtype) for t in lora[:2])
+    if more := -a.shape[1] % DEPTH.value:  # a pad of 0 is a copy, too
+        a, b = nn.functional.pad(a, (0, 0, 0, more)), nn.functional.pad(b, (0, more))
+    return a.contiguous(), b.mT.contiguous() if transposed else b.contiguous().mT
 
 
 @triton.jit

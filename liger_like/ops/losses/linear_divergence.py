@@ -222,9 +222,9 @@ class _FusedLinearDivergence(torch.autograd.Function):
             grads = scaled(ctx, (weight, *sums), factor_of(ctx, dloss, None))
         else:
             *saved, teacher_x, teacher_weight, teacher_bias, lse, lse_rest, mean = ctx.saved_tensors
-            saved.insert(6, None)  # no class weights
             more = *Teacher(teacher_x, teacher_weight, teacher_bias, *ctx.scores), lse, lse_rest, mean
-            grads = recomputed(ctx, tuple(saved), (dloss, None, None), more, linear_divergence_bwd)
+            operands = (*saved[:6], None, *saved[6:])  # no class weights
+            grads = recomputed(ctx, operands, (dloss, None, None), more, linear_divergence_bwd)
         asked = (grad if needed else None for grad, needed in zip(grads, ctx.needs_input_grad[:5], strict=True))
         return *asked, *none[5:]
 

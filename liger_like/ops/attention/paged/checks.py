@@ -90,7 +90,7 @@ def check_pages(where: Pages, cache: Tensor, rows: int, longest: int) -> None:
 
 
 def _check_values(where: Pages, cache: Tensor, rows: int) -> None:
-    """Raise unless the lengths fit into the pages, and the pages into the cache."""
+    """Raise unless the lengths fit into the pages."""
     lengths, capacity = where.lengths, where.capacity(cache.shape[1])
     assert lengths is not None
     if where.starts(rows):

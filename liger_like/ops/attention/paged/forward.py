@@ -128,13 +128,11 @@ def paged_attention_fwd(
     chunk = _chunk(keys, where.slots, few.block_n)
     splits = max(1, -(-keys // chunk))
     items = capacity // chunk + B if where.slots else B  # with slots at most as many chunks, else sequences
-    rows = min(max(1, max_seqlen_q), tokens) * group
-    parts: tuple[Tensor | None, Tensor | None] = None, None
-    shape = items if where.slots else B * splits, HK, rows
-    if splits > 1:
-        parts = lse.new_empty((*shape, DV)), lse.new_empty((*shape, 2))
-    shared = {"HK": HK, "GROUP": group, "DV": DV, "HAS_LEFT": left >= 0, "TOKENS": tokens, "ROWS": rows}
-    shared |= where.constants(T, P)
+    height = min(max(1, max_seqlen_q), tokens) * group
+    chunks = 0 if splits == 1 else items if where.slots else B * splits
+    parts = tuple(lse.new_empty(chunks, HK, height, width) for width in (DV, 2))
+    # what depends on the batch is no constexpr, and no tensor is None for some batches: two kernels may round otherwise
+    shared = {"HK": HK, "GROUP": group, "DV": DV, "HAS_LEFT": left >= 0, "TOKENS": tokens, **where.constants(T, P)}
     strides = q.stride(1), k_cache.stride(0), k_cache.stride(2), v_cache.stride(0), v_cache.stride(2)
     steps = {"STRIDE_Q": q.stride(0), "STRIDE_K": k_cache.stride(1), "STRIDE_V": v_cache.stride(1)}
     for name, new in (("STRIDE_NK", k), ("STRIDE_NV", v)):
@@ -148,7 +146,7 @@ def paged_attention_fwd(
             _attention_paged_kernel,
             grid,
             (q, k_cache, v_cache, k, v, *where, packed(sinks), out, lse, *parts),
-            (*strides, where.stride, B, T, N, capacity, chunk, splits, left),
+            (*strides, where.stride, B, T, N, capacity, chunk, splits, height, left),
             (scale,),
             FEW=tile is few,
             D=D,
@@ -160,9 +158,9 @@ def paged_attention_fwd(
     if splits > 1:
         launch(
             _attention_paged_merge_kernel,
-            (B * HK * rows,),
+            (B * HK * height,),
             (*parts, packed(sinks), *where[1:], out, lse),
-            (B, T, capacity, shape[0], chunk, splits, left),
+            (B, T, capacity, chunks, chunk, splits, height, left),
             BLOCK_N=few.block_n,
             BLOCK_C=MERGED,
             BLOCK_D=block_of(DV),

@@ -18,7 +18,6 @@ from liger_like.ops.attention.paged.places import (
     items_before,
     keys_of,
     load_ids,
-    pages_of,
     place_of,
     rows_of,
 )
@@ -82,19 +81,20 @@ def _fill_behind(
         tl.store(lse_ptr + heads * T + t, unseen, mask=mask)
 
 
-@triton.jit(do_not_specialize=["B", "T", "N", "capacity", "chunk", "splits", "left"])
+@triton.jit(do_not_specialize=["B", "T", "N", "capacity", "chunk", "splits", "height", "left"])
 def _attention_paged_kernel(
     q_ptr, k_ptr, v_ptr, new_k_ptr, new_v_ptr, pages_ptr, lengths_ptr, cu_ptr, sinks_ptr, out_ptr, lse_ptr, parts_ptr,
     parts_sums_ptr, stride_qh, stride_kp, stride_kh, stride_vp, stride_vh, stride_nkh, stride_nvh, stride_pb, B, T, N,
-    capacity, chunk, splits, left, scale, HK: tl.constexpr, GROUP: tl.constexpr, D: tl.constexpr, DV: tl.constexpr,
-    STRIDE_Q: tl.constexpr, STRIDE_K: tl.constexpr, STRIDE_V: tl.constexpr, STRIDE_NK: tl.constexpr,
+    capacity, chunk, splits, height, left, scale, HK: tl.constexpr, GROUP: tl.constexpr, D: tl.constexpr,
+    DV: tl.constexpr, STRIDE_Q: tl.constexpr, STRIDE_K: tl.constexpr, STRIDE_V: tl.constexpr, STRIDE_NK: tl.constexpr,
     STRIDE_NV: tl.constexpr, PAGE: tl.constexpr, SLOTS: tl.constexpr, STARTS: tl.constexpr, SOFTCAP: tl.constexpr,
-    HAS_LEFT: tl.constexpr, FEW: tl.constexpr, TOKENS: tl.constexpr, ROWS: tl.constexpr, SEQUENCES: tl.constexpr,
+    HAS_LEFT: tl.constexpr, FEW: tl.constexpr, TOKENS: tl.constexpr, SEQUENCES: tl.constexpr,
     BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
 ):  # fmt: skip
     """Compute a block of rows over a chunk of keys. FEW: of the sequences of at most TOKENS rows, else of the others.
 
-    With the parts a chunk that is not all of its sequence stores its output in fp32 there, [chunks, HK, ROWS, DV].
+    A chunk that is not all of its sequence stores its output in fp32 in the parts, [chunks, HK, height, DV]. They are
+    empty if no sequence can have two, since a kernel without them would round differently.
     """
     item, hk = tl.program_id(0) // HK, (tl.program_id(0) % HK).to(tl.int64)
     b, rank = item, tl.program_id(1)
@@ -136,17 +136,17 @@ def _attention_paged_kernel(
     low = first + shift - left if HAS_LEFT else 0
     k_ptr += hk * stride_kh
     v_ptr += hk * stride_vh
-    pages_ptr = pages_of(pages_ptr, b, start_k, stride_pb, SLOTS)
     cached = end if new_k_ptr is None else tl.minimum(end, shift)  # the keys before this one come from the cache
     WHOLE: tl.constexpr = pages_ptr is None or (not SLOTS and PAGE % BLOCK_N == 0)
     keys = start if WHOLE else start + tl.arange(0, BLOCK_N)
-    ids = load_ids(pages_ptr, b, keys, (keys >= low) & (keys < cached) if not WHOLE else keys < cached, PAGE, SLOTS)
+    ids = load_ids(pages_ptr, b, start_k, stride_pb, keys, keys < cached, PAGE, SLOTS)
     state = zero_parts(BLOCK_M, DV), tl.zeros((BLOCK_M,), tl.float32), tl.full((BLOCK_M,), float("-inf"), tl.float32)
     for n in tl.range(start, cached, BLOCK_N):
         keys = n if WHOLE else n + tl.arange(0, BLOCK_N)
         page, row = place_of(ids, keys, pages_ptr is not None, PAGE, SLOTS)
         page = tl.minimum(tl.maximum(page, 0), N - 1)  # wrong pages cannot lead out of the cache
-        ids = load_ids(pages_ptr, b, keys + BLOCK_N, keys + BLOCK_N < cached, PAGE, SLOTS)  # one block ahead
+        ahead = keys + BLOCK_N  # loaded one block before use
+        ids = load_ids(pages_ptr, b, start_k, stride_pb, ahead, ahead < cached, PAGE, SLOTS)
         edge = (n < inner_start) | (n + BLOCK_N > tl.minimum(inner_end, cached))
         state = _attend_block(
             state, q, n, edge, low, cached, queries, k_ptr, v_ptr, page, row, stride_kp, stride_vp, STRIDE_K, STRIDE_V,
@@ -169,25 +169,25 @@ def _attention_paged_kernel(
     if whole:
         store_parts(out_ptr, (tokens * (HK * GROUP) + heads) * DV, 1, mask_q, acc, DV)
         tl.store(lse_ptr + heads * T + tokens, row_max + log_sum * LN2, mask=mask_q)
-    elif parts_ptr is not None:
+    else:
         part = item if SLOTS else b * splits + rank
-        place = (tl.cast(part, tl.int64) * HK + hk) * ROWS + rows
-        mask_q = mask_q & (rows < ROWS)
+        place = (tl.cast(part, tl.int64) * HK + hk) * height + rows
+        mask_q = mask_q & (rows < height)
         store_parts(parts_ptr, place * DV, 1, mask_q, acc, DV)
         tl.store(parts_sums_ptr + place * 2, row_max, mask=mask_q)
         tl.store(parts_sums_ptr + place * 2 + 1, log_sum, mask=mask_q)
 
 
-@triton.jit(do_not_specialize=["B", "T", "capacity", "parts", "chunk", "splits", "left"])
+@triton.jit(do_not_specialize=["B", "T", "capacity", "parts", "chunk", "splits", "height", "left"])
 def _attention_paged_merge_kernel(
     parts_ptr, parts_sums_ptr, sinks_ptr, lengths_ptr, cu_ptr, out_ptr, lse_ptr, B, T, capacity, parts, chunk, splits,
-    left, HK: tl.constexpr, GROUP: tl.constexpr, DV: tl.constexpr, PAGE: tl.constexpr, SLOTS: tl.constexpr,
-    STARTS: tl.constexpr, HAS_LEFT: tl.constexpr, TOKENS: tl.constexpr, ROWS: tl.constexpr, SEQUENCES: tl.constexpr,
+    height, left, HK: tl.constexpr, GROUP: tl.constexpr, DV: tl.constexpr, PAGE: tl.constexpr, SLOTS: tl.constexpr,
+    STARTS: tl.constexpr, HAS_LEFT: tl.constexpr, TOKENS: tl.constexpr, SEQUENCES: tl.constexpr,
     BLOCK_N: tl.constexpr, BLOCK_C: tl.constexpr, BLOCK_D: tl.constexpr,
 ):  # fmt: skip
     """Sum a row of a sequence of several chunks from its parts, weighted by their sums; the chunks follow in order."""
     row = tl.program_id(0)
-    r, hk, b = row % ROWS, row // ROWS % HK, row // ROWS // HK
+    r, hk, b = row % height, row // height % HK, row // height // HK
     start_q, length_q = rows_of(cu_ptr, b, B, T)
     _, length = keys_of(lengths_ptr, b, B, capacity, STARTS, SLOTS)
     count = count_chunks(length_q, length, left, chunk, HAS_LEFT, BLOCK_N)
@@ -206,7 +206,7 @@ def _attention_paged_merge_kernel(
         offs = c + tl.arange(0, BLOCK_C)
         mask = offs < count
         part = tl.minimum(first + offs, parts - 1).to(tl.int64)  # offsets that decrease cannot lead out of the parts
-        place = (part * HK + hk) * ROWS + r
+        place = (part * HK + hk) * height + r
         maxima = tl.load(parts_sums_ptr + place * 2, mask=mask, other=float("-inf"))
         log_sums = tl.load(parts_sums_ptr + place * 2 + 1, mask=mask, other=0.0)
         new_max = tl.maximum(row_max, tl.max(maxima, 0))

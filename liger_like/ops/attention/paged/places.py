@@ -34,22 +34,16 @@ def keys_of(lengths_ptr, b, B, capacity, STARTS: tl.constexpr, SLOTS: tl.constex
 
 
 @triton.jit
-def pages_of(pages_ptr, b, start, stride_pb, SLOTS: tl.constexpr):
-    """Return the pointer to the pages of sequence ``b``, or to the slots of its keys; None without pages."""
-    if pages_ptr is not None:
-        pages_ptr += start if SLOTS else tl.cast(b, tl.int64) * stride_pb
-    return pages_ptr
-
-
-@triton.jit
-def load_ids(pages_ptr, b, keys, mask, PAGE: tl.constexpr, SLOTS: tl.constexpr):
-    """Load the page of each key, or with SLOTS its slot; without pages that is ``b``."""
+def load_ids(pages_ptr, b, start, stride_pb, keys, mask, PAGE: tl.constexpr, SLOTS: tl.constexpr):
+    """Load the page of each key of sequence ``b``, or with SLOTS its slot, where ``start`` is the place of the first;
+    without pages that is ``b``.
+    """
     if pages_ptr is None:
         return b
     elif SLOTS:
-        return tl.load(pages_ptr + keys, mask=mask, other=0)
+        return tl.load(pages_ptr + start + keys, mask=mask, other=0)
     else:
-        return tl.load(pages_ptr + keys // PAGE, mask=mask, other=0)
+        return tl.load(pages_ptr + tl.cast(b, tl.int64) * stride_pb + keys // PAGE, mask=mask, other=0)
 
 
 @triton.jit
@@ -80,7 +74,7 @@ def count_items(
     SEQUENCES: tl.constexpr,
 ):  # fmt: skip
     """Return the number of programs that each sequence takes: with FEW a chunk of keys each, for sequences of at most
-    TOKENS rows, else a block of rows each, for the others.
+    TOKENS rows, else a block of rows each, for the others. Items past those of the last sequence have no meaning.
     """
     index = tl.arange(0, SEQUENCES)
     _, n = rows_of(cu_ptr, index, B, T)
@@ -91,7 +85,7 @@ def count_items(
     else:
         count = tl.cdiv(n * GROUP, BLOCK_M)
         mine = n > TOKENS
-    return tl.where(mine & (index < B), count, 0)
+    return tl.where(mine, count, 0)
 
 
 @triton.jit

@@ -5,7 +5,7 @@ import triton.language as tl
 from torch import Tensor
 
 from liger_like.ops.attention.paged.forward import PAGES_SCHEMA, Pages
-from liger_like.ops.attention.paged.places import keys_of, load_ids, pages_of, place_of, rows_of
+from liger_like.ops.attention.paged.places import keys_of, load_ids, place_of, rows_of
 from liger_like.ops.attention.visibility import start_of
 from liger_like.runtime.blocks import block_of
 from liger_like.runtime.launcher import launch
@@ -45,7 +45,7 @@ def _paged_write_kernel(
         key = length - n + t - start_q
         inside = (b < B) & (key >= 0)
         key = tl.where(inside, key, 0)
-        ids = load_ids(pages_of(pages_ptr, b, start_k, stride_pb, SLOTS), b, key, inside, PAGE, SLOTS)
+        ids = load_ids(pages_ptr, b, start_k, stride_pb, key, inside, PAGE, SLOTS)
     page, row = place_of(ids, key, pages_ptr is not None, PAGE, SLOTS)
     heads = tl.program_id(1) * BLOCK_H + tl.arange(0, BLOCK_H).to(tl.int64)
     mask = (heads < HK) & inside & (page >= 0) & (page < N)

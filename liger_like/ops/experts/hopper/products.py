@@ -69,14 +69,14 @@ def rows_of_all(a: Tensor) -> Descriptor:
 def factors_of(
     a: Tensor, w: Tensor, transposed: bool, u: Tensor | None, v: Tensor | None
 ) -> tuple[tuple[Descriptor, ...], int]:
-    """Return the descriptors of ``a`` and ``w``, then of u [S, R] and v [E, R, N] in the layout of w, and R.
+    """Return the descriptors of ``a`` and ``w``, then of u [S, R] and v, which is in the layout of w, and R.
 
     The product with u and v is more depth. Without u the kernel reads no more than ``a`` and ``w``, and R is 0.
     """
     first = rows_of_all(a), weights_of(w, transposed)
     if u is None or v is None:
         return (*first, *first), 0
-    return (*first, rows_of_all(u), weights_of(v if transposed else v.mT.contiguous(), transposed)), u.shape[1]
+    return (*first, rows_of_all(u), weights_of(v, transposed)), u.shape[1]
 
 
 def rows_of_one(a: Tensor, cols: int, parts: int = 1) -> Descriptor:
