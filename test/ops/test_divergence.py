@@ -110,6 +110,15 @@ def test_accuracy(beta, reduction, device, monkeypatch, poisoned):
     assert_accurate(SPEC.fn, SPEC.ref, make, options)
 
 
+@pytest.mark.parametrize("beta", [2.0**-14, 1 - 2.0**-14 - 2.0**-26])
+def test_beta_near_its_ends(beta, device):
+    """In fp32 the second beta is rounded by 2^-26, which is 2^-12 of the divergence that is left."""
+    inputs = inputs_of(device)
+    exact = SPEC.ref(**{n: t.double() for n, t in inputs.items()}, beta=beta)
+    loss = SPEC.fn(**inputs, beta=beta)
+    torch.testing.assert_close(loss.double(), exact, rtol=5e-5, atol=0)
+
+
 @pytest.mark.parametrize("dtype", HALF, ids=str)
 @pytest.mark.parametrize(("beta", "reduction"), [(0.0, "none"), (1e-3, "mean")])
 def test_accuracy_in_half_precision(beta, reduction, dtype, device):

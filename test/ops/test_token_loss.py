@@ -301,6 +301,9 @@ def test_tensors_that_the_function_closes_over(device):
     inputs, scale = inputs_of(device, (20,), per_token=False), torch.ones(3, device=device, requires_grad=True)
     with pytest.raises(ValueError, match=r"loss_fn must get tensors .* as per_token, but reads one of \[3\]"):
         ops.fused_linear_token_loss(**inputs, loss_fn=lambda tokens: tokens.logprob * scale.square().sum())
+    factors = iter((1.0, *scale))  # of the second chunk
+    with pytest.raises(ValueError, match="loss_fn must get tensors that require a gradient as per_token"):
+        ops.fused_linear_token_loss(**inputs, loss_fn=lambda tokens: tokens.logprob * next(factors), chunk_rows=8)
     with torch.no_grad():
         ops.fused_linear_token_loss(**inputs, loss_fn=lambda tokens: tokens.logprob * scale.square().sum())
 

@@ -272,6 +272,14 @@ def compiled(rank):
     torch.testing.assert_close(*results)
 
 
+def nan_stays_in_its_row(rank):
+    x, weight, target = torch.randn(5, H), torch.randn(4, H), torch.arange(5)
+    x[2] = float("nan")
+    out = vocab_parallel_logprobs(x, weight, target, dist.group.WORLD, outputs=("logprob", "entropy", "lse"))
+    for rows in (out.logprob, out.entropy, out.lse):
+        assert rows.isnan().nonzero().flatten().tolist() == [2]
+
+
 def errors(rank):
     x, weight, target = torch.randn(3, H), torch.randn(4, H), torch.zeros(3, dtype=torch.int64)
     valid = {"x": x, "weight_shard": weight, "target": target, "group": dist.group.WORLD}
@@ -306,6 +314,7 @@ SPECIAL = (
     shards_in_another_order,
     dtensors,
     compiled,
+    nan_stays_in_its_row,
     errors,
 )
 

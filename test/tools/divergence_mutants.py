@@ -7,7 +7,7 @@ ROWS, CHUNKS, SHARDS, OP = (
 TOPK, PARALLEL = "_topk_divergence.py", "parallel/vocab_divergence.py"
 DIVERGENCE = [
     (ROWS, "FORWARD if beta == 0 else REVERSE", "REVERSE if beta == 0 else FORWARD", "forward and reverse are swapped"),
-    (ROWS, "tl.where(of_p, beta, 1.0 - beta)", "tl.where(of_p, 1.0 - beta, beta)", "the mixture has the other weights"),
+    (ROWS, "tl.where(of_p, beta, rest)", "tl.where(of_p, rest, beta)", "the mixture has the other weights"),
     (
         ROWS,
         "tl.where(of_p, direct, direct - gap)",
@@ -15,7 +15,8 @@ DIVERGENCE = [
         "the rarer word's ratio to the mixture is the other one's",
     ),
     (ROWS, "(ratio - 1.0 - less) - tl.log(ratio)", "-tl.log(ratio)", "a small beta divides a rounding error"),
-    (ROWS, "of_p = (1.0 - beta) * p >= beta * q", "of_p = p >= q", "the mixture's smaller part cancels"),
+    (ROWS, "beta, 1 - beta, unit", "beta, 1 - Tensor([beta]).item(), unit", "a beta near 1 is rounded"),
+    (ROWS, "of_p = rest * p >= beta * q", "of_p = p >= q", "the mixture's smaller part cancels"),
     (ROWS, "terms = tl.where(q == 0.0, 0.0, q * gap) + pw", "terms = tl.where(q == 0.0, 0.0, q * gap)", "terms cancel"),
     (ROWS, "pw = tl.where(p == 0.0, 0.0, -p * gap)", "pw = -p * gap", "a word of no probability gives NaN"),
     (
@@ -73,7 +74,6 @@ DIVERGENCE = [
         "the divergence among the processes is missing",
     ),
     (SHARDS, "(argmax + shard.first_word)", "argmax", "words by their place in the shard"),
-    (SHARDS, ".where(self.p != 0, 0)", "", "a process without probable words gives NaN"),
     (
         PARALLEL,
         "gathered(teacher_x.detach(), shard.processes())",

@@ -152,7 +152,7 @@ TESTS = {
     "patches/lm_head.py": "test_patches_balance or test_tokens or test_trl",
     "patches/forms.py": "recognition",
     **{file: "test_parallel_moe" for file, *_ in PARALLEL},
-    "ops/losses/vocab_shards.py": "test_parallel_logprobs",
+    "ops/losses/vocab_shards.py": "test_parallel_logprobs or test_parallel_divergence",
     "parallel/vocab_parallel.py": "test_parallel_logprobs",
     **{file: "experts and not patches" for file, *_ in EXPERTS},
     "ops/attention/choice.py": "attention",

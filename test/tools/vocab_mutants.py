@@ -4,6 +4,13 @@ SHARDS, FORMS = "ops/losses/vocab_shards.py", "parallel/vocab_parallel.py"
 CHUNKS, OP = "ops/losses/chunks.py", "ops/losses/linear_logprobs.py"
 
 VOCAB = [
+    (
+        SHARDS,
+        ".where(p != 0, 0)",
+        "",
+        "a process without probable words gives NaN",
+    ),
+    (SHARDS, ".where(p != 0, 0)", ".where(p > 0, 0)", "the entropy of a row of NaN is 0"),
     (SHARDS, "(own >= 0) & (own < V), MISSING", "own < V, MISSING", "words before a shard count as its first one"),
     (
         SHARDS,

@@ -32,8 +32,11 @@ def scale_of(beta: float) -> float:
 
 
 @triton.jit
-def _compare(z, t, lse, lse_rest, teacher_lse, teacher_lse_rest, beta, KIND: tl.constexpr):
-    """Return p, p w (for beta 0: p - q) and the terms of the divergence, of scores ``z`` and the teacher's ``t``."""
+def _compare(z, t, lse, lse_rest, teacher_lse, teacher_lse_rest, beta, rest, KIND: tl.constexpr):
+    """Return p, p w (for beta 0: p - q) and the terms of the divergence, of scores ``z`` and the teacher's ``t``.
+
+    ``rest`` is 1 - beta, which a beta near 1 in fp32 would not give.
+    """
     p, q = tl.exp((z - lse) - lse_rest), tl.exp((t - teacher_lse) - teacher_lse_rest)
     gap = (t - z) - ((teacher_lse - lse) + (teacher_lse_rest - lse_rest))  # log(q / p)
     # a word of probability 0 has no log-ratio, but a NaN stays
@@ -45,20 +48,20 @@ def _compare(z, t, lse, lse_rest, teacher_lse, teacher_lse_rest, beta, KIND: tl.
         terms = pw + (q - p)
     else:
         # log(p / m) and log(q / m): compute that of the larger part of m, which has no cancellation and no overflow
-        of_p = (1.0 - beta) * p >= beta * q
-        less = tl.where(of_p, beta, 1.0 - beta) * (tl.exp(tl.where(of_p, gap, -gap)) - 1.0)
+        of_p = rest * p >= beta * q
+        less = tl.where(of_p, beta, rest) * (tl.exp(tl.where(of_p, gap, -gap)) - 1.0)
         ratio = 1.0 + less
         direct = (ratio - 1.0 - less) - tl.log(ratio)  # with the rounding error of ratio: a small beta divides it
         pw = tl.where(p == 0.0, 0.0, p * tl.where(of_p, direct, direct - gap) / beta)
         terms = tl.where(q == 0.0, 0.0, q * tl.where(of_p, direct + gap, direct))
-        terms = beta * (terms + (1.0 - beta) * pw)
+        terms = beta * (terms + rest * pw)
     return p, pw, tl.where(terms < 0.0, 0.0, terms)  # below 0 by rounding
 
 
 @triton.jit
 def _visit_block(
-    z_ptr, t_ptr, dz_ptr, v, V, logit_scale, teacher_scale, lse, lse_rest, teacher_lse, teacher_lse_rest, beta, loss,
-    mean, upstream, SOFTCAP: tl.constexpr, TEACHER_SOFTCAP: tl.constexpr, KIND: tl.constexpr, LOSS: tl.constexpr,
+    z_ptr, t_ptr, dz_ptr, v, V, logit_scale, teacher_scale, lse, lse_rest, teacher_lse, teacher_lse_rest, beta, rest,
+    loss, mean, upstream, SOFTCAP: tl.constexpr, TEACHER_SOFTCAP: tl.constexpr, KIND: tl.constexpr, LOSS: tl.constexpr,
     GRADIENT: tl.constexpr, MASKED: tl.constexpr, BLOCK_V: tl.constexpr,
 ):  # fmt: skip
     """Add a block's part to ``loss``, and store its gradient or add its part to ``mean``."""
@@ -67,7 +70,7 @@ def _visit_block(
     z, slope = _cap_scores(_load_scores(z_ptr, offs_v, V, logit_scale, MASKED), inside, logit_scale, SOFTCAP)
     raw = _load_scores(t_ptr, offs_v, V, teacher_scale, MASKED)
     t = _cap_scores(raw, inside, teacher_scale, TEACHER_SOFTCAP)[0]
-    p, pw, terms = _compare(z, t, lse, lse_rest, teacher_lse, teacher_lse_rest, beta, KIND)
+    p, pw, terms = _compare(z, t, lse, lse_rest, teacher_lse, teacher_lse_rest, beta, rest, KIND)
     if LOSS:
         loss += tl.sum(terms, axis=0)
     if not GRADIENT:
@@ -86,7 +89,7 @@ def _visit_block(
 def _divergence_kernel(
     z_ptr, t_ptr, dz_ptr, order_ptr, target_ptr, lse_ptr, lse_rest_ptr, teacher_lse_ptr, teacher_lse_rest_ptr,
     loss_ptr, mean_ptr, dloss_ptr, stride_zm, stride_tm, stride_dzm, stride_dlm, V, ignore_index, logit_scale,
-    teacher_scale, beta, unit, SOFTCAP: tl.constexpr, TEACHER_SOFTCAP: tl.constexpr, KIND: tl.constexpr,
+    teacher_scale, beta, rest, unit, SOFTCAP: tl.constexpr, TEACHER_SOFTCAP: tl.constexpr, KIND: tl.constexpr,
     BLOCK_V: tl.constexpr,
 ):  # fmt: skip
     pid = tl.program_id(0).to(tl.int64)
@@ -116,12 +119,12 @@ def _divergence_kernel(
         for v in range(0, whole, BLOCK_V):
             loss, mean = _visit_block(
                 z_ptr, t_ptr, dz_ptr, v, V, logit_scale, teacher_scale, lse, lse_rest, teacher_lse, teacher_lse_rest,
-                beta, loss, mean, upstream, SOFTCAP, TEACHER_SOFTCAP, KIND, True, False, False, BLOCK_V,
+                beta, rest, loss, mean, upstream, SOFTCAP, TEACHER_SOFTCAP, KIND, True, False, False, BLOCK_V,
             )  # fmt: skip
         for v in range(whole, V, BLOCK_V):
             loss, mean = _visit_block(
                 z_ptr, t_ptr, dz_ptr, v, V, logit_scale, teacher_scale, lse, lse_rest, teacher_lse, teacher_lse_rest,
-                beta, loss, mean, upstream, SOFTCAP, TEACHER_SOFTCAP, KIND, True, False, True, BLOCK_V,
+                beta, rest, loss, mean, upstream, SOFTCAP, TEACHER_SOFTCAP, KIND, True, False, True, BLOCK_V,
             )  # fmt: skip
         _store(mean_ptr, row, mean)
     elif not IN_ONE_PASS:
@@ -130,12 +133,14 @@ def _divergence_kernel(
         for v in range(0, whole, BLOCK_V):
             loss, mean = _visit_block(
                 z_ptr, t_ptr, dz_ptr, v, V, logit_scale, teacher_scale, lse, lse_rest, teacher_lse, teacher_lse_rest,
-                beta, loss, mean, upstream, SOFTCAP, TEACHER_SOFTCAP, KIND, IN_ONE_PASS and LOSS, True, False, BLOCK_V,
+                beta, rest, loss, mean, upstream, SOFTCAP, TEACHER_SOFTCAP, KIND, IN_ONE_PASS and LOSS, True, False,
+                BLOCK_V,
             )  # fmt: skip
         for v in range(whole, V, BLOCK_V):
             loss, mean = _visit_block(
                 z_ptr, t_ptr, dz_ptr, v, V, logit_scale, teacher_scale, lse, lse_rest, teacher_lse, teacher_lse_rest,
-                beta, loss, mean, upstream, SOFTCAP, TEACHER_SOFTCAP, KIND, IN_ONE_PASS and LOSS, True, True, BLOCK_V,
+                beta, rest, loss, mean, upstream, SOFTCAP, TEACHER_SOFTCAP, KIND, IN_ONE_PASS and LOSS, True, True,
+                BLOCK_V,
             )  # fmt: skip
     _store(loss_ptr, row, loss)
 
@@ -173,7 +178,7 @@ def launch_divergence(
         (z.shape[0],),
         (z, teacher_z, dz, order, packed(target), *stats, loss, mean, dloss),
         (*strides, z.shape[1], options.ignore_index),
-        (options.logit_scale, teacher_options.logit_scale, beta, unit),
+        (options.logit_scale, teacher_options.logit_scale, beta, 1 - beta, unit),
         SOFTCAP=options.softcap,
         TEACHER_SOFTCAP=teacher_options.softcap,
         KIND=kind_of(beta),

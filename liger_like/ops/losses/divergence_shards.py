@@ -12,7 +12,7 @@ from torch import Tensor
 from liger_like.ops.losses.divergence_rows import FORWARD, MIXTURE, kind_of, launch_divergence
 from liger_like.ops.losses.row_kernels import launch_fwd
 from liger_like.ops.losses.rows import Options
-from liger_like.ops.losses.vocab_shards import Shard, _rounding_error, gathered
+from liger_like.ops.losses.vocab_shards import Shard, gathered, mean_over, total_lse
 
 Rows = tuple[Tensor | None, ...]
 COUNTED, IGNORED = 0, -100
@@ -25,13 +25,7 @@ class _Merged:
     """
 
     def __init__(self, lses: Tensor, lse_rests: Tensor, entropies: Tensor | None, best: tuple[Tensor, ...]) -> None:
-        top = lses.amax(0)
-        shift = top.masked_fill(top == -torch.inf, 0)
-        log_total = (lses - shift + lse_rests).exp().sum(0).log()
-        self.lse = shift + log_total
-        self.lse_rest = _rounding_error(shift, log_total, self.lse)
-        self.logp = (lses - self.lse) + (lse_rests - self.lse_rest)
-        self.p = self.logp.exp()
+        self.lse, self.lse_rest, self.logp = total_lse(lses, lse_rests)
         self.entropy = None if entropies is None else self.mean(entropies - self.logp)
         self.argmax = None
         if best:
@@ -41,7 +35,7 @@ class _Merged:
 
     def mean(self, values: Tensor) -> Tensor:
         """Return the sum over processes of their ``values`` [R, M], weighted by the probabilities of their words."""
-        return (self.p * values).where(self.p != 0, 0).sum(0)
+        return mean_over(self.logp, values)
 
 
 def fill_rows_of_shard(

@@ -179,7 +179,7 @@ class _Losses:
         tokens, args = self.found(index), [t[first:last] for t in self.sorted]
         free = tokens.logprob, tokens.entropy, tokens.logprob_at
         leaves = [*free, *(t if needed else None for t, needed in zip(args, self.trained, strict=True))]
-        grads = self._differentiate(tokens, args, leaves, index, counts, check=first == 0)
+        grads = self._differentiate(tokens, args, leaves, index, counts)
         if not self.differentiable:
             return None
         totals = [self.d_logprob, self.d_entropy, self.d_at, *self.d_per_token]
@@ -192,8 +192,7 @@ class _Losses:
         return self._in_unit([self.d_logprob, *others], index)
 
     def _differentiate(
-        self, tokens: TokenOutputs, args: list[Tensor], leaves: list[Tensor | None], index: Tensor, counts: Tensor,
-        check: bool,
+        self, tokens: TokenOutputs, args: list[Tensor], leaves: list[Tensor | None], index: Tensor, counts: Tensor
     ) -> list[Tensor | None]:  # fmt: skip
         """Store the losses and return their gradients by the ``leaves``, 0 for ignored tokens and None for none."""
         given = [t for t in leaves if t is not None]
@@ -206,8 +205,7 @@ class _Losses:
             self.losses[index] = losses.detach().float().where(counts, 0)
             if not self.differentiable or not losses.requires_grad:
                 return [None] * len(leaves)
-            if check:
-                _check_leaves(losses, given)
+            _check_leaves(losses, given)
             grads = iter(torch.autograd.grad(losses, given, counts.to(losses.dtype), allow_unused=True))
         asked = (None if t is None else next(grads) for t in leaves)
         return [None if grad is None else grad.where(_column(counts, grad), 0) for grad in asked]

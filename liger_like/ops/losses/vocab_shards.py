@@ -212,19 +212,30 @@ def _exchanged(stats: dict[str, Tensor], shard: Shard) -> dict[str, Tensor]:
     return dict(zip(stats, parts, strict=True))
 
 
-def _total(parts: dict[str, Tensor], kind: str = "") -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """Return lse, lse_rest and entropy [M, 1], and the log-probability [R, M, 1] of each process's words together."""
-    lses, lse_rests = parts[kind + "lse"], parts[kind + "lse_rest"]
+def total_lse(lses: Tensor, lse_rests: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    """Return lse and lse_rest over the words of all R processes, and each process's log-probability, [R, ...].
+
+    ``lses`` and ``lse_rests`` [R, ...] are those of each process's own words.
+    """
     top = lses.amax(0)
     shift = top.masked_fill(top == -torch.inf, 0)
     log_total = (lses - shift + lse_rests).exp().sum(0).log()
     lse = shift + log_total
     lse_rest = _rounding_error(shift, log_total, lse)
-    logp = (lses - lse) + (lse_rests - lse_rest)
-    p, entropy = logp.exp(), lse
-    if (entropies := parts.get(kind + "entropy")) is not None:
-        entropy = (p * (entropies - logp)).where(p > 0, 0).sum(0)
-    return lse, lse_rest, entropy, logp
+    return lse, lse_rest, (lses - lse) + (lse_rests - lse_rest)
+
+
+def mean_over(logp: Tensor, values: Tensor) -> Tensor:
+    """Return the sum over processes of ``values`` [R, ...], weighted by their probabilities: a NaN stays."""
+    p = logp.exp()
+    return (p * values).where(p != 0, 0).sum(0)
+
+
+def _total(parts: dict[str, Tensor], kind: str = "") -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    """Return lse, lse_rest and entropy [M, 1], and the log-probability [R, M, 1] of each process's words together."""
+    lse, lse_rest, logp = total_lse(parts[kind + "lse"], parts[kind + "lse_rest"])
+    entropies = parts.get(kind + "entropy")
+    return lse, lse_rest, lse if entropies is None else mean_over(logp, entropies - logp), logp
 
 
 def _merged(
