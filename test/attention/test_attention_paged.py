@@ -191,7 +191,8 @@ def test_keys_before_the_window_may_be_gone(kind, device, poisoned):
 
 @pytest.mark.parametrize("kind", KINDS)
 def test_new_keys_may_be_written_or_not(kind, device, poisoned):
-    inputs = paged_inputs(torch.float32, device, MIXED[:4], **ONE, page=16, kind=kind, new=True)
+    """The last sequence has several blocks of new keys."""
+    inputs = paged_inputs(torch.float32, device, (*MIXED[:3], (1, 70), (40, 45)), **ONE, page=16, kind=kind, new=True)
     expected = paged(**inputs)
     assert expected.isfinite().all()
     names = "k", "v", "k_cache", "v_cache"
