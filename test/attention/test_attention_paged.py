@@ -227,6 +227,13 @@ def test_nothing_to_attend(kind, device, poisoned):
         assert lse.eq(-torch.inf).all()
 
 
+def test_scores_of_minus_infinity_in_the_first_chunks(device, poisoned):
+    inputs = paged_inputs(torch.float32, device, ((1, 200),), **ONE, page=200, kind="static")
+    inputs["q"].abs_()
+    inputs["k_cache"][:, :150] = -torch.inf
+    torch.testing.assert_close(paged(**inputs), paged_ref(**inputs))
+
+
 @pytest.mark.parametrize("P", [16, 32])
 def test_more_than_2_31_elements(P, device):
     """Memory that is not touched costs nothing on a CPU."""
