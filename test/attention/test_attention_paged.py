@@ -191,7 +191,8 @@ def test_keys_before_the_window_may_be_gone(kind, device, poisoned):
 
 @pytest.mark.parametrize("kind", KINDS)
 def test_new_keys_may_be_written_or_not(kind, device, poisoned):
-    inputs = paged_inputs(torch.float32, device, MIXED[:4], **ONE, page=16, kind=kind, new=True)
+    """The last sequence has several blocks of new keys."""
+    inputs = paged_inputs(torch.float32, device, (*MIXED[:3], (1, 70), (40, 45)), **ONE, page=16, kind=kind, new=True)
     expected = paged(**inputs)
     assert expected.isfinite().all()
     names = "k", "v", "k_cache", "v_cache"
@@ -224,6 +225,13 @@ def test_nothing_to_attend(kind, device, poisoned):
         assert lse.shape == (2, T)
         assert out.eq(0).all()
         assert lse.eq(-torch.inf).all()
+
+
+def test_scores_of_minus_infinity_in_the_first_chunks(device, poisoned):
+    inputs = paged_inputs(torch.float32, device, ((1, 200),), **ONE, page=200, kind="static")
+    inputs["q"].abs_()
+    inputs["k_cache"][:, :150] = -torch.inf
+    torch.testing.assert_close(paged(**inputs), paged_ref(**inputs))
 
 
 @pytest.mark.parametrize("P", [16, 32])
