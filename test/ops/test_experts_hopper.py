@@ -4,6 +4,7 @@ import types
 
 import pytest
 import torch
+from conftest import DEVICE
 
 from liger_like import moe_experts
 from liger_like.ops import experts
@@ -64,7 +65,7 @@ def test_what_tma_moves():
 def test_adapters_come_in_the_layout_of_the_matrices(transposed, monkeypatch):
     """TMA moves the factors that Hopper's kernels get, and B of experts [E, out, in] is read where it is."""
     sizes = {"lead": (30,), "H": 32, "I": 24, "E": 3, "K": 2, "rank": 16}
-    given, seen = inputs("cpu", torch.float16, **sizes), []
+    given, seen = inputs(DEVICE, torch.float16, **sizes), []
     loras = {name: (given[f"{name}_a"], given[f"{name}_b"], 0.5) for name in ("gate_up_lora", "down_lora")}
     matrices = (given[name].mT.contiguous() if transposed else given[name] for name in ("gate_up", "down"))
 
