@@ -38,7 +38,6 @@ HOPPER = [
         "left = n * 2 * HALF",
         "gate has the columns of the next tile",
     ),
-    (EXPERTS_PRODUCTS, "v if transposed else v.mT", "v.mT if transposed else v", "adapters in the other layout"),
     (
         EXPERTS_PRODUCTS,
         "(*first, rows_of_all(u), weights",
