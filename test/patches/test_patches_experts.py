@@ -80,7 +80,7 @@ def test_kernels(family, device, calls, monkeypatch):
 @pytest.mark.parametrize("family", FAMILIES)
 def test_loss_logits_and_gradients_are_those_of_experts_run_one_by_one(family, device, defined):
     original = model_of(family, device)
-    patched, inputs = copy.deepcopy(original), batch(device)
+    patched, inputs = copy.deepcopy(original), batch(device, rows=8)  # of few tokens a router's gradient cancels
     (row,) = rows(patch(patched, strict=True, verify="numeric", **OTHERS), "experts")
     layers = len(experts_of(original))
     assert (row.variant, row.count, row.status) == (VARIANTS.get(family, "swiglu"), layers, "patched")
