@@ -24,8 +24,8 @@ def calls() -> Iterator[tuple[testing.OpSpec, torch.dtype, dict[str, Any], dict[
         shapes = []
         for shape in (*spec.test_shapes, *spec.bench_shapes):
             few = shape | ({"lead": (2,)} if "lead" in shape else {"B": 1, "S": 2})
-            if "V" in shape and "H" in shape:
-                few["H"] = 32  # only GEMMs depend on H
+            if "V" in shape:
+                few |= {key: 32 for key in ("H", "Ht") if key in shape}  # only GEMMs depend on them
             if few not in shapes:
                 shapes.append(few)
             for width in HEAD_WIDTHS if "D" in shape else EXPERTS if "E" in shape else WIDTHS:
@@ -45,7 +45,7 @@ def experts_calls(
 ) -> Iterator[tuple[testing.OpSpec, torch.dtype, dict[str, Any], dict[str, Any]]]:
     """Experts with and without biases and adapters, of widths that fill their tiles, do not, and are not aligned."""
     spec = next(spec for spec in testing.SPECS if spec.name == "moe_experts")
-    widths, more = ((2048, 768), (2880, 2880), (100, 75)), ({}, {"bias": True}, {"rank": 4})
+    widths, more = ((512, 256), (960, 960), (100, 75)), ({}, {"bias": True}, {"rank": 4})
     for (H, I), parts, dtype, options in itertools.product(widths, more, dtypes, spec.options):
         yield spec, dtype, {"lead": (2,), "H": H, "I": I, "E": 2, "K": 2} | parts, options
 
