@@ -73,7 +73,7 @@ def stand_in(function: FunctionType | None) -> Any:
 
 
 def kept_forward(function: FunctionType) -> Any:
-    """Return the forward that TRL's ``function`` calls without ``fused_lm_head``; None if there is none."""
+    """Return the forward that TRL's ``function`` calls without ``fused_lm_head``, or None if it keeps none."""
     cells = dict(zip(function.__code__.co_freevars, function.__closure__ or (), strict=True))
     return cells["original_forward"].cell_contents if "original_forward" in cells else None
 

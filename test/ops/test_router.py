@@ -99,6 +99,7 @@ def test_routers_of_transformers(name, device, poisoned):
     [
         {"top_k": 1},
         {"top_k": 60, "score": "softmax", "eps": 0.1},
+        {"top_k": 8, "score": "sigmoid", "eps": 0.5, "scale": 2.5},
         {"top_k": 30, "score": "sigmoid", "groups": (6, 3, "top2")},
         {"top_k": 5, "score": "softmax", "groups": (5, 2, "top2")},
         {"top_k": 20, "score": "softmax_of_top", "groups": (3, 1, "max")},

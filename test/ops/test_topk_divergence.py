@@ -16,7 +16,7 @@ def scores():
 
 
 def divergence(p, q, beta):
-    """Of distributions [..., K], by its definition."""
+    """Return the divergence of distributions [..., K] by its definition."""
     kl = lambda a, b: (a * (a / b).log()).sum(-1)  # noqa: E731
     if beta in (0, 1):
         return kl(p, q) if beta else kl(q, p)
@@ -26,7 +26,7 @@ def divergence(p, q, beta):
 
 @each_beta
 def test_equals_the_definition(beta):
-    """Of the words and the rest as one word; the whole divergence is at least as large."""
+    """Compare the words and the rest, as one word, with the definition; the whole divergence is no smaller."""
     z, teacher = scores()
     p, q = z.softmax(-1), teacher.softmax(-1)
     ids = q.topk(K).indices

@@ -229,7 +229,7 @@ def chunks_of_uneven_shards(rank):
 
 
 def shards_in_another_order(rank):
-    """Of equal scores the lowest word comes first, whichever process has it."""
+    """Expect the lowest word first among equal scores, whichever process has it."""
     x, weight, target = torch.ones(3, H), torch.ones(4, H), torch.zeros(3, dtype=torch.int64)
     words = {"vocab_start": 4 * (1 - rank), "vocab_size": 8, "group": dist.group.WORLD}
     out = vocab_parallel_logprobs(x, weight, target, outputs=("argmax", "correct"), topk=6, **words)

@@ -37,7 +37,7 @@ PAGED = [
         KERNELS,
         "keys < end)  # what nobody sees",
         "keys < end + BLOCK_N)  # what nobody sees",
-        "NaN behind the last key spreads",
+        "a NaN past the end of the keys spreads",
     ),
     (KERNELS, "mask = (keys >= low) & (keys < end)", "mask = keys < end", "NaN before a window spreads"),
     (KERNELS, "tl.minimum(inner_end, cached))", "inner_end)", "keys that are not in the cache count as zeros"),
@@ -82,7 +82,7 @@ PAGED = [
         "sink = tl.load(sinks_ptr + heads).to(tl.float32)",
         "sinks count in every chunk and in the merge",
     ),
-    (KERNELS, "end = tl.where(rank == 0, T, 0)", "end = 0", "rows behind the last sequence are not written"),
+    (KERNELS, "end = tl.where(rank == 0, T, 0)", "end = 0", "rows past the end of the sequences are not written"),
     (
         KERNELS,
         "part = item if SLOTS else b * splits + rank",

@@ -24,6 +24,7 @@ _ROUTER = [
     ("dp *= scale\n    common", "common", "the gradient lacks the scale"),
     ("(stride_dm, stride_m, M)", "(settings.top_k, stride_m, M)", "upstream rows are read as dense"),
     ("dp -= most", "most = 0.0", "equal gradients cancel but for rounding"),
+    ("most *= scale", "pass", "with eps the largest gradient lacks the scale"),
     ("+ most * share) / total", ") / total", "with eps the largest gradient is missing in the others"),
     ("dp = (dp - common + most * share) / total", "dp = dp / total", "the gradient of the sum is missing"),
     ("(common + most * (1.0 - share)) * share", "0.0", "with eps the sum of the weights is taken for constant"),
