@@ -38,7 +38,8 @@ def _work(rank, worker, world_size, args, backend, store, environment):
     os.environ.clear()  # drop the variables of the fork server
     os.environ.update(environment)
     support.INTERPRET = triton.knobs.runtime.interpret  # the fork server's import may have read another value
-    quicken()
+    if support.INTERPRET:
+        quicken()
     torch.set_num_threads(1)
     torch.manual_seed(0)
     if "nccl" in backend:

@@ -1,8 +1,15 @@
-"""Spare Triton's interpreter the work that it repeats at every call of a device function and for every value."""
+"""Spare Triton's interpreter the work that it repeats at every call of a device function and for every value.
+
+Most of its time goes into Python objects that say what a block is. They are made once for each element type and shape
+here: types of blocks, and the shapes of their tensors.
+"""
 
 import functools
+import math
+from operator import index
 
 import numpy as np
+from triton.language import core
 from triton.runtime import interpreter
 
 _patch_lang, _get_np_dtype = interpreter._patch_lang, interpreter._get_np_dtype
@@ -12,13 +19,19 @@ _modules = set()  # modules whose functions were called in this launch
 def quicken():
     """Let the interpreter search triton.language once, and replace its functions once per launch and module.
 
-    Without this it does both again for each device function that a kernel calls, and finds them replaced. And it
-    checks integers for overflow by interpreting six more operations for each one.
+    Without this it does both again for each device function that a kernel calls, and finds them replaced. It checks
+    integers for overflow by interpreting six more operations for each one. And it makes both operands of an operation
+    anew, although most have the type and the shape of the result.
     """
     interpreter._patch_lang = _patch_lang_once
     interpreter._patch_builtin = _patch_members
     interpreter._get_np_dtype = _numpy_dtype
     interpreter.interpreter_semantic.binary_op_sanitize_overflow_impl = _assert_no_overflow
+    interpreter.interpreter_semantic.broadcast_impl_value = _broadcast
+    interpreter.interpreter_semantic.binary_op_type_checking_impl = _operands
+    core.block_type.__new__ = _block_type
+    core.block_type.__init__ = _init_block_type
+    core.tensor.__init__ = _init_tensor
 
 
 def _patch_lang_once(fn):
@@ -40,13 +53,24 @@ def _patch_lang_once(fn):
 
 @functools.cache
 def _members(owner):
-    is_builtin = interpreter.tl.core.is_builtin
-    return [(name, member) for name, member in interpreter.inspect.getmembers(owner) if is_builtin(member)]
+    members = interpreter.inspect.getmembers(owner)
+    return [(name, _interpreted(member)) for name, member in members if core.is_builtin(member)]
+
+
+def _interpreted(member):
+    """Return a builtin for the interpreter, without Triton's check that it is called by a kernel."""
+    function = getattr(member, "__wrapped__", member)
+
+    def call(*args, **options):
+        options["_semantic"] = interpreter.interpreter_semantic
+        return function(*args, **options)
+
+    return call
 
 
 def _patch_members(owner, builder, scope):
     for name, member in _members(owner):
-        interpreter._patch_attr(owner, name, member, builder, scope)
+        scope.set_attr(owner, name, member)
 
 
 _dtypes = {}
@@ -69,3 +93,68 @@ def _assert_no_overflow(a, b, op):
         wide = _WIDE[op.__name__](a.handle.data, b.handle.data, dtype=np.int64)
         fits = dtype.get_int_min_value() <= wide.min() and wide.max() <= dtype.get_int_max_value()
         assert fits, f"int{dtype.int_bitwidth} overflow detected for operation {op.__name__}"
+
+
+_check_operands = interpreter.interpreter_semantic.binary_op_type_checking_impl
+_broadcast_impl_value = interpreter.interpreter_semantic.broadcast_impl_value
+_new_block_type = core.block_type.__init__
+
+
+def _operands(a, b, allow_lhs_ptr=False, allow_rhs_ptr=False, arithmetic_check=True, div_or_mod=False):
+    """Leave operands of one type as they are, unless a division promotes them."""
+    if type(a) is type(b) is core.tensor and a.type is b.type and not a.dtype.is_ptr() and not div_or_mod:
+        return a, b
+    return _check_operands(a, b, allow_lhs_ptr, allow_rhs_ptr, arithmetic_check, div_or_mod)
+
+
+def _broadcast(a, b):
+    """Leave a block of the common shape as it is: Triton's own function makes a view of it."""
+    shape = _common(*(x.type.sizes if x.type.is_block() else () for x in (a, b)))
+    return (_spread(a, shape), _spread(b, shape)) if shape else _broadcast_impl_value(a, b)
+
+
+@functools.cache
+def _common(a, b):
+    """Return the shape of a block and a number, or of two blocks of one rank that broadcast, else None."""
+    if not a or not b:
+        return a or b
+    fits = len(a) == len(b) and all(1 in (m, n) or m == n for m, n in zip(a, b, strict=True))
+    return tuple(map(max, a, b)) if fits else None
+
+
+def _spread(x, shape):
+    builder = interpreter.interpreter_builder
+    block_type = core.block_type(x.dtype, list(shape))
+    if x.type is block_type:
+        return x
+    if x.type.is_block():
+        return core.tensor(builder.create_broadcast(x.handle, shape), block_type)
+    return core.tensor(builder.create_splat(block_type, x.handle), block_type)
+
+
+def _block_type(cls, element_ty, shape):
+    """Return the one type of blocks of this element type and shape."""
+    blocks = element_ty.__dict__.setdefault("_blocks", {})
+    sizes = tuple([index(size) for size in shape])
+    if sizes not in blocks:
+        new = object.__new__(cls)
+        _new_block_type(new, element_ty, shape)
+        new.sizes = sizes
+        blocks[sizes] = new
+    return blocks[sizes]
+
+
+def _init_block_type(self, element_ty, shape):
+    """Keep the fields: ``_block_type`` has filled them."""
+
+
+def _init_tensor(self, handle, type):
+    self.handle, self.type, self.dtype = handle, type, type.scalar
+    self.shape, self.numel = type.__dict__.get("_size") or _size(type)
+
+
+def _size(type):
+    """Return the shape and the number of elements of tensors of a type, and keep them there."""
+    shape = type.shape if type.is_block() else ()
+    type._size = core.tuple([core.constexpr(n) for n in shape]), core.constexpr(math.prod(shape))
+    return type._size
