@@ -52,11 +52,11 @@ check: $(ready)
 	$(py) -m mypy
 
 # for all GPUs by the installed Triton and the oldest one allowed, or for some GPUs by other versions of Triton:
-# make compile-check TRITON="installed 3.9.0" GPUS="sm_90 gfx942"; EVERY=3 compiles one kernel in three
-compile-check: $(ready) $(addprefix .cache/triton-,$(filter-out installed,$(TRITON)))
-	for version in $(TRITON); do \
-		PYTHONPATH=$(CURDIR)/.cache/triton-$$version:$(PYTHONPATH) $(py) test/tools/compile_check.py $(GPUS) $(if $(EVERY),--every $(EVERY)) || exit; \
-	done
+# make compile-check TRITON="installed 3.9.0" GPUS="sm_90 gfx942"; EVERY=3 compiles one in three variants of each kernel
+compile-check: $(TRITON:%=compile-check-%)
+
+$(TRITON:%=compile-check-%): compile-check-%: $(ready) $(addprefix .cache/triton-,$(filter-out installed,$(TRITON)))
+	PYTHONPATH=$(CURDIR)/.cache/triton-$*:$(PYTHONPATH) $(py) test/tools/compile_check.py $(GPUS) $(if $(EVERY),--every $(EVERY))
 
 # make mutants, or some of them, make mutants ARGS="rope.py --workers 32"
 mutants: $(ready)

@@ -8,6 +8,7 @@ from pathlib import Path
 
 import pytest
 import torch
+import torch._functorch.config
 from functorch.compile import min_cut_rematerialization_partition
 from torch._dynamo.backends.common import aot_autograd
 from torch._inductor.utils import run_and_get_code
@@ -26,17 +27,26 @@ TOOL = Path(__file__).parents[1] / "tools" / "inlined_kernels.py"
 on_rows = pytest.mark.parametrize("name", ["rms_norm", "add_rms_norm", "layer_norm", "swiglu", "geglu"])
 
 
+class NotRunError(Exception):
+    """A graph that is only looked at was called."""
+
+
 def graphs_of(call):
-    """Return the graphs of a call that is compiled and of its backward."""
+    """Return the graphs of a call that is compiled and of its backward, which do not run."""
     graphs = []
 
     def keep(graph, inputs):
         graphs.append(graph.graph)
-        return graph
+        return refuse
+
+    def refuse(*args):
+        raise NotRunError
 
     torch._dynamo.reset()
     partition = min_cut_rematerialization_partition
-    call(aot_autograd(fw_compiler=keep, bw_compiler=keep, partition_fn=partition))
+    # both graphs before the first is called
+    with torch._functorch.config.patch(force_non_lazy_backward_lowering=True), pytest.raises(NotRunError):
+        call(aot_autograd(fw_compiler=keep, bw_compiler=keep, partition_fn=partition))
     return graphs
 
 

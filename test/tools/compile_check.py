@@ -2,7 +2,7 @@
 
     python test/tools/compile_check.py               for every GPU of TARGETS
     python test/tools/compile_check.py sm_90 gfx942    for some
-    python test/tools/compile_check.py --every 3       one in three of each portable kernel, and all in Gluon
+    python test/tools/compile_check.py --every 3       one in three of each kernel
 
 Nothing lists the kernels: the ops of ``testing.SPECS`` run forward and backward with their launches recorded, not made.
 Each launch is then specialised and compiled by Triton as it would be on the target. Exit code 1: a kernel does not
@@ -360,26 +360,19 @@ def plan() -> list[tuple[int, str]]:
 
 
 def sampled(jobs: list[tuple[int, str]], every: int) -> list[tuple[int, str]]:
-    """Return one in ``every`` jobs of each kernel and GPU, at least one; other ones for each minor version of Triton.
-
-    The kernels in Gluon are compiled whole: they name registers, barriers and layouts, and versions differ in these.
-    """
+    """Return one in ``every`` jobs of each kernel and GPU, at least one; other ones for each version of Triton."""
     jobs_of = defaultdict(list)
     for index, gpu in jobs:
         jobs_of[LAUNCHES[index].kernel, gpu].append((index, gpu))
     version = int(triton.__version__.split(".")[1])
-    return [
-        job
-        for (kernel, _), own in jobs_of.items()
-        for job in (own if kernel.is_gluon() else own[version % min(every, len(own)) :: every])
-    ]
+    return [job for own in jobs_of.values() for job in own[version % min(every, len(own)) :: every]]
 
 
 def main() -> None:
     """Compile what ``plan`` says, print a table of the costs, and exit with 1 if a kernel fails."""
     parser = argparse.ArgumentParser(prog="compile_check.py")
     parser.add_argument("gpus", nargs="*", metavar="GPU", help=f"some of {', '.join(TARGETS)}; else all")
-    parser.add_argument("--every", type=int, default=1, metavar="N", help="compile one in N of each portable kernel")
+    parser.add_argument("--every", type=int, default=1, metavar="N", help="compile one in N of each kernel")
     arguments = parser.parse_args()
     if unknown := {*arguments.gpus} - TARGETS.keys():
         parser.error(f"no GPUs to compile for: {', '.join(unknown)}; there are {', '.join(TARGETS)}")
