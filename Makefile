@@ -19,8 +19,8 @@ PARALLEL := --numprocesses auto --dist worksteal
 OLDEST := $(addprefix test/,benchmark/test_coverage.py patches/test_patches_vision.py patches/test_patching_recognition.py \
 	patches/test_patches_experts.py patches/test_patches_experts_report.py patches/test_patches_routers.py \
 	patches/test_patches_balance.py)
-NEWEST := $(addprefix test/,runtime/test_tiles.py ops/test_norms_and_rope.py ops/test_losses.py ops/test_chunked_loss.py \
-	ops/test_weight_gradient.py ops/test_logprobs.py ops/test_logprob_routes.py ops/test_router_logits.py \
+# every kernel with its flags: the other tests of ops launch no further combination of them
+NEWEST := $(addprefix test/,runtime/test_tiles.py ops/test_norms_and_rope.py ops/test_weight_gradient.py ops/test_router_logits.py \
 	attention/test_attention_programs.py) \
 	$(addprefix test/ops/test_ops.py::test_,zero_stride_upstream bitwise_repeatable)
 

@@ -347,6 +347,7 @@ def test_time_on_a_host_without_gpu(monkeypatch):
     ticks = itertools.count()
     monkeypatch.setattr(measure, "time", SimpleNamespace(perf_counter=lambda: next(ticks)))
     monkeypatch.setattr(memory_bound, "ROUNDS", 1)
+    monkeypatch.setattr(memory_bound, "HOST_STEPS", 4)
     sys.setprofile(lambda *_: next(ticks))
     try:
         rows = memory_bound.host_alone(["rms_norm"])["host"]

@@ -29,6 +29,8 @@ def quicken():
     interpreter.interpreter_semantic.binary_op_sanitize_overflow_impl = _assert_no_overflow
     interpreter.interpreter_semantic.broadcast_impl_value = _broadcast
     interpreter.interpreter_semantic.binary_op_type_checking_impl = _operands
+    core._unwrap_if_constexpr = _unwrap
+    core.dtype.sizes = ()  # of a number
     core.block_type.__new__ = _block_type
     core.block_type.__init__ = _init_block_type
     core.tensor.__init__ = _init_tensor
@@ -95,21 +97,60 @@ def _assert_no_overflow(a, b, op):
         assert fits, f"int{dtype.int_bitwidth} overflow detected for operation {op.__name__}"
 
 
+_unwrap_all = core._unwrap_if_constexpr
+_NESTED = list, tuple, core.tuple
+
+
+def _unwrap(x):
+    if type(x) is core.constexpr:
+        return x.value
+    return _unwrap_all(x) if isinstance(x, _NESTED) else x
+
+
 _check_operands = interpreter.interpreter_semantic.binary_op_type_checking_impl
 _broadcast_impl_value = interpreter.interpreter_semantic.broadcast_impl_value
 _new_block_type = core.block_type.__init__
 
 
 def _operands(a, b, allow_lhs_ptr=False, allow_rhs_ptr=False, arithmetic_check=True, div_or_mod=False):
-    """Leave operands of one type as they are, unless a division promotes them."""
-    if type(a) is type(b) is core.tensor and a.type is b.type and not a.dtype.is_ptr() and not div_or_mod:
-        return a, b
+    """Cast nothing that has its type, and make each number once; leave the other cases to Triton."""
+    kinds = type(a) is core.tensor, type(b) is core.tensor
+    if all(kinds):
+        if a.dtype.is_ptr():
+            if allow_lhs_ptr and b.dtype.is_int():
+                return _broadcast(a, b)
+        elif a.dtype.name == b.dtype.name and not div_or_mod:
+            return _broadcast(a, b)
+    elif arithmetic_check and kinds[0] and _takes(a.dtype, b, div_or_mod):
+        return a, _constant(b, a.type)
+    elif arithmetic_check and kinds[1] and _takes(b.dtype, a, div_or_mod):
+        return _constant(a, b.type), b
     return _check_operands(a, b, allow_lhs_ptr, allow_rhs_ptr, arithmetic_check, div_or_mod)
+
+
+def _takes(dtype, number, div_or_mod):
+    """Return True if a number takes the dtype of a tensor that it meets."""
+    if dtype.name == "fp32" or (dtype.name == "fp16" and not div_or_mod):
+        return type(number) in (int, float)
+    return dtype.name in ("int32", "int64") and type(number) is int and -(2**31) <= number < 2**31
+
+
+def _constant(number, type):
+    """Return a tensor that holds a number, the same one at every call."""
+    constants = type.__dict__.setdefault("_constants", {})
+    if number not in constants:
+        if len(constants) == 99:  # of a loop, each value
+            constants.clear()
+        constants[number] = _spread(interpreter.interpreter_semantic.scalar_constant(number, type.scalar), type.sizes)
+    return constants[number]
 
 
 def _broadcast(a, b):
     """Leave a block of the common shape as it is: Triton's own function makes a view of it."""
-    shape = _common(*(x.type.sizes if x.type.is_block() else () for x in (a, b)))
+    m, n = a.type.sizes, b.type.sizes
+    if m == n:
+        return a, b
+    shape = _common(m, n)
     return (_spread(a, shape), _spread(b, shape)) if shape else _broadcast_impl_value(a, b)
 
 
@@ -123,10 +164,9 @@ def _common(a, b):
 
 
 def _spread(x, shape):
-    builder = interpreter.interpreter_builder
-    block_type = core.block_type(x.dtype, list(shape))
-    if x.type is block_type:
+    if x.type.sizes == shape:
         return x
+    builder, block_type = interpreter.interpreter_builder, core.block_type(x.dtype, list(shape))
     if x.type.is_block():
         return core.tensor(builder.create_broadcast(x.handle, shape), block_type)
     return core.tensor(builder.create_splat(block_type, x.handle), block_type)
