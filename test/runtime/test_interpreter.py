@@ -39,3 +39,29 @@ def test_language_is_as_it_was_after_a_launch():
         _arithmetic_kernel[(1,)](x, "step", 2)
         assert x.tolist() == [3, 3]
         assert (tl.load, tl.sum, tl.tensor.__add__) == before
+
+
+@triton.jit
+def _types_kernel(x_ptr, n_ptr, out_ptr, BLOCK: tl.constexpr):
+    offs = tl.arange(0, BLOCK)
+    x, n = tl.load(x_ptr + offs), tl.load(n_ptr + offs)
+    tl.static_assert((x + x).dtype == tl.float16)
+    tl.static_assert((3 * x).dtype == tl.float16)
+    tl.static_assert((x / x).dtype == tl.float32)
+    tl.static_assert((x / 3).dtype == tl.float32)
+    tl.static_assert((n - 1).dtype == tl.int32)
+    tl.static_assert((n * 2.5).dtype == tl.float32)
+    tl.static_assert((n < 1).dtype == tl.int1)
+    out = n[:, None] * 2.5 + (x[None, :] - 1)
+    tl.static_assert(out.dtype == tl.float32)
+    tl.store(out_ptr + offs[:, None] * BLOCK + offs[None, :], out)
+
+
+def test_types_and_shapes_of_operands_are_those_of_triton():
+    x, n = torch.tensor([1.5, -7.0], dtype=torch.float16), torch.tensor([3, -1], dtype=torch.int32)
+    for _ in range(2):  # the second launch finds types and constants made
+        out = torch.empty(2, 2)
+        _types_kernel[(1,)](x, n, out, 2)
+        torch.testing.assert_close(out, n[:, None] * 2.5 + (x.float() - 1), rtol=0, atol=0)
+    with pytest.raises(Exception, match="power of 2"):
+        _types_kernel[(1,)](x, n, out, 3)
