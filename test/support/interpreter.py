@@ -13,11 +13,11 @@ from triton.language import core
 from triton.runtime import interpreter
 
 _patch_lang, _get_np_dtype = interpreter._patch_lang, interpreter._get_np_dtype
-_modules = set()  # modules whose functions were called in this launch
+_patched = set()  # modules of triton.language whose functions are replaced in this launch
 
 
 def quicken():
-    """Let the interpreter search triton.language once, and replace its functions once per launch and module.
+    """Let the interpreter search triton.language once, and replace its functions once per launch.
 
     Without this it does both again for each device function that a kernel calls, and finds them replaced. It checks
     integers for overflow by interpreting six more operations for each one. And it makes both operands of an operation
@@ -37,20 +37,31 @@ def quicken():
 
 
 def _patch_lang_once(fn):
-    is_kernel = not _modules
-    if fn.__module__ in _modules:
+    languages = _languages(fn)
+    if _patched and languages <= _patched:
         return None
-    _modules.add(fn.__module__)
     scope = _patch_lang(fn)
-    restore = scope.restore
+    if not _patched:
+        _patched.update(languages)
+        restore = scope.restore
 
-    def end():
-        _modules.clear()
-        restore()
+        def end():
+            _patched.clear()
+            restore()
 
-    if is_kernel:
         scope.restore = end
     return scope
+
+
+_languages_of = {}
+
+
+def _languages(fn):
+    """Return the modules of triton.language that the module of a function names."""
+    if fn.__module__ not in _languages_of:
+        modules = core, interpreter.tl
+        _languages_of[fn.__module__] = {m for m in modules if any(m is value for value in fn.__globals__.values())}
+    return _languages_of[fn.__module__]
 
 
 @functools.cache
