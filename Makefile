@@ -54,6 +54,7 @@ check: $(ready)
 # for all GPUs by the installed Triton and the oldest one allowed, or for some GPUs by other versions of Triton:
 # make compile-check TRITON="installed 3.9.0" GPUS="sm_90 gfx942"; EVERY=3 compiles one in three variants of each kernel
 compile-check: $(TRITON:%=compile-check-%)
+	@echo "Compiled by Triton: $(TRITON)"
 
 $(TRITON:%=compile-check-%): compile-check-%: $(ready) $(addprefix .cache/triton-,$(filter-out installed,$(TRITON)))
 	PYTHONPATH=$(CURDIR)/.cache/triton-$*:$(PYTHONPATH) $(py) test/tools/compile_check.py $(GPUS) $(if $(EVERY),--every $(EVERY))
