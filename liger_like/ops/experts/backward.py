@@ -18,7 +18,6 @@ from liger_like.ops.experts.blocks import (
     grouped,
     halves,
     product,
-    rows_at,
     rows_of,
     source_of,
 )
@@ -223,18 +222,17 @@ def _depth_product_kernel(
             cols, inside = offs_n, offs_n < N
         own_ptrs = own_ptr + (start + offs_k).to(tl.int64)[:, None] * own_width + own_cols[None, :]
         gathered_ptrs = gathered_ptr + cols[None, :]
-        row = rows_at(row_ptr, tl.minimum(start + offs_k, last))
+        source = source_of(row_ptr, tl.minimum(start + offs_k, last), TOPK)
         acc = tl.zeros((BLOCK_M, BLOCK_N), tl.float32)
         for k in range(start, end, BLOCK_K):
-            source = row if row_ptr is None else row // TOPK
-            ptrs = gathered_ptrs + source.to(tl.int64)[:, None] * stride_gm
+            ptrs = gathered_ptrs + source[:, None] * stride_gm
             if EVEN:
                 own = tl.load(own_ptrs, mask=(offs_k < end - k)[:, None], other=0.0)
                 gathered = tl.load(ptrs)
             else:
                 own = tl.load(own_ptrs, mask=(offs_k < end - k)[:, None] & own_inside[None, :], other=0.0)
                 gathered = tl.load(ptrs, mask=inside[None, :], other=0.0)
-            row = rows_at(row_ptr, tl.minimum(k + BLOCK_K + offs_k, last))
+            source = source_of(row_ptr, tl.minimum(k + BLOCK_K + offs_k, last), TOPK)
             if GATHERED_FIRST:
                 acc = tl.dot(tl.trans(gathered), own, acc, input_precision="ieee")
             else:

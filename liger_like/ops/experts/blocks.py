@@ -31,15 +31,6 @@ def rows_of(tiles_ptr, offsets_ptr, m, BLOCK_M: tl.constexpr):
 
 
 @triton.jit
-def rows_at(row_ptr, places):
-    """Return the rows at some places, which are the places if the rows are sorted."""
-    if row_ptr is None:
-        return places
-    else:  # Triton would also compile code after the return
-        return tl.load(row_ptr + places)
-
-
-@triton.jit
 def source_of(row_ptr, places, TOPK: tl.constexpr):
     """Return the tokens of rows, or their places if they are sorted."""
     if row_ptr is None:
