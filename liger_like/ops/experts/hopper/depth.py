@@ -9,6 +9,7 @@ from liger_like.ops.experts.blocks import grouped
 from liger_like.ops.experts.hopper.products import (
     HALF,
     STEP,
+    halves_of,
     load_step,
     matrices,
     multiply_steps,
@@ -56,13 +57,12 @@ def _multiply(
     use = 0
     for tile in range(gl.program_id(0), E * tiles_m * tiles_n, gl.num_programs(0)):
         expert, start, end, m, n = _tile_of(tile, offsets_ptr, tiles_m, tiles_n, GROUP)
+        acc, use = multiply_steps(half, ring, use, gl.cdiv(end - start, STEP), PARTS, STAGES)
+        left, right = halves_of(acc)
         row = m * HALF + half * ROWS
-        col = n * 2 * HALF
-        steps = gl.cdiv(end - start, STEP)
-        left, right, use = multiply_steps(half, ring, use, steps, M - row, N - col, PARTS, STAGES)
         tma_store_wait(0)  # the sums of the tile before have left
-        start_store(out_desc, [expert, row, col], out_s.index(2 * half), left)
-        start_store(out_desc, [expert, row, col + HALF], out_s.index(2 * half + 1), right)
+        start_store(out_desc, [expert, row, n * 2 * HALF], out_s.index(2 * half), left)
+        start_store(out_desc, [expert, row, n * 2 * HALF + HALF], out_s.index(2 * half + 1), right)
     tma_store_wait(0)
 
 

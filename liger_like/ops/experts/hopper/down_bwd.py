@@ -30,21 +30,14 @@ STRIP = gl.constexpr(8)  # neighbours in a row that a thread has
 
 
 @gluon.jit
-def _multiply(
-    half: gl.constexpr, offsets_ptr, tiles_ptr, E, I, steps, ring, dh_s, dh_full, dh_empty, GROUP: gl.constexpr,
-    STAGES: gl.constexpr,
-):  # fmt: skip
-    tiles_n = gl.cdiv(I, 2 * HALF)
-    tiles_m = gl.load(offsets_ptr + E + 1)
+def _multiply(half: gl.constexpr, offsets_ptr, E, I, steps, ring, dh_s, dh_full, dh_empty, STAGES: gl.constexpr):
+    tiles = gl.load(offsets_ptr + E + 1) * gl.cdiv(I, 2 * HALF)
     use = 0
-    for tile in range(gl.program_id(0), tiles_m * tiles_n, gl.num_programs(0)):
-        m, n = grouped(tile, tiles_m, tiles_n, GROUP)
-        row = gl.load(tiles_ptr + 2 * m + 1) + half * ROWS
-        end = gl.load(offsets_ptr + gl.load(tiles_ptr + 2 * m) + 1)
-        left, right, use = multiply_steps(half, ring, use, steps, end - row, I - n * 2 * HALF, 2, STAGES)
+    for tile in range(gl.program_id(0), tiles, gl.num_programs(0)):
+        acc, use = multiply_steps(half, ring, use, steps, 2, STAGES)
         mbarrier.wait(dh_empty.index(half), tile // gl.num_programs(0) & 1 ^ 1)
         for i in gl.static_range(2):
-            dh_s.index(half).slice(i * HALF, HALF, dim=1).store((left, right)[i].to(dh_s.dtype))
+            dh_s.index(half).slice(i * HALF, HALF, dim=1).store(acc[i].to(dh_s.dtype))
         mbarrier.arrive(dh_full.index(half), count=1)
 
 
@@ -105,30 +98,29 @@ def _differentiate(
         gate, up, weight = _read(z_ptr, weights_ptr, rows, end, n * 2 * HALF, I, INTERLEAVED)
         for half in gl.static_range(2):
             mbarrier.wait(dh_full.index(half), tile // gl.num_programs(0) & 1)
-            if first + half * ROWS < end:
-                for chunk in gl.static_range(0, ROWS, CHUNK):
-                    own = rows
-                    g = gate.to(gl.float32)
-                    u = up.to(gl.float32)
-                    w = weight.to(gl.float32)[:, None]
-                    rows += CHUNK
-                    if half * ROWS + chunk + CHUNK < HALF:  # while this chunk is computed, the next one is loaded
-                        gate, up, weight = _read(z_ptr, weights_ptr, rows, end, n * 2 * HALF, I, INTERLEAVED)
-                    dh = dh_s.index(half).slice(chunk, CHUNK).load(layout).to(gl.float32)
-                    h, dg, du = gated_and_grads(g, u, dh * w, limit, alpha, ACT, LIMITED)
-                    place = own.to(gl.int64)
-                    mask = (own < end)[:, None] & (cols < I)[None, :]
-                    if wh_ptr is not None:
-                        gl.store(wh_ptr + (place * I)[:, None] + cols[None, :], (h * w).to(dtype), mask=mask)
-                    if dz_ptr is not None:
-                        if INTERLEAVED:
-                            _store_pairs(dz_ptr, own, end, n * 2 * HALF, I, dg.to(dtype), du.to(dtype))
-                        else:
-                            ptrs = dz_ptr + (place * 2 * I)[:, None] + cols[None, :]
-                            gl.store(ptrs, dg.to(dtype), mask=mask)
-                            gl.store(ptrs + I, du.to(dtype), mask=mask)
-                    if part_ptr is not None:
-                        gl.store(part_ptr + place * tiles_n + n, gl.sum(dh * h, 1), mask=own < end)
+            for chunk in gl.static_range(0, ROWS, CHUNK):
+                own = rows
+                g = gate.to(gl.float32)
+                u = up.to(gl.float32)
+                w = weight.to(gl.float32)[:, None]
+                rows += CHUNK
+                if half * ROWS + chunk + CHUNK < HALF:  # while this chunk is computed, the next one is loaded
+                    gate, up, weight = _read(z_ptr, weights_ptr, rows, end, n * 2 * HALF, I, INTERLEAVED)
+                dh = dh_s.index(half).slice(chunk, CHUNK).load(layout).to(gl.float32)
+                h, dg, du = gated_and_grads(g, u, dh * w, limit, alpha, ACT, LIMITED)
+                place = own.to(gl.int64)
+                mask = (own < end)[:, None] & (cols < I)[None, :]
+                if wh_ptr is not None:
+                    gl.store(wh_ptr + (place * I)[:, None] + cols[None, :], (h * w).to(dtype), mask=mask)
+                if dz_ptr is not None:
+                    if INTERLEAVED:
+                        _store_pairs(dz_ptr, own, end, n * 2 * HALF, I, dg.to(dtype), du.to(dtype))
+                    else:
+                        ptrs = dz_ptr + (place * 2 * I)[:, None] + cols[None, :]
+                        gl.store(ptrs, dg.to(dtype), mask=mask)
+                        gl.store(ptrs + I, du.to(dtype), mask=mask)
+                if part_ptr is not None:
+                    gl.store(part_ptr + place * tiles_n + n, gl.sum(dh * h, 1), mask=own < end)
             mbarrier.arrive(dh_empty.index(half), count=1)
 
 
@@ -147,8 +139,8 @@ def _experts_down_bwd_hopper_kernel(
     fence_async_shared()
     gl.warp_specialize(
         [
-            (_multiply, (0, offsets_ptr, tiles_ptr, E, I, steps, ring, dh_s, dh_full, dh_empty, GROUP, STAGES)),
-            (_multiply, (1, offsets_ptr, tiles_ptr, E, I, steps, ring, dh_s, dh_full, dh_empty, GROUP, STAGES)),
+            (_multiply, (0, offsets_ptr, E, I, steps, ring, dh_s, dh_full, dh_empty, STAGES)),
+            (_multiply, (1, offsets_ptr, E, I, steps, ring, dh_s, dh_full, dh_empty, STAGES)),
             (_differentiate, (weights_ptr, z_ptr, offsets_ptr, tiles_ptr, dz_ptr, wh_ptr, part_ptr, E, I,
                               limit, alpha, dh_s, dh_full, dh_empty, ACT, LIMITED, INTERLEAVED, GROUP)),
             (load_tiles, (dout_desc, w_desc, u_desc, v_desc, offsets_ptr, tiles_ptr, E, I, H, R, ring, False, False,

@@ -160,12 +160,18 @@ def load_tiles(
 
 
 @gluon.jit
-def _add_steps(half: gl.constexpr, ring, use, steps, acc, STAGES: gl.constexpr):
-    """Return a sum in parts plus the products of some steps for the rows of a warp group, and the next use."""
-    PARTS: gl.constexpr = len(acc)
-    WIDTH: gl.constexpr = acc[0].shape[1]
+def multiply_steps(half: gl.constexpr, ring, use, steps, PARTS: gl.constexpr, STAGES: gl.constexpr):
+    """Return the sum of the products of some steps for the rows of a warp group, and the next use.
+
+    The sum [ROWS, 256] has PARTS of equally many columns. A kernel with three warp groups needs two, since the compiler
+    then has no registers for the result of a product as wide as that.
+    """
     KM: gl.constexpr = ring.a.shape[-1] == HALF  # the left operand has its depth in rows
     NK: gl.constexpr = ring.b.shape[-1] == STEP
+    WIDTH: gl.constexpr = 2 * HALF // PARTS
+    acc = ()
+    for _ in gl.static_range(PARTS):
+        acc += (zero_sum(WIDTH),)
     for step in range(steps):
         s = use % STAGES
         mbarrier.wait(ring.full.index(s), use // STAGES & 1)
@@ -189,39 +195,16 @@ def _add_steps(half: gl.constexpr, ring, use, steps, acc, STAGES: gl.constexpr):
 
 
 @gluon.jit
-def _halves_of(acc):
+def halves_of(sums):
     """Return the left and the right half of the columns of a sum in parts; each thread has both."""
-    if len(acc) == 2:
-        return acc
+    if len(sums) == 2:
+        return sums
     else:
-        N: gl.constexpr = acc[0].shape[1] // 2
+        N: gl.constexpr = sums[0].shape[1] // 2
         layout: gl.constexpr = sum_layout(N)
-        left, right = gl.split(gl.permute(gl.reshape(acc[0], [ROWS, 2, N]), (0, 2, 1)))
+        left, right = gl.split(gl.permute(gl.reshape(sums[0], [ROWS, 2, N]), (0, 2, 1)))
         left = gl.convert_layout(left, layout, assert_trivial=True)
         return left, gl.convert_layout(right, layout, assert_trivial=True)
-
-
-@gluon.jit
-def multiply_steps(half: gl.constexpr, ring, use, steps, rows, cols, PARTS: gl.constexpr, STAGES: gl.constexpr):
-    """Return the sum of the products of some steps for the rows of a warp group, in two halves, and the next use.
-
-    Only ``rows`` of the warp group's and ``cols`` of the tile's exist. Without rows nothing is multiplied, and without
-    columns on the right only the left half. The sum [ROWS, 256] has PARTS of equally many columns. A kernel with three
-    warp groups needs two, since the compiler then has no registers for the result of a product as wide as that.
-    """
-    acc = ()
-    for _ in gl.static_range(PARTS):
-        acc += (zero_sum(2 * HALF // PARTS),)
-    own = gl.where(rows > 0, steps, 0)
-    both = gl.where(cols > HALF, own, 0)
-    acc, use = _add_steps(half, ring, use, both, acc, STAGES)
-    left, right = _halves_of(acc)
-    alone, use = _add_steps(half, ring, use, own - both, (left,), STAGES)
-    for _ in range(steps - own):
-        mbarrier.wait(ring.full.index(use % STAGES), use // STAGES & 1)
-        mbarrier.arrive(ring.empty.index(use % STAGES), count=1)
-        use += 1
-    return alone[0], right, use
 
 
 @gluon.jit

@@ -12,6 +12,7 @@ from liger_like.ops.experts.forward import gate_arguments
 from liger_like.ops.experts.hopper.products import (
     HALF,
     factors_of,
+    halves_of,
     load_tiles,
     multiply_steps,
     operands,
@@ -55,11 +56,12 @@ def _multiply(
         expert = gl.load(tiles_ptr + 2 * m)
         row = gl.load(tiles_ptr + 2 * m + 1) + half * ROWS
         end = gl.load(offsets_ptr + expert + 1)
+        acc, use = multiply_steps(half, ring, use, steps, PARTS, STAGES)
+        left, right = halves_of(acc)
         first = n * HALF if SPLIT else n * 2 * HALF
         second = N + first if SPLIT else HALF + first
-        width = 2 * N if GLU else N
-        left, right, use = multiply_steps(half, ring, use, steps, end - row, width - first, PARTS, STAGES)
         if bias_ptr is not None:
+            width = 2 * N if GLU else N
             ptr = bias_ptr + expert.to(gl.int64) * width
             left += _bias(ptr, first, width, layout)
             right += _bias(ptr, second, width, layout)
