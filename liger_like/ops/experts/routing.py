@@ -15,7 +15,7 @@ from torch import Tensor
 from liger_like.runtime.launcher import launch
 from liger_like.runtime.registry import op
 
-BLOCK = 128  # rows that are ranked among one another
+BLOCK = 64  # rows that are ranked among one another
 BINS = 64  # experts that are counted at once
 SCHEMA = "Tensor row, Tensor offsets, Tensor tiles"
 
