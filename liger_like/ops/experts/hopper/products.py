@@ -141,8 +141,8 @@ def load_tiles(
 ):  # fmt: skip
     """Load the operands of all tiles of a program: rows, and the matrices [N, K] or [K, N] of their experts.
 
-    The rows of u and the matrices of v follow, if there are any, over a depth of R. With GLU N counts the columns of gate;
-    unless INTERLEAVED, those of up lie N further.
+    The rows of u and the matrices of v follow, if there are any, over a depth of R. With GLU N counts the columns of
+    gate; unless INTERLEAVED, those of up lie N further.
     """
     SPLIT: gl.constexpr = GLU and not INTERLEAVED  # gate on the left, up on the right
     tiles_n = gl.cdiv(N, HALF if GLU else 2 * HALF)
