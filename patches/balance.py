@@ -14,8 +14,8 @@ from torch import Tensor
 from torch.distributed.tensor import DTensor
 
 from liger_like.ops.load_balancing import load_balancing_loss
-from liger_like.patches import Trial
-from liger_like.patches.rewriting import rewrapped, with_globals
+from liger_like.patches import Trial, UnrecognisedError
+from liger_like.patches.rewriting import rewrapped, with_names
 from liger_like.patches.trials import compare
 from liger_like.runtime.support import use_kernel
 
@@ -30,7 +30,10 @@ def with_balance(forward: Any) -> Any:
     function = inner.__globals__.get(NAME) if called else None
     if not isinstance(function, FunctionType) or not _agrees(function):
         return forward
-    return rewrapped(forward, with_globals(inner, {NAME: _fused(function)}))
+    try:
+        return rewrapped(forward, with_names(inner, {NAME: _fused(function)}))
+    except UnrecognisedError:  # it has no source
+        return forward
 
 
 def _fused(original: FunctionType) -> Any:

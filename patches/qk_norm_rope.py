@@ -16,7 +16,7 @@ from torch import Tensor, nn
 from liger_like.ops.qk_norm_rope import qk_norm_rope
 from liger_like.patches import Recogniser, Trial, UnrecognisedError, bare, random_like, where, with_methods
 from liger_like.patches.forms import definition_of
-from liger_like.patches.rewriting import compiled, plain_forward, with_globals
+from liger_like.patches.rewriting import compiled, plain_forward, with_names
 from liger_like.patches.rms_norm import MODES, RMSNorm, fusible
 from liger_like.patches.rope import BY_NAME, Rope, adapter, functions_of, replacement, tables_of
 
@@ -55,7 +55,7 @@ class QKNormRope(Recogniser):
         """Return the forward of ``cls`` without the norms and with another rotary function."""
         sites: Sites = _sites(cls)
         changed = {NAME: _norm_and_rotate(functions_of(cls)[sites.rotary])}
-        return {"forward": with_globals(cls.forward, changed, sites.code)}
+        return {"forward": with_names(cls.forward, changed, sites.code)}
 
     def miniature(self, module: nn.Module, variant: str) -> nn.Module:
         """Return an attention that has only its norms, over 8 features."""
@@ -134,7 +134,7 @@ def _sites(cls: Any) -> Sites:
                     norms = [_norm_of(name, definition.body[:index]) for name in (q, k)]
                     if None not in norms:
                         names = norms[0].func.attr, norms[1].func.attr
-                        return Sites(names, rotary, compiled(forward, _Rewrite(norms, call).visit(definition)))
+                        return Sites(names, rotary, compiled(forward, _Rewrite(norms, call).visit(definition), NAME))
     raise UnrecognisedError(f"{where(cls.forward)} does not rotate queries and keys right after their norms")
 
 

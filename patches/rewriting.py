@@ -5,17 +5,22 @@ import functools
 from types import CellType, CodeType, FunctionType
 from typing import Any
 
+from liger_like.patches.forms import definition_of
 
-def with_globals(function: FunctionType, changed: dict[str, Any], code: CodeType | None = None) -> FunctionType:
-    """Return a copy of ``function`` whose globals are updated by ``changed``; it runs ``code`` if given.
 
-    The copy sees no later change of the module's globals: torch.compile guards globals in a plain dict alone.
+def with_names(function: FunctionType, changed: dict[str, Any], code: CodeType | None = None) -> FunctionType:
+    """Return a copy of ``function`` in which the names of ``changed`` have these values, and run ``code`` if given.
+
+    They become free variables, as ``compiled`` makes them. All other names are still those of the function's module.
+    Raises UnrecognisedError if the function has no source.
     """
-    namespace = {**function.__globals__, **changed}
-    # with a __name__, torch.compile would look the globals up in that module, where they are unchanged
-    del namespace["__name__"]
-    code = code or function.__code__
-    clone = FunctionType(code, namespace, function.__name__, function.__defaults__, function.__closure__)
+    if code is None:  # getsource would follow __wrapped__
+        plain = FunctionType(function.__code__, function.__globals__, closure=function.__closure__)
+        code = compiled(function, definition_of(plain), *changed)
+    cells = dict(zip(function.__code__.co_freevars, function.__closure__ or (), strict=True))
+    cells |= {name: CellType(value) for name, value in changed.items()}
+    closure = tuple(cells[name] for name in code.co_freevars)
+    clone = FunctionType(code, function.__globals__, function.__name__, function.__defaults__, closure)
     functools.update_wrapper(clone, function)
     clone.__kwdefaults__ = function.__kwdefaults__
     del clone.__dict__["__wrapped__"]
@@ -38,8 +43,11 @@ def rewrapped(function: FunctionType, inner: FunctionType) -> FunctionType:
     return clone
 
 
-def compiled(function: FunctionType, definition: ast.FunctionDef) -> CodeType:
-    """Return the code of ``definition``, a rewritten syntax tree of ``function``; line numbers stay the same."""
+def compiled(function: FunctionType, definition: ast.FunctionDef, *names: str) -> CodeType:
+    """Return the code of ``definition``, a tree of ``function``, with ``names`` as free variables.
+
+    Line numbers stay the same.
+    """
     # defaults and annotations may contain code objects, and exactly one is expected below
     definition.args.defaults = [ast.Constant(None) for _ in definition.args.defaults]
     for argument in ast.walk(definition.args):
@@ -47,13 +55,14 @@ def compiled(function: FunctionType, definition: ast.FunctionDef) -> CodeType:
             argument.annotation = None
     definition.decorator_list, definition.returns = [], None
     ast.increment_lineno(definition, function.__code__.co_firstlineno - 1)
-    module = compile(
-        ast.fix_missing_locations(ast.Module([definition], [])),
-        function.__code__.co_filename,
-        "exec",
-        dont_inherit=True,
+    free = ", ".join(sorted({*names, *function.__code__.co_freevars}))
+    around = ast.parse(f"def around({free}): pass")
+    around.body[0].body = [definition]  # type: ignore[attr-defined]
+    code: CodeType = compile(
+        ast.fix_missing_locations(around), function.__code__.co_filename, "exec", dont_inherit=True
     )
-    (code,) = (constant for constant in module.co_consts if isinstance(constant, CodeType))
+    for _ in range(2):  # that of ``around`` is in the module's, and in it that of the function
+        (code,) = (constant for constant in code.co_consts if isinstance(constant, CodeType))
     return code
 
 

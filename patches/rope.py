@@ -17,7 +17,7 @@ from torch import Tensor, nn
 from liger_like.ops.rope import rope
 from liger_like.patches import Recogniser, Trial, UnrecognisedError, bare, random_like, where
 from liger_like.patches.forms import match
-from liger_like.patches.rewriting import with_globals
+from liger_like.patches.rewriting import with_names
 from liger_like.patches.rotary_functions import KINDS, PATTERNS, Kind
 
 BY_NAME = {pattern.__name__: kind for pattern, kind in KINDS.items()}
@@ -48,7 +48,7 @@ class Rope(Recogniser):
     def methods(self, cls: type[Any], variant: str) -> dict[str, Any]:
         """Return the forward of ``cls`` with its rotary functions replaced."""
         forward, decorate = _undecorated(cls)
-        return {"forward": decorate(with_globals(forward, _replacements(cls)))}
+        return {"forward": decorate(with_names(forward, _replacements(cls)))}
 
     def miniature(self, module: nn.Module, variant: str) -> nn.Module:
         """Return a module with an empty weight, for its dtype: the trial runs only the functions."""

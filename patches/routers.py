@@ -156,6 +156,25 @@ def softmax_fp32_groups(self: Any, x: Tensor) -> Any:
     return logits, weights * self.scale, index
 
 
+def softmax_fp32_normalised_groups(self: Any, x: Tensor) -> Any:
+    """Match Mistral Large 4's routers: logits in fp32, and the groups whose two best experts are the best."""
+    x = x.view(-1, self.width)
+    logits = F.linear(x.float(), self.weight.float())
+    scores = logits.softmax(-1)
+    by_group = scores.view(-1, self.groups, self.experts // self.groups).topk(2, dim=-1)[0].sum(dim=-1)
+    best = torch.topk(by_group, k=self.chosen, dim=-1, sorted=False)[1]
+    chosen = torch.zeros_like(by_group)
+    chosen.scatter_(1, best, 1)
+    chosen = chosen.unsqueeze(-1).expand(-1, self.groups, self.experts // self.groups).reshape(-1, self.experts)
+    choice = scores.masked_fill(~chosen.bool(), 0.0)
+    index = torch.topk(choice, k=self.top_k, dim=-1, sorted=False)[1]
+    weights = scores.gather(1, index)
+    total = weights.sum(dim=-1, keepdim=True) + 1e-20
+    weights /= total
+    weights = weights * self.scale
+    return logits, weights, index
+
+
 class Kind(NamedTuple):
     """Kind of router: how it makes its logits, the dtype of its weights, and the options of ``moe_route``.
 
@@ -208,6 +227,11 @@ KINDS: dict[Callable[..., Any], Kind] = {
             "scale": p["scale"],
             "groups": None if p["method"] == "greedy" else (p["groups"], p["chosen"], "max"),
         },
+    ),
+    softmax_fp32_normalised_groups: Kind(
+        FP32,
+        "fp32",
+        lambda p: {"eps": 1e-20, "scale": p["scale"], "groups": (p["groups"], p["chosen"], "top2")},
     ),
 }
 PATTERNS = tuple(KINDS)

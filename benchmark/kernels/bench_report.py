@@ -27,7 +27,7 @@ COLUMNS = (
 PICTURES = {
     "Norms": ("rms_norm", "add_rms_norm", "layer_norm"),
     "GLU and RoPE": ("swiglu", "geglu", "geglu_exact", "rope", "qk_norm_rope"),
-    "Mixtures of experts": ("moe_experts", "moe_route", "moe_route_groups", "load_balancing_loss"),
+    "Mixtures of experts": ("moe_experts", "moe_experts_lora", "moe_route", "moe_route_groups", "load_balancing_loss"),
     "Losses": (
         "cross_entropy",
         "fused_linear_cross_entropy",

@@ -103,6 +103,11 @@ SHAPES: dict[str, dict[str, list[Shape]]] = {
             {**MIXTURES[name], "busy": share} for name, share in (("Qwen3-30B-A3B", 0.125), ("Mixtral-8x7B", 0.3))
         ]
     },
+    "adapters": {
+        "moe_experts_lora": [
+            {**MIXTURES[name], "rank": 16} for name in ("Qwen3-30B-A3B", "GPT-OSS-20B", "Mixtral-8x7B")
+        ]
+    },
     "sequence": sweep(
         ("rope", "flash_attention"), [{"B": TOKENS // s, "S": s, "Sk": s} for s in (1024, 2048, 4096, 8192, 16384)]
     ),

@@ -381,6 +381,11 @@ OPS: dict[str, Plain | Attention] = {
         {"transformers": experts.transformers_experts, "Liger": experts.liger_experts},
         others={"torch, loop": named(experts.torch_experts_loop), experts.BOUND: experts.equal_experts},
     ),
+    "moe_experts_lora": Plain(
+        replace(SPECS["moe_experts"], inputs=experts.adapted_inputs, cost=experts.adapted_cost),
+        experts.torch_adapted_experts,
+        {"transformers": experts.transformers_adapted_experts},
+    ),
     "moe_route": Plain(first_result(SPECS["moe_route"]), torch_moe_route, {}, {"top_k": 8}),
     "moe_route_groups": Plain(
         first_result(SPECS["moe_route"]),
@@ -404,5 +409,6 @@ def shape_text(shape: Mapping[str, Any]) -> str:
     sizes = {"T": shape["lead"][0]} if "lead" in shape else {}
     sizes |= {key: shape[key] for key in ("B", "S", "H", "Hk", "D", "Dv", "I", "E", "K", "N", "V") if key in shape}
     options = [f"{len(shape['lengths'])} documents"] if "lengths" in shape else []
+    options += [f"rank {shape['rank']}"] if "rank" in shape else []
     options += [f"an expert has {shape['busy']:.1%} of the rows"] if "busy" in shape else []
     return ", ".join((" ".join(f"{key} {n}" for key, n in sizes.items()), *options))

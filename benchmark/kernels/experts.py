@@ -1,4 +1,7 @@
-"""Peers of ``moe_experts`` in torch, of transformers and of Liger; and a bound, the products of equal experts."""
+"""Peers of ``moe_experts`` in torch, of transformers and of Liger; and a bound, the products of equal experts.
+
+With adapters the experts are frozen, and the peers add the adapter of each expert to its matrix, as PEFT does.
+"""
 
 from functools import partial
 from types import SimpleNamespace
@@ -9,6 +12,8 @@ import torch.nn.functional as F  # noqa: N812
 from torch import Tensor
 
 from benchmark.common.measure import Inputs, Step
+from liger_like.testing import costs
+from liger_like.testing.inputs import SCALES, experts_inputs
 
 BOUND = "bmm"
 
@@ -28,6 +33,53 @@ def torch_experts(x: Tensor, gate_up: Tensor, down: Tensor, index: Tensor, weigh
     place = torch.empty_like(order)
     place[order] = torch.arange(T * K, device=x.device)
     return y[place].view(T, K, -1).sum(1).to(x.dtype)
+
+
+def adapted_inputs(dtype: torch.dtype, device: str, **shape: Any) -> Inputs:
+    """Return the arguments of ``moe_experts`` with adapters, and frozen experts."""
+    inputs = experts_inputs(dtype, device, **shape)
+    return inputs | {name: inputs[name].detach() for name in ("gate_up", "down")}
+
+
+def adapted_cost(
+    itemsize: int, lead: tuple[int, ...], H: int, I: int, E: int, K: int, rank: int, **_: Any
+) -> costs.Cost:
+    """Return the cost of experts with adapters: no gradient of a matrix, and the products with the factors."""
+    forward, backward, flops = costs.experts(itemsize, lead, H, I, E, K)
+    rows, factors = torch.Size(lead).numel() * K, rank * (2 * H + 3 * I)
+    moved = E * factors * itemsize
+    return forward + moved, backward - 3 * E * H * I * itemsize + 2 * moved, flops * 2 // 3 + 6 * rows * factors
+
+
+def added(
+    gate_up: Tensor, down: Tensor, gate_up_lora_a: Tensor, gate_up_lora_b: Tensor, down_lora_a: Tensor,
+    down_lora_b: Tensor,
+) -> tuple[Tensor, Tensor]:  # fmt: skip
+    """Return the matrices of all experts with their adapters added."""
+    return (
+        gate_up + SCALES["gate_up_lora"] * torch.bmm(gate_up_lora_b, gate_up_lora_a),
+        down + SCALES["down_lora"] * torch.bmm(down_lora_b, down_lora_a),
+    )
+
+
+def torch_adapted_experts(
+    x: Tensor, gate_up: Tensor, down: Tensor, index: Tensor, weights: Tensor, **factors: Tensor
+) -> Tensor:
+    """Add the adapters to the matrices, then run ``torch_experts``."""
+    return torch_experts(x, *added(gate_up, down, **factors), index, weights)
+
+
+def transformers_adapted_experts(inputs: Inputs) -> Step:
+    """Run transformers' default form of experts on matrices with their adapters added."""
+    x, gate_up, down, index, weights, *_ = inputs.values()
+    factors = {name: t for name, t in inputs.items() if "lora" in name}
+
+    def step() -> Any:
+        matrices = added(gate_up, down, **factors)
+        names = ("x", "gate_up", "down", "index", "weights")
+        return transformers_experts(dict(zip(names, (x, *matrices, index, weights), strict=True)))()
+
+    return step
 
 
 def torch_experts_loop(x: Tensor, gate_up: Tensor, down: Tensor, index: Tensor, weights: Tensor) -> Tensor:

@@ -142,9 +142,12 @@ def with_loss_of_tokens(fn: Callable[..., Any]) -> Callable[..., Any]:
     return call
 
 
+SCALES = {"lora": 0.5, "gate_up_lora": 0.7, "down_lora": 1.2}  # of random adapters
+
+
 def with_lora(fn: Callable[..., Any]) -> Callable[..., Any]:
     def call(**kwargs: Any) -> Any:
-        for name, scale in (("lora", 0.5), ("gate_up_lora", 0.7), ("down_lora", 1.2)):
+        for name, scale in SCALES.items():
             if f"{name}_a" in kwargs:
                 kwargs[name] = kwargs.pop(f"{name}_a"), kwargs.pop(f"{name}_b"), scale
         return fn(**kwargs)

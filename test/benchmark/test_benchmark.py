@@ -219,6 +219,7 @@ def test_what_is_faster_than_ours() -> None:
         "fused_linear_token_loss",
         "fused_linear_divergence",
         "moe_experts",
+        "moe_experts_lora",
         "moe_route",
         "moe_route_groups",
         "load_balancing_loss",

@@ -43,6 +43,21 @@ def test_peers_of_the_experts(monkeypatch):
     assert all(row["error"] <= 1.1 for row in rows.values())
 
 
+@pytest.mark.skipif(bench.GPU, reason="measures in full where there is a GPU")
+def test_peers_of_adapters(monkeypatch):
+    """All compute the same, with gradients of x, weights and factors alone."""
+    monkeypatch.setattr(support, "INTERPRET", False)
+    (case, *_) = cases(["moe_experts_lora"], ["adapters"])
+    op, shape = contestants.OPS["moe_experts_lora"], bench.tiny(case.shape)
+    factors = {f"{name}_lora_{part}" for name in ("gate_up", "down") for part in "ab"}
+    assert {n for n, t in bench.make_inputs(op, shape).items() if t.requires_grad} == {"x", "weights", *factors}
+    measured = bench.measure(case._replace(shape=shape), {"liger_like", "torch", "transformers"}, CEILINGS, 1)
+    assert measured["shape"] == "T 16 H 8 I 16 E 32 K 2, rank 16"
+    rows = {row["name"]: row for row in measured["rows"]}
+    assert rows.keys() == {"liger_like", "torch", "transformers"}
+    assert all(row["error"] <= 1.1 for row in rows.values())
+
+
 def test_a_bound_is_no_rival():
     rows = [{"name": name, "us": us, "share": 1 / us} for name, us in (("liger_like", 3.0), ("bmm", 1.0), ("a", 2.0))]
     rows = [{**row, "rate": 1.0} for row in rows]

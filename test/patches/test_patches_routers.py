@@ -54,6 +54,7 @@ CLASSES = {  # pattern -> family and class of transformers
     "sigmoid fp32 with argument": ("hy_v3", "HYV3TopKRouter"),
     "sigmoid fp32 groups": ("deepseek_v3", "DeepseekV3TopkRouter"),
     "softmax fp32 groups": ("deepseek_v2", "DeepseekV2TopkRouter"),
+    "softmax fp32 normalised groups": ("mistral_large4", "MistralLarge4TextTopkRouter"),
 }
 OTHER_NUMBERS = {  # the other branches of these patterns
     "softmax normalised or not": {"norm_topk_prob": False},

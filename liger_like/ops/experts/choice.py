@@ -26,7 +26,9 @@ def sorts_rows(x: Tensor, *weights: Tensor) -> bool:
 
     TMA moves no rows that are elsewhere. Other kernels gather them in the product.
     """
-    return _is_hopper(x.device) and x.dtype in DTYPES and all(n % 8 == 0 for t in (x, *weights) for n in t.shape[1:])
+    if not _is_hopper(x.device) or x.dtype not in DTYPES:
+        return False
+    return not any(n % 8 for t in (x, *weights) for n in t.shape[1:])
 
 
 @torch.compiler.assume_constant_result
@@ -60,6 +62,8 @@ def in_layout(v: Tensor | None, x: Tensor, transposed: bool) -> Tensor | None:
 def _moved_by_tma(x: Tensor) -> bool:
     """Return True if TMA can move ``x``: dense rows, strides that are multiples of 16 bytes but not 0, few rows."""
     *strides, dense = x.stride()
-    starts = [x.data_ptr(), *(stride * x.element_size() for stride in strides)]
-    whole = dense == 1 and x.numel() > 0 and all(strides)
-    return whole and len(x) < MOST_ROWS and not any(start & 15 for start in starts)
+    size, starts = x.element_size(), x.data_ptr()
+    for stride in strides:
+        starts |= stride * size
+    whole = dense == 1 and x.numel() > 0 and 0 not in strides
+    return whole and x.shape[0] < MOST_ROWS and not starts & 15

@@ -4,6 +4,7 @@ Programs loop over the tiles that the routing lists. Rows of x are gathered by t
 With u [S, R] and v [E, R, N] the products also add u v, for v of each row's expert (see ``lora``).
 """
 
+import functools
 from typing import Any
 
 import triton
@@ -195,11 +196,11 @@ def moe_gate_up(
         hopper.gate_up(x, gate_up, bias, u, factor, offsets, tiles, gate, z if keep_z else None, h)
         return z, h
     x, stride_xm = with_stride(x)
-    H, I, E = x.shape[-1], h.shape[1], len(gate_up)
+    H, I, E = x.shape[-1], h.shape[1], gate_up.shape[0]
     floats, constants = gate_arguments(gate)
     launch(
         _gate_up_kernel,
-        programs(x.device, len(tiles) * -(-I // tile.block_n)),
+        programs(x.device, tiles.shape[0] * -(-I // tile.block_n)),
         (x, gate_up, packed(bias), u, packed(v), row, offsets, tiles, z if keep_z else None, h),
         (stride_xm, *matrix_strides(gate_up, gate.transposed), rank(v), E, H, I),
         floats,
@@ -239,14 +240,20 @@ def moe_rows_times(
         return out
     launch(
         _rows_times_kernel,
-        programs(a.device, len(tiles) * -(-N // tile.block_n)),
+        programs(a.device, tiles.shape[0] * -(-N // tile.block_n)),
         (a, w, packed(bias), u, packed(v), offsets, tiles, out),
-        (*matrix_strides(w, transposed), rank(v), len(w), N, K),
+        (*matrix_strides(w, transposed), rank(v), w.shape[0], N, K),
         EVEN_N=N % tile.block_n == 0,
         EVEN_K=K % tile.block_k == 0,
         **tile.constants(),
     )
     return out
+
+
+@functools.cache
+def block_of(N: int) -> int:
+    """Return the columns of a block of rows that are copied or summed."""
+    return min(1024, triton.next_power_of_2(N))
 
 
 @op(
@@ -256,7 +263,7 @@ def moe_rows_times(
 def moe_combine(y: Tensor, weights: Tensor | None, pos: Tensor) -> Tensor:
     """Return for each token the sum of its rows of y [S, N], times ``weights`` [T, K] if given: [T, N]."""
     (T, topk), N = pos.shape, y.shape[1]
-    out, block_n = y.new_empty(T, N), min(1024, triton.next_power_of_2(N))
+    out, block_n = y.new_empty(T, N), block_of(N)
     if T:
         grid = T, -(-N // block_n)
         launch(_combine_kernel, grid, (y, packed(weights), pos, out), (N,), TOPK=topk, BLOCK_N=block_n, num_warps=4)
@@ -267,7 +274,7 @@ def moe_combine(y: Tensor, weights: Tensor | None, pos: Tensor) -> Tensor:
 def moe_spread(x: Tensor, pos: Tensor, rows: int) -> Tensor:
     """Return the rows of x [T, N] in their places ``pos`` [T, K]: [rows, N]. Rows of no expert are not written."""
     (T, topk), N = pos.shape, x.shape[1]
-    out, block_n = x.new_empty(rows, N), min(1024, triton.next_power_of_2(N))
+    out, block_n = x.new_empty(rows, N), block_of(N)
     x, stride_xm = with_stride(x)
     if T:
         grid = T, -(-N // block_n)

@@ -112,9 +112,9 @@ def moe_low_rank(
     tile = tiles_for(a, K).rows_times.narrowed(N=N)
     launch(
         _low_rank_kernel,
-        programs(a.device, len(tiles) * -(-N // tile.block_n)),
+        programs(a.device, tiles.shape[0] * -(-N // tile.block_n)),
         (a, w, row, offsets, tiles, out),
-        (stride_am, *matrix_strides(w, False), len(w), N, K),
+        (stride_am, *matrix_strides(w, False), w.shape[0], N, K),
         (scale,),
         TOPK=topk,
         EVEN_N=N % tile.block_n == 0,

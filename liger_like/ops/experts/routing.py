@@ -15,7 +15,7 @@ from torch import Tensor
 from liger_like.runtime.launcher import launch
 from liger_like.runtime.registry import op
 
-BLOCK = 128  # rows that are ranked among one another
+BLOCK = 64  # rows that are ranked among one another
 BINS = 64  # experts that are counted at once
 SCHEMA = "Tensor row, Tensor offsets, Tensor tiles"
 
@@ -123,7 +123,7 @@ def moe_rows(index: Tensor, E: int, block_m: int, rows: int) -> tuple[Tensor, Te
         _tiles_kernel,
         (E + 1,),
         (totals, offsets, tiles),
-        (len(tiles), E),
+        (tiles.shape[0], E),
         BLOCK_M=block_m,
         BINS=triton.next_power_of_2(E + 1),
         BLOCK=BLOCK,
