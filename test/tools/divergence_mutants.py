@@ -33,8 +33,8 @@ DIVERGENCE = [
     (ROWS, "teacher_scale, TEACHER_SOFTCAP)[0]", "teacher_scale, SOFTCAP)[0]", "the teacher has the student's softcap"),
     (
         CHUNKS,
-        "teacher.x[index], teacher.weight",
-        "teacher.x[: len(index)], teacher.weight",
+        "teacher.x[index[rows]], teacher.weight",
+        "teacher.x[: len(teacher_z)], teacher.weight",
         "the first tokens' teacher",
     ),
     (
@@ -44,6 +44,7 @@ DIVERGENCE = [
         "compacted tokens' teacher",
     ),
     (CHUNKS, "teacher.weight[part], bias", "teacher.weight[: z.shape[1]], bias", "the teacher's first slice for all"),
+    (CHUNKS, "teacher.x[index[rows]]", "teacher.x[index[: len(teacher_z)]]", "the teacher's first rows for all parts"),
     (CHUNKS, "teacher.bias[part]", "teacher.bias[: z.shape[1]]", "the first slice's bias of the teacher for all"),
     (
         CHUNKS,

@@ -9,7 +9,7 @@ from torch import Tensor
 
 from liger_like.ops.losses.chunks import READS_HOST, call_of, flops
 from liger_like.ops.losses.dw_sum import scale_rows
-from liger_like.ops.losses.products import addmm, copies, logits_behind, slices, store_logits
+from liger_like.ops.losses.products import addmm, in_memory_of, logits_behind, slices, store_logits
 from liger_like.ops.losses.row_kernels import launch_bwd
 from liger_like.ops.losses.rows import OPTIONS_SCHEMA, Options
 from liger_like.ops.losses.units import size_of_gradient
@@ -168,19 +168,20 @@ def _gradients(call: Backward, more: TokenBackward | None, visit: SliceVisit | N
     entropies = call.entropy if call.entropy.numel() else None
     du_sum = du.new_empty((n, du.shape[1]))
     k = 0 if kept is None else min(n, len(kept))
-    parts = slices(V, n * copies(logits_dtype, x.dtype), H * dw.itemsize // x.itemsize if dw.numel() else 0)
+    parts = slices(V, n * logits_dtype.itemsize, H * dw.itemsize if dw.numel() else 0)
     for start, end in ((0, V),) if k == n else parts:
         part, accumulate = slice(start, end), start > 0
         z = dz = None  # frees the last slice's memory before the next is allocated
         w, b_part = weight[part], None if b is None else b[part]
         if k == n:
-            z = dz = kept[:n, :V]
+            z = kept[:n, :V]
         else:
-            z, dz = logits_behind(dw, end, x, end - start, logits_dtype)
+            z = logits_behind(dw, end, x, end - start, logits_dtype)
             if k:
                 z[:k] = kept[:k, part]
             u_k = None if u is None else u[k:]
             store_logits(z[k:], x[k:], w, None if bias is None else bias[part], u_k, b_part)
+        dz = in_memory_of(z, x.dtype)
         if visit is not None:
             visit(z, dz, upstream[0], index, part)
         else:
