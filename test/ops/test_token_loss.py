@@ -247,6 +247,16 @@ def test_losses_without_gradient(device):
     assert not any(grad.any() for grad in torch.autograd.grad(loss, (inputs["x"], inputs["weight"])))
 
 
+@pytest.mark.parametrize("fn", [ops.fused_linear_token_loss, fused_linear_token_loss_ref])
+def test_constant_losses(fn, device):
+    """They give gradients of 0, also for a number that no loss reads."""
+    inputs, value = inputs_of(device, (20,), per_token=False), torch.zeros(20, device=device, requires_grad=True)
+    loss, *grads = call(lambda tokens, value: torch.ones_like(tokens.logprob), inputs, value, fn=fn)
+    assert loss == (inputs["target"] != -100).sum()
+    assert len(grads) == 3
+    assert not any(grad.any() for grad in grads)
+
+
 def test_gradient_is_added_to_an_existing_one(device):
     inputs = inputs_of(device, (41,), per_token=False)
     fn = lambda tokens: tokens.logprob.square()  # noqa: E731

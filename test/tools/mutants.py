@@ -53,6 +53,7 @@ FILES = (
     "test/patches/test_patches_attention.py",
     "test/ops/test_glu_linear.py",
     "test/ops/test_token_loss.py",
+    "test/ops/test_ignored_tokens.py",
     "test/ops/test_chunked_loss.py",
     "test/ops/test_weight_gradient.py",
     "test/ops/test_losses.py",

@@ -21,6 +21,7 @@ from liger_like.ops.losses.steps import NO_WORD, add_chunk, fill_dlogits, fill_r
 from liger_like.ops.losses.units import unit
 from liger_like.ops.losses.vocab_shards import SHARD_SCHEMA, Shard
 from liger_like.runtime.registry import op
+from liger_like.runtime.support import in_graph
 
 CHUNK_ROWS = 2048  # tokens per chunk at which the products reach full speed; half as many where one suffices
 CHUNK_BYTES = 64 * 2**20  # least bytes of logits per chunk: with a small vocabulary CHUNK_ROWS tokens are too few
@@ -277,6 +278,11 @@ def run_chunks(
         if dz is not None:
             own_x = None if needs[0] and not last_x.numel() else x_c
             u_c = None if u is None else u[index]
+            # ignored tokens come last, but only the second chunk knows their number
+            if (needs[1] or needs[4]) and (start == 0 or in_graph(target)):
+                ignored = (target[index] == options.ignore_index)[:, None]
+                x_c.masked_fill_(ignored, 0)  # their gradient is 0, but 0 times NaN is NaN
+                u_c = None if u is None else u_c.masked_fill(ignored, 0)
             add_chunk(
                 dz, own_x, weight, u_c, b, [dx, dw, exponents, dbias, du, db],
                 None if given is None else given.ratio, needs, start, end, is_left,
@@ -392,7 +398,7 @@ def _differentiate(
     call: Forward, z: Tensor, dz: Tensor, index: Tensor, rows: tuple[Tensor, ...], more: TokenForward | None,
     given: Upstream | None,
 ) -> None:  # fmt: skip
-    """Fill ``dz`` with the gradient of the logits ``z`` for an upstream gradient of ``unit``, or for the ``given`` ones."""
+    """Fill ``dz`` with the gradient of the logits ``z``, for an upstream gradient of ``unit`` or the ``given`` ones."""
     upstream: tuple[Tensor | None, ...] = (None,) * 5
     if given is not None:
         ids = (None, None) if given.dlogprob_at is None else (more.ids, given.dlogprob_at)

@@ -81,6 +81,8 @@ def _summed(
     args = [t.where(_column(counts, t), t.detach()) if t.requires_grad else t for t in _rows_of(per_token, target)]
     losses = _checked_losses(loss_fn(TokenOutputs(*flat), *args), counts)
     total = losses.to(torch.promote_types(dtype, torch.float32)).where(counts, 0).sum()
+    # what the losses do not depend on gets a gradient of 0, as from the kernels
+    total = total + sum(t[:0].sum() for t in (flat[0], *args) if t is not None and t.requires_grad)
     found = TokenOutputs(*(None if t is None else t.detach() for t in tokens))
     return _with_results(total, found, outputs)
 
@@ -332,7 +334,7 @@ def fused_linear_token_loss(
 
     Returns the sum [] in fp32, to be divided by a number of tokens for their mean, or with ``outputs``, ``ids`` or
     ``topk`` a tuple of the sum and the ``TokenOutputs`` of all tokens, without gradient. An ignored token has loss 0
-    and sends no gradient, whatever ``loss_fn`` returns for it.
+    and sends no gradient, whatever ``loss_fn`` returns for it. What the losses do not depend on gets a gradient of 0.
 
     The forward computes the gradients, with three products with the head, and the backward multiplies them by the
     upstream gradient: without gradient of the head two products, without grad mode a single one. Until the backward it
@@ -360,11 +362,12 @@ def fused_linear_token_loss(
         )  # fmt: skip
         return _summed(tokens, target, loss_fn, per_token, ignore_index, checked.x.dtype, checked.outputs)
     rows = checked.x.reshape(-1, x.shape[-1])
-    u, b = (None, None) if checked.lora is None else low_rank(rows, checked.lora, shard)
+    labels = target.reshape(-1)
+    u, b = (None, None) if checked.lora is None else low_rank(rows, checked.lora, shard, labels == ignore_index)
     differentiable = torch.is_grad_enabled()
     settings = Settings(differentiable, accumulate_grad, checked.chunk_rows, names, checked.topk, logits_dtype, shard)
     total, *found = _FusedLinearTokenLoss.apply(
-        rows, weight, checked.bias, u, b, target.reshape(-1), None if ids is None else ids.reshape(-1, ids.shape[-1]),
+        rows, weight, checked.bias, u, b, labels, None if ids is None else ids.reshape(-1, ids.shape[-1]),
         loss_fn, settings, tempered(checked.options, checked.temperature), *_rows_of(per_token, target),
     )  # fmt: skip
     results = (None if t is None else t.view(*target.shape, *t.shape[1:]) for t in found)

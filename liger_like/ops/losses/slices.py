@@ -9,6 +9,7 @@ from torch import Tensor
 
 from liger_like.ops.losses.chunks import READS_HOST, call_of, flops
 from liger_like.ops.losses.dw_sum import scale_rows
+from liger_like.ops.losses.operands import without_ignored
 from liger_like.ops.losses.products import addmm, in_memory_of, logits_behind, slices, store_logits
 from liger_like.ops.losses.row_kernels import launch_bwd
 from liger_like.ops.losses.rows import OPTIONS_SCHEMA, Options
@@ -16,10 +17,10 @@ from liger_like.ops.losses.units import size_of_gradient
 from liger_like.ops.losses.vocab_shards import SHARD_SCHEMA, Shard
 from liger_like.runtime.layout import packed
 from liger_like.runtime.registry import op
+from liger_like.runtime.support import in_graph
 
 SliceVisit = Callable[[Tensor, Tensor, Tensor, Tensor | None, slice], None]
 SMALL_PRODUCT = 2**22  # elements below which cuBLAS splits the sum over tokens and rounds its parts to the dtype
-COMPACT_BELOW = 0.75  # if a smaller share of the tokens counts, the backward gathers these first
 
 
 class Backward(NamedTuple):
@@ -154,10 +155,13 @@ def _gradients(call: Backward, more: TokenBackward | None, visit: SliceVisit | N
     needs_dx, needs_dw, needs_dbias, needs_du, needs_db = needs
     V, H = weight.shape
     kept = None if more is None else more.kept_logits
-    counted = int(chunk_bounds[0])
-    index = order[:counted] if counted < COMPACT_BELOW * x.shape[0] or kept is not None else None
+    counted, last_start, _ = chunk_bounds.tolist()
+    index = order[:counted] if counted < x.shape[0] or kept is not None else None
     if index is not None:
         x, u = x[index], None if u is None else u[index]
+    if (needs_dw or needs_db) and counted == len(order) and (last_start == 0 or in_graph(target)):
+        # the forward did not count; the gradient of an ignored token is 0, but 0 times NaN is NaN
+        x, u = without_ignored(x, u, (target if index is None else target[index]) == options.ignore_index)
     n = x.shape[0]
     if n == 0:
         for t in outs:
