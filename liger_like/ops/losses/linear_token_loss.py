@@ -167,9 +167,9 @@ class _Losses:
         rows, (mean, squares, words, at, *_) = self.rows, self.results
         K = 0 if self.ids is None else self.ids.shape[1]
         free = [rows[1], *([rows[3]] if "entropy" in self.outputs else []), *([at[:, :K]] if K else [])]
-        fixed = rows[2], rows[4], mean, squares, at[:, K:], words[:, K:]
-        target = self.call.target if index is None else self.call.target[index]
+        fixed = rows[2] if "lse" in self.outputs else rows[2][:0], rows[4], mean, squares, at[:, K:], words[:, K:]
         taken = (t if index is None or not t.numel() else t[index] for t in (*free, *fixed))
+        target = self.call.target if index is None else self.call.target[index]
         return shaped(tuple(taken), target, self.outputs, K > 0, self.topk)
 
     def __call__(self, first: int, last: int) -> Upstream | None:
@@ -181,7 +181,7 @@ class _Losses:
         tokens, args = self.found(index), [t[first:last] for t in self.sorted]
         free = tokens.logprob, tokens.entropy, tokens.logprob_at
         leaves = [*free, *(t if needed else None for t, needed in zip(args, self.trained, strict=True))]
-        grads = self._differentiate(tokens, args, leaves, index, counts)
+        grads = self._differentiate(tokens, args, leaves, first, counts)
         if not self.differentiable:
             return None
         totals = [self.d_logprob, self.d_entropy, self.d_at, *self.d_per_token]
@@ -194,7 +194,7 @@ class _Losses:
         return self._in_unit([self.d_logprob, *others], index)
 
     def _differentiate(
-        self, tokens: TokenOutputs, args: list[Tensor], leaves: list[Tensor | None], index: Tensor, counts: Tensor
+        self, tokens: TokenOutputs, args: list[Tensor], leaves: list[Tensor | None], first: int, counts: Tensor
     ) -> list[Tensor | None]:  # fmt: skip
         """Store the losses and return their gradients by the ``leaves``, 0 for ignored tokens and None for none."""
         given = [t for t in leaves if t is not None]
@@ -204,7 +204,7 @@ class _Losses:
             for t in given if self.differentiable else ():
                 t.requires_grad_()
             losses = _checked_losses(self.loss_fn(tokens, *args), counts)
-            self.losses[index] = losses.detach().float().where(counts, 0)
+            self.losses[first : first + len(counts)] = losses.detach().where(counts, 0)
             if not self.differentiable or not losses.requires_grad:
                 return [None] * len(leaves)
             _check_leaves(losses, given)

@@ -7,7 +7,7 @@ from torch import Tensor
 
 from liger_like.runtime.support import in_graph
 
-SLICE_COLUMNS = 2048  # least columns of logits per slice, in new memory where dw has no room
+SLICE_COLUMNS = 4096  # least columns of logits per slice, in new memory where dw has no room: each adds to all of dx
 
 
 def addmm(out: Tensor, a: Tensor, b: Tensor, accumulate: bool) -> None:
@@ -81,7 +81,7 @@ def slices(V: int, column: int, dw_row: int) -> Iterator[tuple[int, int]]:
     start = 0
     while start < V:
         fits = (V - start) * dw_row // (column + dw_row) // 128 * 128
-        size = max(fits, SLICE_COLUMNS if dw_row else 4 * SLICE_COLUMNS)
+        size = max(fits, SLICE_COLUMNS if dw_row else 2 * SLICE_COLUMNS)
         yield start, min(start + size, V)
         start += size
 
