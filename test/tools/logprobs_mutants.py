@@ -13,7 +13,6 @@ OP, ROWS, PRODUCTS, LOSSES = (
     "losses.py",
 )
 
-NAN = "test_ignored_tokens"  # the tests that see it
 LOGPROBS = [
     (KERNELS, "squares * rescale * rescale +", "squares * rescale +", "squared probabilities are rescaled once"),
     (KERNELS, "tl.where(known, logprob_at, 0.0)", "logprob_at", "the id of no word has a log-probability"),
@@ -83,7 +82,7 @@ LOGPROBS = [
     (LOSSES, "torch.maximum((new - goal)", "torch.minimum((new - goal)", "clipping makes the value loss smaller"),
     (TERMS, "logprob.detach() if old_logprob is None", "logprob if old_logprob is None", "on policy without gradient"),
     (TOKEN_LOSS, "grad.where(_column(counts, grad), 0)", "grad", "a NaN of an ignored token gets into gradients"),
-    (TOKEN_LOSS, "losses.detach().float().where(counts, 0)", "losses.detach().float()", "ignored tokens have a loss"),
+    (TOKEN_LOSS, "losses.detach().where(counts, 0)", "losses.detach()", "ignored tokens have a loss"),
     (TOKEN_LOSS, "t.where(_column(counts, t), t.detach())", "t", "the definition sends a NaN back"),
     (TOKEN_LOSS, "self.unit = self.unit / unit, unit", "self.unit = unit / unit, unit", "sums keep their old unit"),
     (TOKEN_LOSS, "None if units is None else factor * units", "None", "all rows of dx in the last unit"),
@@ -111,17 +110,16 @@ LOGPROBS = [
     (STEPS, "        db *= ratio\n", "", "db keeps its old unit"),
     (STEPS, "packed(ids), packed(dlogprob_at)", "ids, packed(dlogprob_at)", "strided ids are read as if they were not"),
     (SUMS, "src.dtype == out.dtype and src.data_ptr()", "src.data_ptr()", "rows times 1 stay in their old dtype"),
-    (CHUNKS, "x_c.masked_fill_(ignored, 0)", "pass", "a NaN of an ignored token gets into dw", NAN),
-    (CHUNKS, "u_c.masked_fill(ignored, 0)", "u_c", "a NaN of an ignored token gets into dB", NAN),
+    (CHUNKS, "x_c.masked_fill_(ignored, 0)", "pass", "a NaN of an ignored token gets into dw"),
+    (CHUNKS, "u_c.masked_fill(ignored, 0)", "u_c", "a NaN of an ignored token gets into dB"),
     (
         CHUNKS,
         "start == 0 or in_graph(target)",
         "start == 0",
         "of a captured chunk's ignored tokens a NaN gets out",
-        NAN,
     ),
-    (SLICES, "last_start == 0 or in_graph(target)", "last_start == 0", "of ignored tokens under capture", NAN),
-    (SLICES, "last_start == 0 or in_graph(target)", "in_graph(target)", "of ignored tokens of a single chunk", NAN),
-    ("ops/losses/operands.py", "x if ignored is None else", "x if True else", "a NaN of an ignored token in dA", NAN),
+    (SLICES, "last_start == 0 or in_graph(target)", "last_start == 0", "of ignored tokens under capture"),
+    (SLICES, "last_start == 0 or in_graph(target)", "in_graph(target)", "of ignored tokens of a single chunk"),
+    ("ops/losses/operands.py", "x if ignored is None else", "x if True else", "a NaN of an ignored token in dA"),
     (TOKEN_LOSS, "total = total + sum(", "sum(", "the definition of constant losses has no gradient"),
 ]
