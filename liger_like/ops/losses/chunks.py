@@ -23,7 +23,7 @@ from liger_like.ops.losses.vocab_shards import SHARD_SCHEMA, Shard
 from liger_like.runtime.registry import op
 from liger_like.runtime.support import in_graph
 
-CHUNK_ROWS = 2048  # tokens per chunk at which the products reach full speed; half as many where one suffices
+CHUNK_ROWS = 2048  # tokens per chunk at which products reach full speed; half as many for logits alone or in fp32
 CHUNK_BYTES = 64 * 2**20  # least bytes of logits per chunk: with a small vocabulary CHUNK_ROWS tokens are too few
 Visit = Callable[[Tensor, Tensor, Tensor | None, Tensor], None]
 READS_HOST = torch.Tag.cudagraph_unsafe  # the host reads the token count: torch.compile keeps it out of CUDA graphs
