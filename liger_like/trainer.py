@@ -50,8 +50,8 @@ def patch_trainer(
     """Patch the models of ``trainer`` and let TRL's fused head run our op; return the report.
 
     The models are ``trainer.model`` and, if the trainer has them, ``ref_model`` and ``teacher_model``. ``options`` are
-    those of ``patch``. TRL's trainers for SFT, DPO, KTO, GRPO, RLOO and GMPO call a fused head that TRL puts on the
-    model: it then runs ``fused_linear_logprobs`` with ``keep_logits`` and ``logits_dtype``, and with
+    those of ``patch``. TRL's trainers for SFT, DPO, KTO, GRPO, AsyncGRPO, RLOO and GMPO call a fused head that TRL puts
+    on the model: it then runs ``fused_linear_logprobs`` with ``keep_logits`` and ``logits_dtype``, and with
     ``uniform_gradient`` where the loss is the mean over tokens. The trainer for distillation then runs
     ``fused_linear_divergence``. The report's row "trl head" says whether it does. A head with other code, as of another
     version of TRL, is left alone. So are the heads of trainers that read the logits.

@@ -204,17 +204,19 @@ def main() -> None:
     parser.add_argument("--shapes", nargs="+", choices=SHAPES, default=list(SHAPES))
     parser.add_argument("--cases", nargs="+", choices=CASES, default=list(CASES))
     parser.add_argument(
-        "--contestants", nargs="+", choices=names, default=list(names), metavar="NAME", help=", ".join(names)
+        "--contestants", nargs="+", choices=names, default=[], metavar="NAME", help=f"{', '.join(names)}; else all"
     )
     parser.add_argument("--quick", action="store_true", help="tiny shapes, printed only; needs no GPU")
     parser.add_argument("--report", action="store_true", help="only write the report of results/; needs no GPU")
     options = parser.parse_args()
+    if missing := {*options.contestants} - {*present(names)}:
+        parser.error(f"the packages of these contestants are not installed: {', '.join(sorted(missing))}")
     if not options.report:
         if not GPU and not options.quick:
             parser.error("needs a GPU (all but --quick and --report)")
         result = environment("TRL", "Liger", "CCE") | {"parts": {}}
         shapes = QUICK if options.quick else {name: SHAPES[name] for name in options.shapes}
-        measure_all(shapes, options.cases, options.contestants, result)
+        measure_all(shapes, options.cases, options.contestants or names, result)
         print(tables(merged({}, rounded(result), ORDER)))
         if options.quick:
             return

@@ -171,3 +171,12 @@ def test_who_is_left_out(monkeypatch):
     monkeypatch.setattr(measure, "version", lambda package: None if package == "liger-kernel" else "1")
     for case in contestants.CASES.values():
         assert {*case} - {*measure.present(case)} == {name for name in case if name.startswith("Liger")}
+
+
+def test_who_cannot_be_asked_for(monkeypatch, capsys):
+    """A contestant that is named must be there."""
+    monkeypatch.setattr(measure, "version", lambda package: None if package == "liger-kernel" else "1")
+    monkeypatch.setattr(sys, "argv", ["", "--quick", "--contestants", "TRL", "Liger"])
+    with pytest.raises(SystemExit):
+        post_training.main()
+    assert "the packages of these contestants are not installed: Liger\n" in capsys.readouterr().err

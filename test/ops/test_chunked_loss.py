@@ -33,7 +33,9 @@ def test_size_of_chunks(monkeypatch):
     assert planned(65536, 4096, 128256, dw=False) == (2048, False)
     assert planned(65536, 4096, 128256, dtype=torch.float16) == (2048, False)
     assert planned(65536, 4096, 1000) == (33554, True)  # a chunk has at least 64 MiB of logits
-    assert planned(8192, 4096, 128256, wide=True) == (1536, True)  # logits in fp32, and their gradient
+    assert planned(8192, 4096, 128256, wide=True) == (1024, True)  # logits in fp32
+    assert planned(32768, 2880, 201088, wide=True) == (2048, True)
+    assert planned(65536, 2880, 201088, wide=True) == (1024, False)
     assert planned(8192, 4096, 128256, chunk_rows=512) == (512, True)
     assert planned(8192, 4096, 128256, chunk_rows=511) == (511, False)
 
@@ -104,7 +106,7 @@ def behind_dw(monkeypatch, columns):
 
     def logits_behind(dw, end, *args):
         z = room(dw, end, *args)
-        behind.append(z[0].untyped_storage().data_ptr() == dw.untyped_storage().data_ptr() if dw.numel() else False)
+        behind.append(z.untyped_storage().data_ptr() == dw.untyped_storage().data_ptr() if dw.numel() else False)
         return z
 
     room = slices.logits_behind

@@ -6,7 +6,7 @@ from torch.nn.functional import linear
 from torch.utils.flop_counter import FlopCounterMode
 
 from liger_like import ops
-from liger_like.ops.losses import dw_sum
+from liger_like.ops.losses import divergence_chunks, dw_sum
 from liger_like.ops.losses import products as product_parts
 from liger_like.ops.losses.linear_divergence import OUTPUTS, fused_linear_divergence_ref
 from liger_like.runtime import support
@@ -98,8 +98,12 @@ def test_results_are_those_of_the_distributions(device):
 @pytest.mark.parametrize("reduction", ["mean", "none"])
 @each_beta
 def test_accuracy(beta, reduction, device, monkeypatch, poisoned):
-    """In slices of 32 columns, with half of the tokens and a student and teacher of different widths."""
+    """In slices of 32 columns, with half of the tokens and a student and teacher of different widths.
+
+    Chunks of 8 tokens compute the teacher's logits of 3 tokens at a time.
+    """
     monkeypatch.setattr(product_parts, "SLICE_COLUMNS", 32)
+    monkeypatch.setattr(divergence_chunks, "PART_ROWS", 3)
     options = {"beta": beta, "reduction": reduction, "chunk_rows": 8, "temperature": 1.3, "logit_scale": 1.2}
 
     def make():

@@ -181,7 +181,6 @@ def collectives(rank):
         ),
     ]
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(chunks, "WIDE_ROWS", 2)
         calls = counted(patch)
         for options, trained, forward, backward in cases:
             dtype = torch.float16 if "logits_dtype" in options else torch.float32

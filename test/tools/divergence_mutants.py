@@ -33,8 +33,8 @@ DIVERGENCE = [
     (ROWS, "teacher_scale, TEACHER_SOFTCAP)[0]", "teacher_scale, SOFTCAP)[0]", "the teacher has the student's softcap"),
     (
         CHUNKS,
-        "teacher.x[index], teacher.weight",
-        "teacher.x[: len(index)], teacher.weight",
+        "teacher.x[index[rows]], teacher.weight",
+        "teacher.x[: len(teacher_z)], teacher.weight",
         "the first tokens' teacher",
     ),
     (
@@ -44,6 +44,7 @@ DIVERGENCE = [
         "compacted tokens' teacher",
     ),
     (CHUNKS, "teacher.weight[part], bias", "teacher.weight[: z.shape[1]], bias", "the teacher's first slice for all"),
+    (CHUNKS, "teacher.x[index[rows]]", "teacher.x[index[: len(teacher_z)]]", "the teacher's first rows for all parts"),
     (CHUNKS, "teacher.bias[part]", "teacher.bias[: z.shape[1]]", "the first slice's bias of the teacher for all"),
     (
         CHUNKS,
@@ -52,9 +53,7 @@ DIVERGENCE = [
         "logits made again are rounded",
     ),
     (CHUNKS, "order=index, unit=unit(options)", "order=index", "the scale of the logits is not in the unit"),
-    (OP, "x, u = x.masked_fill(outside, 0), None", "x, u = x, None", "a NaN outside the mask gets into dw"),
-    (OP, "if settings.masked else x\n", "if False else x\n", "a NaN outside the mask gets into dA"),
-    (OP, "u.masked_fill(outside, 0)", "u", "a NaN outside the mask gets into dB"),
+    (OP, "target == IGNORED if masked else None", "None", "a NaN outside the mask gets into dA"),
     (OP, "dloss.where(target != IGNORED, 0) if dloss.dim() else dloss", "dloss", "an upstream NaN outside the mask"),
     (OP, "dloss = dloss * scale_of(ctx.scores[2])", "pass", "the gradient lacks the factor of beta"),
     (OP, "(frozen_head or not settings.per_token)", "not settings.per_token", "a frozen head makes logits again"),

@@ -53,6 +53,7 @@ FILES = (
     "test/patches/test_patches_attention.py",
     "test/ops/test_glu_linear.py",
     "test/ops/test_token_loss.py",
+    "test/ops/test_ignored_tokens.py",
     "test/ops/test_chunked_loss.py",
     "test/ops/test_weight_gradient.py",
     "test/ops/test_losses.py",
@@ -107,7 +108,9 @@ class Mutant(NamedTuple):
 
 
 RUNTIME = ("autograd", "blocks", "checks", "launcher", "layout", "registry", "support")
-LINEAR = "linear_cross_entropy or test_losses or test_chunked_loss or test_weight_gradient or few"
+LINEAR = (
+    "linear_cross_entropy or test_losses or test_chunked_loss or test_weight_gradient or few or test_ignored_tokens"
+)
 # file -> the -k of pytest that selects the tests which must catch the bugs in the file
 TESTS = {
     **{f"runtime/{file}.py": "test_ops or test_tiles or compiled_graph" for file in RUNTIME},
@@ -125,7 +128,8 @@ TESTS = {
     "losses.py": "test_post_training_losses",
     "_loss_checks.py": "test_post_training_losses",
     TOPK: "test_topk_divergence",
-    **dict.fromkeys((ROWS, CHUNKS, OP), "test_divergence"),
+    **dict.fromkeys((ROWS, OP), "test_divergence"),
+    CHUNKS: "test_divergence or test_parallel_divergence",
     **dict.fromkeys((SHARDS, DIVERGENCE_PARALLEL), "test_parallel_divergence"),
     "ops/losses/rows.py": "cross_entropy or test_losses or test_errors or test_logprobs",
     "ops/losses/row_kernels.py": "cross_entropy or test_losses or logprob",
@@ -138,8 +142,10 @@ TESTS = {
     "ops/losses/linear_token_loss.py": "token_loss",
     "ops/losses/steps.py": "test_losses or test_chunked_loss or test_weight_gradient or logprob or token_loss",
     "ops/losses/products.py": "test_losses or test_chunked_loss or test_weight_gradient or logprob",
-    "ops/losses/chunks.py": "test_losses or test_chunked_loss or test_weight_gradient or logprob or test_token_loss",
-    "ops/losses/slices.py": "test_losses or test_chunked_loss or test_weight_gradient or logprob",
+    "ops/losses/chunks.py": "test_losses or test_chunked_loss or test_weight_gradient or logprob or test_token_loss"
+    " or test_ignored_tokens",
+    "ops/losses/slices.py": "test_losses or test_chunked_loss or test_weight_gradient or logprob"
+    " or test_ignored_tokens",
     "ops/losses/units.py": "test_losses",
     "ops/losses/dw_sum/__init__.py": "test_weight_gradient",
     "ops/losses/dw_sum/portable.py": "test_weight_gradient",

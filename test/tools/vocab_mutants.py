@@ -35,7 +35,12 @@ VOCAB = [
     (SHARDS, "kept_rows[:, order[:k]]", "kept_rows[:, :k]", "numbers of kept rows in the order of the tokens"),
     (SHARDS, "counts[:, None], -1)", "counts[:, None], 0)", "the best word of ignored tokens is word 0"),
     (CHUNKS, "call.shard.width or call.weight.shape[0]", "call.weight.shape[0]", "uneven shards take different chunks"),
-    (CHUNKS, "not (shard or (", "not (False or (", "shards exchange numbers of parts of a chunk"),
+    (
+        "ops/losses/divergence_chunks.py",
+        "len(z) if call.shard else PART_ROWS",
+        "PART_ROWS",
+        "shards exchange numbers of parts of a chunk",
+    ),
     (OP, "pitch(shard.width or weight.shape[0])", "pitch(weight.shape[0])", "uneven shards keep different tokens"),
     (OP, "uniform = on_all(uniform, ctx.shard)", "pass", "processes take different branches"),
     (

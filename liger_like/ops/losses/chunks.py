@@ -15,15 +15,15 @@ from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensor
 
 from liger_like.ops.losses.dw_sum import MAX_ROUNDS, add_products, exponents_like, has_products
-from liger_like.ops.losses.products import addmm, even_step, kept_first, pitch
+from liger_like.ops.losses.products import addmm, even_step, in_memory_of, kept_first, pitch
 from liger_like.ops.losses.rows import OPTIONS_SCHEMA, Options, raise_bad_label
 from liger_like.ops.losses.steps import NO_WORD, add_chunk, fill_dlogits, fill_rows
 from liger_like.ops.losses.units import unit
 from liger_like.ops.losses.vocab_shards import SHARD_SCHEMA, Shard
 from liger_like.runtime.registry import op
+from liger_like.runtime.support import in_graph
 
-CHUNK_ROWS = 2048  # tokens per chunk at which the products reach full speed; half as many without gradients
-WIDE_ROWS = 384  # tokens whose logits exist at a time if they take more memory than their gradient
+CHUNK_ROWS = 2048  # tokens per chunk at which products reach full speed; half as many for logits alone or in fp32
 CHUNK_BYTES = 64 * 2**20  # least bytes of logits per chunk: with a small vocabulary CHUNK_ROWS tokens are too few
 Visit = Callable[[Tensor, Tensor, Tensor | None, Tensor], None]
 READS_HOST = torch.Tag.cudagraph_unsafe  # the host reads the token count: torch.compile keeps it out of CUDA graphs
@@ -112,7 +112,7 @@ def _outputs(call: Forward, wide: bool = False) -> tuple[Tensor, ...]:
     dx = unless_empty(needs_dx, (T, -(-H // 4) * 4))
     dw = unless_empty(needs_dw, (V, H), torch.float16 if dw_in_16_bits else call.accum_dtype or torch.float32)
     exponents = exponents_like(dw) if dw_in_16_bits else x.new_empty((0, 0), dtype=torch.uint8)
-    last_logits = unless_empty(dw_in_16_bits, (step, pitch(V)), x.dtype)
+    last_logits = unless_empty(dw_in_16_bits, (step, pitch(V) * (2 if wide else 1)), x.dtype)
     last_x = unless_empty(dw_in_16_bits and (shard.released or shard.reduce_dx or not needs_dx), (step, H), x.dtype)
     rank = 0 if u is None else u.shape[1]
     dbias, du, db = (
@@ -248,15 +248,9 @@ def run_chunks(
     wide = more is not None and more.logits_dtype != x.dtype
     step, _ = _chunks(call, wide)
     count = kept_first(target, options.ignore_index, order, many=step < T)
-    # the gradient of the logits takes their memory if it has their dtype
-    logits = None if wide and not any(needs) else last_logits
-    if logits is not None and not logits.numel():
-        logits = x.new_empty((step, pitch(V)))
-    part = step
-    # a shard's logits are fewer, and each part would be an exchange; units in fp16 may change from part to part
-    if wide and any(needs) and not (shard or (upstream is not None and x.dtype == torch.float16)):
-        part = min(step, WIDE_ROWS)
-    wide_logits = x.new_empty((part, pitch(V)), dtype=more.logits_dtype) if wide else logits
+    dtype = more.logits_dtype if wide else x.dtype
+    # their gradient takes their memory
+    logits = last_logits.view(dtype) if last_logits.numel() else x.new_empty((step, pitch(V)), dtype=dtype)
     if more is not None:
         _spread_words(more, results)
     start, end, n = 0, step, T
@@ -267,28 +261,30 @@ def run_chunks(
             x_c = last_x[: end - start]
         else:
             x_c = dx[start:end].view(x.dtype)[:, :H] if needs[0] else x.new_empty((end - start, H))
-        for first in range(start, end, part):
-            last = min(first + part, end)
-            own = slice(first - start, last - start)
-            z = wide_logits[: last - first, :V]
-            if visit is not None:
-                dz = None if not any(needs) else z if not wide else logits[own, :V]
-                visit(x_c[own], z, dz, order[first:last])
-                continue
-            _fill(call, z, x_c[own], order, first, rows, more, results)
-            given = None if upstream is None else upstream(first, last)
-            if any(needs):
-                _differentiate(call, z, logits[own, :V] if wide else None, order[first:last], rows, more, given)
+        z, index = logits[: end - start, :V], order[start:end]
+        dz = in_memory_of(z, x.dtype) if any(needs) else None
+        if visit is not None:
+            visit(x_c, z, dz, index)
+        else:
+            _fill(call, z, x_c, order, start, rows, more, results)
+            given = None if upstream is None else upstream(start, end)
+            if dz is not None:
+                _differentiate(call, z, dz, index, rows, more, given)
         if start == 0:
             n = count()
             step = even_step(n - end, step)
         chunk_bounds.copy_(torch.tensor([n, start, end]))
         is_left = exponents.numel() > 0 and end >= n
-        if any(needs):
+        if dz is not None:
             own_x = None if needs[0] and not last_x.numel() else x_c
-            u_c = None if u is None else u[order[start:end]]
+            u_c = None if u is None else u[index]
+            # ignored tokens come last, but only the second chunk knows their number
+            if (needs[1] or needs[4]) and (start == 0 or in_graph(target)):
+                ignored = (target[index] == options.ignore_index)[:, None]
+                x_c.masked_fill_(ignored, 0)  # their gradient is 0, but 0 times NaN is NaN
+                u_c = None if u is None else u_c.masked_fill(ignored, 0)
             add_chunk(
-                logits[: end - start, :V], own_x, weight, u_c, b, [dx, dw, exponents, dbias, du, db],
+                dz, own_x, weight, u_c, b, [dx, dw, exponents, dbias, du, db],
                 None if given is None else given.ratio, needs, start, end, is_left,
             )  # fmt: skip
         if needs[0] and shard.reduce_dx:
@@ -358,17 +354,18 @@ def linear_cross_entropy_last(
 def _chunks(call: Forward, wide: bool) -> tuple[int, bool]:
     """Return the tokens per chunk, enough for products at full speed, and True if dw is summed in 16 bits.
 
-    ``wide``: the logits take more memory than their gradient.
+    ``wide``: the logits are in fp32, and their gradient in 16 bits takes half of that memory.
     """
     x, V, needs = call.x, call.shard.width or call.weight.shape[0], call.needs
     T, H = x.shape
     dw_in_16_bits = needs[1] and call.accum_dtype is None and call.dw_dtype == torch.bfloat16 and H % 8 == 0
     dw_in_16_bits = dw_in_16_bits and has_products(x.device)
-    most = CHUNK_ROWS // 2 if not any(needs) else CHUNK_ROWS * 3 // 4 if wide else CHUNK_ROWS
-    rows = call.chunk_rows or max(most, CHUNK_BYTES // (V * x.itemsize))
+    most = CHUNK_ROWS // 2 if wide or not any(needs) else CHUNK_ROWS
+    itemsize = 4 if wide else x.itemsize
+    rows = call.chunk_rows or max(most, CHUNK_BYTES // (V * itemsize))
     few_rounds = -(-T // (MAX_ROUNDS * 128)) * 128
     if (
-        dw_in_16_bits and call.chunk_rows is None and few_rounds <= rows + H
+        dw_in_16_bits and call.chunk_rows is None and few_rounds <= rows + 2 * H // itemsize
     ):  # larger chunks take more memory than a dw in fp32
         rows = max(rows, few_rounds)
     # sym_min: traced code with a symbolic T must not depend on whether T exceeds a chunk
@@ -398,12 +395,10 @@ def _fill(
 
 
 def _differentiate(
-    call: Forward, z: Tensor, dz: Tensor | None, index: Tensor, rows: tuple[Tensor, ...], more: TokenForward | None,
+    call: Forward, z: Tensor, dz: Tensor, index: Tensor, rows: tuple[Tensor, ...], more: TokenForward | None,
     given: Upstream | None,
 ) -> None:  # fmt: skip
-    """Fill ``dz``, or ``z`` for None, with the gradient of the logits ``z`` for an upstream gradient of ``unit``, or
-    for the ``given`` ones.
-    """
+    """Fill ``dz`` with the gradient of the logits ``z``, for an upstream gradient of ``unit`` or the ``given`` ones."""
     upstream: tuple[Tensor | None, ...] = (None,) * 5
     if given is not None:
         ids = (None, None) if given.dlogprob_at is None else (more.ids, given.dlogprob_at)

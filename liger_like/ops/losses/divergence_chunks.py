@@ -51,6 +51,7 @@ TEACHER = (
 )
 TEACHER_ROWS = "Tensor teacher_lse, Tensor teacher_lse_rest, Tensor mean, Tensor teacher_entropy, Tensor teacher_argmax"
 WIDE = torch.float32  # dtype of both logits
+PART_ROWS = 512  # tokens of a chunk whose teacher's logits exist at a time
 
 
 def _flops_of_teacher(teacher: Teacher) -> int:
@@ -92,11 +93,14 @@ def linear_divergence_fwd(*args: Any) -> tuple[Tensor, ...]:
     def visit(x_c: Tensor, z: Tensor, dz: Tensor | None, index: Tensor) -> None:
         torch.index_select(call.x, 0, index, out=x_c)
         store_logits(z, x_c, call.weight, call.bias, None if call.u is None else call.u[index], call.b)
-        if not buffers:  # the first rows are the most
-            buffers.append(z.new_empty((z.shape[0], pitch(z.shape[1])), dtype=WIDE))
-        teacher_z = buffers[0][: z.shape[0], : z.shape[1]]
-        store_logits(teacher_z, teacher.x[index], teacher.weight, teacher.bias, None, None)
-        _fill_rows(call, teacher, z, teacher_z, dz, index, outs, results)
+        part = len(z) if call.shard else PART_ROWS  # each part of a shard would be an exchange
+        if not buffers:  # the first chunk is the largest
+            buffers.append(z.new_empty((min(part, len(z)), pitch(z.shape[1]))))
+        for first in range(0, len(z), part):
+            rows = slice(first, first + part)
+            teacher_z = buffers[0][: len(z[rows]), : z.shape[1]]
+            store_logits(teacher_z, teacher.x[index[rows]], teacher.weight, teacher.bias, None, None)
+            _fill_rows(call, teacher, z[rows], teacher_z, None if dz is None else dz[rows], index[rows], outs, results)
 
     wide = TokenForward(WIDE, False, False, None, 0, 0)
     chunks.run_chunks(call, outs, wide, chunks._token_results(call, wide), visit=visit)

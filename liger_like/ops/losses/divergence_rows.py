@@ -78,6 +78,8 @@ def _visit_block(
     else:
         dz = pw if KIND == IS_FORWARD else pw - p * mean
         dz *= upstream * slope
+        if z_ptr.dtype.element_ty != dz_ptr.dtype.element_ty:
+            tl.debug_barrier()  # dz may lie in the memory of z, in that of blocks which all threads have read now
         if MASKED:
             tl.store(dz_ptr + offs_v, dz, mask=inside)
         else:
@@ -164,8 +166,9 @@ def launch_divergence(
     """Fill ``loss`` and ``mean`` [T] from ``z`` and ``teacher_z`` [M, V], and ``dz`` with the gradient of ``z``.
 
     Row i belongs to token ``order[i]`` (None: i) of the others. ``stats`` holds lse and lse_rest of the student and of
-    the teacher. ``mean`` is the sum of p w; without ``loss`` it is read. ``dz`` may share the memory of ``z``. It is
-    the gradient for an upstream gradient of ``dloss`` [T], or of ``unit`` for None, divided by ``scale_of(beta)``.
+    the teacher. ``mean`` is the sum of p w; without ``loss`` it is read. ``dz`` may share the memory of ``z``, as in
+    ``launch_bwd``. It is the gradient for an upstream gradient of ``dloss`` [T], or of ``unit`` for None, divided by
+    ``scale_of(beta)``.
     """
     strides = (
         z.stride(0),

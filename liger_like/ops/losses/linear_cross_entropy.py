@@ -85,11 +85,12 @@ def fused_linear_cross_entropy_ref(
 
     ``accum_dtype``, ``chunk_rows``, ``recompute`` and ``accumulate_grad`` do not change the definition.
     """
-    x = x.reshape(-1, x.shape[-1])
+    ignored = target.reshape(-1) == ignore_index
+    x = x.reshape(-1, x.shape[-1]).masked_fill(ignored[:, None], 0)
     logits = linear(summed_gradient(x, shard) if shard.reduce_dx else x, weight, bias)
     if lora is not None:
-        u, b = low_rank(x, lora, shard)
-        logits = torch.addmm(logits, u, b.t())
+        u, b = low_rank(x, lora, shard, None)
+        logits = torch.addmm(logits, u.masked_fill(ignored[:, None], 0), b.t())
     if shard:
         logits = all_vocab_logits(logits, shard)
     options = Options(ignore_index, label_smoothing, z_loss, softcap, logit_scale)
@@ -261,7 +262,7 @@ def fused_linear_cross_entropy(
         others |= {"outputs": outputs, "shard": shard, **options._asdict()}
         return fused_linear_cross_entropy_ref(x, weight.to(x.dtype), target, bias, **others)
     x = x.reshape(-1, x.shape[-1])
-    u, b = (None, None) if lora is None else low_rank(x, lora, shard)
+    u, b = (None, None) if lora is None else low_rank(x, lora, shard, target.reshape(-1) == ignore_index)
     per_token = reduction == "none" or "logprob" in outputs or "entropy" in outputs
     grads_now = torch.is_grad_enabled() and not (per_token or recompute)
     wants_argmax = "argmax" in outputs or "correct" in outputs

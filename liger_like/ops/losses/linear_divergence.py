@@ -82,18 +82,16 @@ def fused_linear_divergence_ref(
     ``accumulate_grad`` and ``chunk_rows`` do not change the definition.
     """
     shape, target = x.shape[:-1], _labels(x, mask)
-    outside = (target == IGNORED)[:, None]
-    x = x.reshape(-1, x.shape[-1]).masked_fill(outside, 0)
-    if lora is not None and len(lora) == 2:
-        lora = lora[0].reshape(-1, lora[0].shape[-1]).masked_fill(outside, 0), lora[1]
-    logits = logits_ref(x, weight, bias, lora, torch.float32, shard)
+    ignored = target == IGNORED
+    logits = logits_ref(x.reshape(-1, x.shape[-1]), weight, bias, lora, torch.float32, ignored, shard)
     teacher_x = teacher_x.reshape(-1, teacher_x.shape[-1])
     teacher_bias = None if teacher_bias is None else teacher_bias.detach()
-    teacher_logits = logits_ref(teacher_x.detach(), teacher_weight.detach(), teacher_bias, None, torch.float32, shard)
+    teacher = teacher_x.detach(), teacher_weight.detach(), teacher_bias
+    teacher_logits = logits_ref(*teacher, None, torch.float32, ignored, shard)
     options = Options(IGNORED, 0.0, 0.0, softcap, logit_scale)
     raw, z = scores_ref(logits, tempered(options, temperature))
     options = options._replace(softcap=teacher_softcap, logit_scale=teacher_logit_scale)
-    teacher_raw, teacher_z = scores_ref(teacher_logits.masked_fill(outside, 0), tempered(options, temperature))
+    teacher_raw, teacher_z = scores_ref(teacher_logits, tempered(options, temperature))
     logp, logq = z.log_softmax(-1), teacher_z.log_softmax(-1)
     p, q = logp.exp(), logq.exp()
     if 0 < beta < 1:
@@ -103,9 +101,9 @@ def fused_linear_divergence_ref(
         rows = _expected(p, logp - logq) if beta else _expected(q, logq - logp)
     entropies = -_expected(p, logp).detach(), -_expected(q, logq)
     agree = raw.argmax(-1) == teacher_raw.argmax(-1)
-    rows, *entropies = (t.masked_fill(target == IGNORED, 0) for t in (rows, *entropies))
+    rows, *entropies = (t.masked_fill(ignored, 0) for t in (rows, *entropies))
     loss = rows if reduction == "none" else rows.sum()
-    results = loss, rows.detach(), *entropies, agree & (target != IGNORED)
+    results = loss, rows.detach(), *entropies, agree & ~ignored
     return _finish(results, target, shape, reduction, num_items, outputs)
 
 
@@ -140,12 +138,11 @@ def _finish(
 class Settings(NamedTuple):
     """How the loss is computed, and which results.
 
-    ``per_token``: the loss is [T]. ``masked``: some tokens may not count. ``agree``: argmax of both models.
+    ``per_token``: the loss is [T]. ``agree``: argmax of both models.
     """
 
     differentiable: bool
     per_token: bool
-    masked: bool
     accumulate_grad: bool
     entropy: bool
     teacher_entropy: bool
@@ -174,9 +171,6 @@ class _FusedLinearDivergence(torch.autograd.Function):
         needs = [settings.differentiable and needed for needed in ctx.needs_input_grad[:5]]
         frozen_head = not (needs[1] or needs[2] or needs[4])
         ctx.grads_now = settings.differentiable and (frozen_head or not settings.per_token)
-        if settings.masked:  # a NaN outside the mask must not get into the sums over tokens, where 0 times NaN is NaN
-            outside = (target == IGNORED)[:, None]
-            x, u = x.masked_fill(outside, 0), None if u is None else u.masked_fill(outside, 0)
         call = Forward(
             x, weight.to(x.dtype), target, bias, u, b, None, None,
             needs=[ctx.grads_now and needed for needed in needs],
@@ -259,15 +253,17 @@ def _checked_teacher(
 
 
 def _fused(
-    x: Tensor, weight: Tensor, bias: Tensor | None, lora: Lora | None, target: Tensor, teacher: Teacher,
+    x: Tensor, weight: Tensor, bias: Tensor | None, lora: Lora | None, target: Tensor, masked: bool, teacher: Teacher,
     settings: Settings, shard: Shard, options: Options,
 ) -> tuple[Tensor, ...]:  # fmt: skip
-    """Return the fields of ``DivergenceOutput``, all of them, by the kernels: the loss is a sum, or [T]."""
+    """Return the fields of ``DivergenceOutput``, all of them, by the kernels: the loss is a sum, or [T].
+
+    ``masked``: some tokens may not count.
+    """
     x, teacher_x = x.reshape(-1, x.shape[-1]), teacher.x.reshape(-1, teacher.x.shape[-1])
     u = b = None
     if lora is not None:
-        seen = x.masked_fill((target == IGNORED)[:, None], 0) if settings.masked else x
-        u, b = low_rank(seen, lora, shard)
+        u, b = low_rank(x, lora, shard, target == IGNORED if masked else None)
     results = apply(
         _FusedLinearDivergence, x, weight, bias, u, b, target, teacher_x, teacher.weight, teacher.bias, teacher[3:],
         settings, shard, options,
@@ -367,8 +363,9 @@ def fused_linear_divergence(
     scores = tempered(teacher_options, temperature)
     teacher = Teacher(teacher_x, teacher_weight, teacher_bias, scores.softcap, scores.logit_scale, beta)
     settings = Settings(
-        torch.is_grad_enabled(), reduction == "none", mask is not None, accumulate_grad, "entropy" in outputs,
+        torch.is_grad_enabled(), reduction == "none", accumulate_grad, "entropy" in outputs,
         "teacher_entropy" in outputs, "agree" in outputs, chunk_rows,
     )  # fmt: skip
-    results = _fused(x, weight, bias, lora, target, teacher, settings, shard, tempered(options, temperature))
+    options = tempered(options, temperature)
+    results = _fused(x, weight, bias, lora, target, mask is not None, teacher, settings, shard, options)
     return _finish(results, target, x.shape[:-1], reduction, num_items, outputs)

@@ -78,18 +78,21 @@ class _RoundedGradient(torch.autograd.Function):
 
 
 def logits_ref(
-    x: Tensor, weight: Tensor, bias: Tensor | None, lora: Lora | None, logits_dtype: torch.dtype, shard: Shard = WHOLE
-) -> Tensor:
+    x: Tensor, weight: Tensor, bias: Tensor | None, lora: Lora | None, logits_dtype: torch.dtype, ignored: Tensor,
+    shard: Shard = WHOLE,
+) -> Tensor:  # fmt: skip
     """Return the logits [..., V] in at least ``logits_dtype``, whose gradient is rounded to the dtype of ``x``.
 
-    The logits of a ``shard`` are gathered.
+    Those of ``ignored`` tokens [...] send no NaN to any gradient. The logits of a ``shard`` are gathered.
     """
-    dtype = torch.promote_types(x.dtype, logits_dtype)
+    dtype, outside = torch.promote_types(x.dtype, logits_dtype), ignored.unsqueeze(-1)
+    x = x.masked_fill(outside, 0)
     factor = summed_gradient(x, shard) if shard.reduce_dx else x
     logits = linear(factor.to(dtype), weight.to(dtype), None if bias is None else bias.to(dtype))
     if lora is not None:
-        u, b = low_rank(x.reshape(-1, x.shape[-1]), lora, shard)
-        logits = logits + linear(u.to(dtype), b.to(dtype)).view(logits.shape)
+        u, b = low_rank(x.reshape(-1, x.shape[-1]), lora, shard, None)
+        u = u.view(*ignored.shape, u.shape[-1]).masked_fill(outside, 0)
+        logits = logits + linear(u.to(dtype), b.to(dtype))
     if shard:
         logits = all_vocab_logits(logits, shard)
     if dtype != x.dtype and logits.requires_grad:
@@ -122,11 +125,12 @@ def fused_linear_logprobs_ref(
 
     ``keep_logits``, ``uniform_gradient``, ``accumulate_grad`` and ``chunk_rows`` do not change the definition.
     """
-    logits = logits_ref(x, weight, bias, lora, logits_dtype, shard)
+    ignored = target == ignore_index
+    logits = logits_ref(x, weight, bias, lora, logits_dtype, ignored, shard)
     options = tempered(Options(ignore_index, 0.0, 0.0, softcap, logit_scale), temperature)
     results = row_losses_ref(logits, target, None, options)._asdict()
     raw, z = scores_ref(logits, options)
-    logp, ignored = z.log_softmax(-1), target == ignore_index
+    logp = z.log_softmax(-1)
     results["correct"] = (results["argmax"] == target) & ~ignored
     results["mean_logit"] = z.detach().mean(-1).masked_fill(ignored, 0)
     results["log_sum_sq_prob"] = (2 * logp.detach()).logsumexp(-1).masked_fill(ignored, 0)
@@ -358,8 +362,8 @@ def fused_linear_logprobs(
     that the backward does not compute them again. ``uniform_gradient``: expect equal upstream gradients of all
     "logprob", as of their mean, so that the forward computes all gradients; the backward waits for the GPU to learn
     whether they are equal, and computes the logits again if not, or if "entropy" or ``ids`` get gradients.
-    ``accumulate_grad`` and ``chunk_rows`` are those of ``fused_linear_cross_entropy``. ``shard`` is set by
-    ``liger_like.parallel.vocab_parallel_logprobs``.
+    ``accumulate_grad`` and ``chunk_rows`` are those of ``fused_linear_cross_entropy`` (None: 1024 tokens for logits in
+    fp32). ``shard`` is set by ``liger_like.parallel.vocab_parallel_logprobs``.
 
     Under autocast the operands are cast to its dtype. The kernel takes bf16, fp16 and fp32; other dtypes and devices
     run the plain-torch reference, which materialises all logits, and so do graphs of torch.compile with few tokens.
@@ -379,15 +383,16 @@ def fused_linear_logprobs(
             logit_scale=logit_scale, lora=lora, outputs=outputs, ids=ids, topk=topk, logits_dtype=logits_dtype,
             shard=shard,
         )  # fmt: skip
-    u, b = (None, None) if lora is None else low_rank(x.reshape(-1, x.shape[-1]), lora, shard)
+    rows, labels = x.reshape(-1, x.shape[-1]), target.reshape(-1)
+    u, b = (None, None) if lora is None else low_rank(rows, lora, shard, labels == options.ignore_index)
     uniform = uniform_gradient and not (torch.compiler.is_compiling() or in_graph(x))
     settings = Settings(
         torch.is_grad_enabled(), uniform, keep_logits, accumulate_grad, chunk_rows, outputs, topk, logits_dtype
     )
-    operands = x.reshape(-1, x.shape[-1]), weight, bias, u, b, target.reshape(-1)
+    operands = rows, weight, bias, u, b, labels
     flat_ids = None if ids is None else ids.reshape(-1, ids.shape[-1])
-    rows = apply(_FusedLinearLogprobs, *operands, flat_ids, settings, shard, tempered(options, temperature))
-    return shaped(rows, target, outputs, ids is not None, topk)
+    results = apply(_FusedLinearLogprobs, *operands, flat_ids, settings, shard, tempered(options, temperature))
+    return shaped(results, target, outputs, ids is not None, topk)
 
 
 def shaped(rows: tuple[Tensor, ...], target: Tensor, outputs: tuple[str, ...], at: bool, topk: int) -> TokenOutputs:

@@ -81,6 +81,8 @@ def _summed(
     args = [t.where(_column(counts, t), t.detach()) if t.requires_grad else t for t in _rows_of(per_token, target)]
     losses = _checked_losses(loss_fn(TokenOutputs(*flat), *args), counts)
     total = losses.to(torch.promote_types(dtype, torch.float32)).where(counts, 0).sum()
+    # what the losses do not depend on gets a gradient of 0, as from the kernels
+    total = total + sum(t[:0].sum() for t in (flat[0], *args) if t is not None and t.requires_grad)
     found = TokenOutputs(*(None if t is None else t.detach() for t in tokens))
     return _with_results(total, found, outputs)
 
@@ -165,9 +167,9 @@ class _Losses:
         rows, (mean, squares, words, at, *_) = self.rows, self.results
         K = 0 if self.ids is None else self.ids.shape[1]
         free = [rows[1], *([rows[3]] if "entropy" in self.outputs else []), *([at[:, :K]] if K else [])]
-        fixed = rows[2], rows[4], mean, squares, at[:, K:], words[:, K:]
-        target = self.call.target if index is None else self.call.target[index]
+        fixed = rows[2] if "lse" in self.outputs else rows[2][:0], rows[4], mean, squares, at[:, K:], words[:, K:]
         taken = (t if index is None or not t.numel() else t[index] for t in (*free, *fixed))
+        target = self.call.target if index is None else self.call.target[index]
         return shaped(tuple(taken), target, self.outputs, K > 0, self.topk)
 
     def __call__(self, first: int, last: int) -> Upstream | None:
@@ -179,7 +181,7 @@ class _Losses:
         tokens, args = self.found(index), [t[first:last] for t in self.sorted]
         free = tokens.logprob, tokens.entropy, tokens.logprob_at
         leaves = [*free, *(t if needed else None for t, needed in zip(args, self.trained, strict=True))]
-        grads = self._differentiate(tokens, args, leaves, index, counts)
+        grads = self._differentiate(tokens, args, leaves, first, counts)
         if not self.differentiable:
             return None
         totals = [self.d_logprob, self.d_entropy, self.d_at, *self.d_per_token]
@@ -192,7 +194,7 @@ class _Losses:
         return self._in_unit([self.d_logprob, *others], index)
 
     def _differentiate(
-        self, tokens: TokenOutputs, args: list[Tensor], leaves: list[Tensor | None], index: Tensor, counts: Tensor
+        self, tokens: TokenOutputs, args: list[Tensor], leaves: list[Tensor | None], first: int, counts: Tensor
     ) -> list[Tensor | None]:  # fmt: skip
         """Store the losses and return their gradients by the ``leaves``, 0 for ignored tokens and None for none."""
         given = [t for t in leaves if t is not None]
@@ -202,7 +204,7 @@ class _Losses:
             for t in given if self.differentiable else ():
                 t.requires_grad_()
             losses = _checked_losses(self.loss_fn(tokens, *args), counts)
-            self.losses[index] = losses.detach().float().where(counts, 0)
+            self.losses[first : first + len(counts)] = losses.detach().where(counts, 0)
             if not self.differentiable or not losses.requires_grad:
                 return [None] * len(leaves)
             _check_leaves(losses, given)
@@ -332,7 +334,7 @@ def fused_linear_token_loss(
 
     Returns the sum [] in fp32, to be divided by a number of tokens for their mean, or with ``outputs``, ``ids`` or
     ``topk`` a tuple of the sum and the ``TokenOutputs`` of all tokens, without gradient. An ignored token has loss 0
-    and sends no gradient, whatever ``loss_fn`` returns for it.
+    and sends no gradient, whatever ``loss_fn`` returns for it. What the losses do not depend on gets a gradient of 0.
 
     The forward computes the gradients, with three products with the head, and the backward multiplies them by the
     upstream gradient: without gradient of the head two products, without grad mode a single one. Until the backward it
@@ -360,11 +362,12 @@ def fused_linear_token_loss(
         )  # fmt: skip
         return _summed(tokens, target, loss_fn, per_token, ignore_index, checked.x.dtype, checked.outputs)
     rows = checked.x.reshape(-1, x.shape[-1])
-    u, b = (None, None) if checked.lora is None else low_rank(rows, checked.lora, shard)
+    labels = target.reshape(-1)
+    u, b = (None, None) if checked.lora is None else low_rank(rows, checked.lora, shard, labels == ignore_index)
     differentiable = torch.is_grad_enabled()
     settings = Settings(differentiable, accumulate_grad, checked.chunk_rows, names, checked.topk, logits_dtype, shard)
     total, *found = _FusedLinearTokenLoss.apply(
-        rows, weight, checked.bias, u, b, target.reshape(-1), None if ids is None else ids.reshape(-1, ids.shape[-1]),
+        rows, weight, checked.bias, u, b, labels, None if ids is None else ids.reshape(-1, ids.shape[-1]),
         loss_fn, settings, tempered(checked.options, checked.temperature), *_rows_of(per_token, target),
     )  # fmt: skip
     results = (None if t is None else t.view(*target.shape, *t.shape[1:]) for t in found)

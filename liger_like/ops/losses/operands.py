@@ -15,15 +15,23 @@ FEW_TOKENS = 1024  # so many logits take about the memory that a chunk of the op
 Lora = tuple[Tensor, Tensor, float] | tuple[Tensor, Tensor]
 
 
-def low_rank(x: Tensor, lora: Lora, shard: Shard) -> tuple[Tensor, Tensor]:
+def without_ignored(x: Tensor, u: Tensor | None, ignored: Tensor) -> tuple[Tensor, Tensor | None]:
+    """Return ``x`` [T, H] and ``u`` [T, r] with zeros in the rows of ``ignored`` tokens [T]."""
+    rows = ignored[:, None]
+    return x.masked_fill(rows, 0), None if u is None else u.masked_fill(rows, 0)
+
+
+def low_rank(x: Tensor, lora: Lora, shard: Shard, ignored: Tensor | None) -> tuple[Tensor, Tensor]:
     """Return the factors u [T, r] and b [V, r] of the logits u b^T that ``lora`` adds for ``x`` [T, H].
 
+    A NaN in the x of ``ignored`` tokens [T] does not get into the gradient of A, in which it is multiplied by 0.
     A vocabulary shard computes a part of their gradients: the gradient of u is summed over the processes, or that of A
     if dx is not.
     """
     if len(lora) == 2:
         u = lora[0].reshape(-1, lora[0].shape[-1])
     else:
+        x = x if ignored is None else without_ignored(x, None, ignored)[0]
         parts_meet_here = shard and not shard.reduce_dx  # else the gradient of u is summed
         u = linear(x, summed_gradient(lora[0], shard) if parts_meet_here else lora[0]) * lora[2]
     return summed_gradient(u, shard) if shard.reduce_dx else u, lora[1]

@@ -7,7 +7,7 @@ from torch import Tensor
 
 from liger_like.runtime.support import in_graph
 
-SLICE_COLUMNS = 2048  # least columns of logits per slice, in new memory where dw has no room
+SLICE_COLUMNS = 4096  # least columns of logits per slice, in new memory where dw has no room: each adds to all of dx
 
 
 def addmm(out: Tensor, a: Tensor, b: Tensor, accumulate: bool) -> None:
@@ -72,33 +72,32 @@ def kept_first(target: Tensor, ignore_index: int, order: Tensor, *, many: bool) 
     return ask
 
 
-def slices(V: int, rows: int, dw_row: int) -> Iterator[tuple[int, int]]:
+def slices(V: int, column: int, dw_row: int) -> Iterator[tuple[int, int]]:
     """Yield the (start, end) of slices of a vocabulary of ``V``, in multiples of 128 columns.
 
-    A slice's logits [rows, columns] take the memory of dw after the slice's own rows, which is not yet written; a row
-    of dw has ``dw_row`` elements. Slices are as large as that allows, but not below a minimum.
+    A slice's logits take the memory of dw after the slice's own rows, which is not yet written; a column of logits has
+    ``column`` bytes and a row of dw ``dw_row``. Slices are as large as that allows, but not below a minimum.
     """
     start = 0
     while start < V:
-        size = max((V - start) * dw_row // (rows + dw_row) // 128 * 128, SLICE_COLUMNS if dw_row else 4 * SLICE_COLUMNS)
+        fits = (V - start) * dw_row // (column + dw_row) // 128 * 128
+        size = max(fits, SLICE_COLUMNS if dw_row else 2 * SLICE_COLUMNS)
         yield start, min(start + size, V)
         start += size
 
 
-def logits_behind(dw: Tensor, end: int, x: Tensor, columns: int, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
-    """Return buffers for logits in ``dtype`` and for their gradient in the dtype of ``x``; a single one if both agree.
+def logits_behind(dw: Tensor, end: int, x: Tensor, columns: int, dtype: torch.dtype) -> Tensor:
+    """Return a buffer for logits in ``dtype``, [rows of ``x``, ``columns``].
 
-    They take the memory of ``dw`` from row ``end`` on if it suffices, else new memory.
+    It takes the memory of ``dw`` from row ``end`` on if that suffices, else new memory.
     """
-    rows, wide = x.shape[0], dtype.itemsize // x.itemsize
-    size = rows * pitch(columns)
-    free = dw[end:].view(-1).view(x.dtype)
-    if free.numel() < size * copies(dtype, x.dtype):
-        free = x.new_empty(size * copies(dtype, x.dtype))
-    z = free[: size * wide].view(dtype).view(rows, -1)[:, :columns]
-    return z, z if dtype == x.dtype else free[size * wide :][:size].view(rows, -1)[:, :columns]
+    rows, size = x.shape[0], x.shape[0] * pitch(columns) * dtype.itemsize
+    free = dw[end:].view(-1).view(torch.uint8)
+    if free.numel() < size:
+        free = x.new_empty(size, dtype=torch.uint8)
+    return free[:size].view(dtype).view(rows, -1)[:, :columns]
 
 
-def copies(logits_dtype: torch.dtype, dtype: torch.dtype) -> int:
-    """Return the memory of logits and of their gradient in ``dtype``, in units of the latter."""
-    return 1 if logits_dtype == dtype else logits_dtype.itemsize // dtype.itemsize + 1
+def in_memory_of(z: Tensor, dtype: torch.dtype) -> Tensor:
+    """Return a tensor of the shape of ``z`` in a dtype that is not wider, whose rows start where those of ``z`` do."""
+    return z.view(dtype)[:, : z.shape[1]]

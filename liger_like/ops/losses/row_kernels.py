@@ -215,6 +215,8 @@ def _differentiate_block(
         raw, v_start + offs_v, offs_v < V, w_ptr, label, logit_scale, lse, lse_rest, entropy, slope_p, dentropy, hot,
         spread, SOFTCAP, ENTROPY, SMOOTHING,
     )  # fmt: skip
+    if z_ptr.dtype.element_ty != dz_ptr.dtype.element_ty:
+        tl.debug_barrier()  # dz may lie in the memory of z, in that of blocks which all threads have read now
     if MASKED:
         tl.store(dz_ptr + offs_v, dz * slope, mask=offs_v < V)
     else:
@@ -341,7 +343,8 @@ def launch_bwd(
     vocabulary: int | None = None,
     at: Sequence[Tensor | None] = (None, None),
 ) -> None:
-    """Fill ``dz`` [M, V], the gradient of ``z``, whose memory it may share; ``lse`` is (lse, lse_rest).
+    """Fill ``dz`` [M, V], the gradient of ``z``, whose memory it may share if its rows start at the same addresses and
+    its dtype is not wider; ``lse`` is (lse, lse_rest).
 
     ``upstream`` holds the gradients of loss, logprob and entropy. The gradient of the loss is [T], or a scalar for all
     tokens, or None for ``unit``; the scalar ``factor`` multiplies it. None is 0 for the other two. ``z`` may hold only

@@ -9,17 +9,18 @@ from torch import Tensor
 
 from liger_like.ops.losses.chunks import READS_HOST, call_of, flops
 from liger_like.ops.losses.dw_sum import scale_rows
-from liger_like.ops.losses.products import addmm, copies, logits_behind, slices, store_logits
+from liger_like.ops.losses.operands import without_ignored
+from liger_like.ops.losses.products import addmm, in_memory_of, logits_behind, slices, store_logits
 from liger_like.ops.losses.row_kernels import launch_bwd
 from liger_like.ops.losses.rows import OPTIONS_SCHEMA, Options
 from liger_like.ops.losses.units import size_of_gradient
 from liger_like.ops.losses.vocab_shards import SHARD_SCHEMA, Shard
 from liger_like.runtime.layout import packed
 from liger_like.runtime.registry import op
+from liger_like.runtime.support import in_graph
 
 SliceVisit = Callable[[Tensor, Tensor, Tensor, Tensor | None, slice], None]
 SMALL_PRODUCT = 2**22  # elements below which cuBLAS splits the sum over tokens and rounds its parts to the dtype
-COMPACT_BELOW = 0.75  # if a smaller share of the tokens counts, the backward gathers these first
 
 
 class Backward(NamedTuple):
@@ -154,10 +155,13 @@ def _gradients(call: Backward, more: TokenBackward | None, visit: SliceVisit | N
     needs_dx, needs_dw, needs_dbias, needs_du, needs_db = needs
     V, H = weight.shape
     kept = None if more is None else more.kept_logits
-    counted = int(chunk_bounds[0])
-    index = order[:counted] if counted < COMPACT_BELOW * x.shape[0] or kept is not None else None
+    counted, last_start, _ = chunk_bounds.tolist()
+    index = order[:counted] if counted < x.shape[0] or kept is not None else None
     if index is not None:
         x, u = x[index], None if u is None else u[index]
+    if (needs_dw or needs_db) and counted == len(order) and (last_start == 0 or in_graph(target)):
+        # the forward did not count; the gradient of an ignored token is 0, but 0 times NaN is NaN
+        x, u = without_ignored(x, u, (target if index is None else target[index]) == options.ignore_index)
     n = x.shape[0]
     if n == 0:
         for t in outs:
@@ -168,19 +172,20 @@ def _gradients(call: Backward, more: TokenBackward | None, visit: SliceVisit | N
     entropies = call.entropy if call.entropy.numel() else None
     du_sum = du.new_empty((n, du.shape[1]))
     k = 0 if kept is None else min(n, len(kept))
-    parts = slices(V, n * copies(logits_dtype, x.dtype), H * dw.itemsize // x.itemsize if dw.numel() else 0)
+    parts = slices(V, n * logits_dtype.itemsize, H * dw.itemsize if dw.numel() else 0)
     for start, end in ((0, V),) if k == n else parts:
         part, accumulate = slice(start, end), start > 0
         z = dz = None  # frees the last slice's memory before the next is allocated
         w, b_part = weight[part], None if b is None else b[part]
         if k == n:
-            z = dz = kept[:n, :V]
+            z = kept[:n, :V]
         else:
-            z, dz = logits_behind(dw, end, x, end - start, logits_dtype)
+            z = logits_behind(dw, end, x, end - start, logits_dtype)
             if k:
                 z[:k] = kept[:k, part]
             u_k = None if u is None else u[k:]
             store_logits(z[k:], x[k:], w, None if bias is None else bias[part], u_k, b_part)
+        dz = in_memory_of(z, x.dtype)
         if visit is not None:
             visit(z, dz, upstream[0], index, part)
         else:

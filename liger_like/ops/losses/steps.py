@@ -76,24 +76,25 @@ def fill_rows(
 
 
 @op(
-    "linear_loss_dlogits(Tensor(a!) z, Tensor(b!)? dz, Tensor target, Tensor? class_weight, Tensor? weight_unit,"
+    "linear_loss_dlogits(Tensor(a!) z, Tensor(b!) dz, Tensor target, Tensor? class_weight, Tensor? weight_unit,"
     " Tensor index, Tensor lse, Tensor lse_rest, Tensor? entropy, Tensor? dlogprob, Tensor? dentropy, Tensor? ids,"
     f" Tensor? dlogprob_at, float unit, {SHARD_SCHEMA}, {OPTIONS_SCHEMA}) -> ()",
     lambda *args: None,
 )
 def fill_dlogits(
-    z: Tensor, dz: Tensor | None, target: Tensor, class_weight: Tensor | None, weight_unit: Tensor | None,
+    z: Tensor, dz: Tensor, target: Tensor, class_weight: Tensor | None, weight_unit: Tensor | None,
     index: Tensor, lse: Tensor, lse_rest: Tensor, entropy: Tensor | None, dlogprob: Tensor | None,
     dentropy: Tensor | None, ids: Tensor | None, dlogprob_at: Tensor | None, unit: float, *flat: Any,
 ) -> None:  # fmt: skip
-    """Fill ``dz``, or ``z`` itself for None, with the gradient of the logits ``z`` [n, V] of the tokens ``index``.
+    """Fill ``dz``, which may lie in the memory of ``z``, with the gradient of the logits ``z`` [n, V] of the tokens
+    ``index``.
 
     The upstream gradient of each loss is ``unit``, times ``weight_unit`` [] if given; those of the other results are
     [T], and [T, K] for the words ``ids``.
     """
     shard, options = _split(flat)
     launch_bwd(
-        z, z if dz is None else dz, target, class_weight, (lse, lse_rest), entropy, (None, dlogprob, dentropy), options,
+        z, dz, target, class_weight, (lse, lse_rest), entropy, (None, dlogprob, dentropy), options,
         unit=unit, factor=weight_unit, order=index, v_start=shard.first_word, vocabulary=shard.words or z.shape[1],
         at=(packed(ids), packed(dlogprob_at)),
     )  # fmt: skip
