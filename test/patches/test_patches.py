@@ -332,7 +332,6 @@ def test_compiled_into_cuda_graphs():
         for got, expected in zip(*results, strict=True):
             assert (got - expected).norm() <= 2e-2 * expected.norm()
     assert not counters["inductor"]["cudagraph_skips"]
-    assert not counters["inductor"]["cudagraph_partitions"]  # counted where there are several
 
 
 @pytest.mark.gpu
