@@ -9,6 +9,7 @@ ENTRIES = {
         "attention_grid",
         "attention_profile",
         "bench",
+        "compiled",
         "fp_fusion",
         "losses",
         "memory_bound",

@@ -126,7 +126,7 @@ def _load_balancing_fwd(logits: Tensor, others: list[Tensor], mask: Tensor | Non
     layers = [with_stride(layer) for layer in (logits, *others)]
 
     def run(tile: Tile) -> None:
-        programs = min(num_programs(logits.device, tile.per_sm), triton.cdiv(M, tile.block_m))
+        programs = min(num_programs(logits.device, tile.per_sm), -(-M // tile.block_m))
         sums = logits.new_empty((programs, 2, E), dtype=torch.float32)
         for number, (layer, stride_m) in enumerate(layers):
             launch(
@@ -173,7 +173,7 @@ def _load_balancing_bwd(logits: Tensor, dloss: Tensor, slope: Tensor, mask: Tens
     def run(tile: Tile) -> None:
         launch(
             _load_balancing_bwd_kernel,
-            (triton.cdiv(M, tile.block_m),),
+            (-(-M // tile.block_m),),
             (dloss, slope, logits, mask, dlogits),
             (stride_m, M),
             E=E,

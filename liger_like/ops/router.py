@@ -278,7 +278,7 @@ def _moe_route_fwd(logits: Tensor, bias: Tensor | None, *args: Any) -> tuple[Ten
     def run(tile: Tile) -> None:
         launch(
             _moe_route_fwd_kernel,
-            (triton.cdiv(M, tile.block_m),),
+            (-(-M // tile.block_m),),
             (logits, packed(bias), weights, index),
             (stride_m, M),
             (settings.eps, settings.scale),
@@ -315,7 +315,7 @@ def _moe_route_bwd(dweights: Tensor, logits: Tensor, index: Tensor, *args: Any) 
     def run(tile: Tile) -> None:
         launch(
             _moe_route_bwd_kernel,
-            (triton.cdiv(M, tile.block_m),),
+            (-(-M // tile.block_m),),
             (dweights, logits, index, dlogits),
             (stride_dm, stride_m, M),
             (settings.eps, settings.scale),

@@ -74,7 +74,7 @@ def _router_logits_fwd(x: Tensor, weight: Tensor) -> Tensor:
     if logits.numel():
         launch(
             _router_logits_kernel,
-            (triton.cdiv(M, 64) * triton.cdiv(E, block_n),),
+            (-(-M // 64) * -(-E // block_n),),
             (x, weight, logits),
             (stride_xm, weight.stride(0), M, E, H),
             BLOCK_M=64,

@@ -24,6 +24,7 @@ def op(
     *tags: torch.Tag,
     flops: Callable[..., int] | None = None,
     inlined: bool | Callable[..., bool] = False,
+    in_cuda_graph: Callable[[tuple[Any, ...]], tuple[Any, ...]] | None = None,
 ) -> Callable[[Callable[..., Any]], Callable[..., Any]]:
     """Register the decorated launcher as ``torch.ops.liger_like.<name>``.
 
@@ -33,7 +34,8 @@ def op(
     calls the launcher directly, or through the dispatcher if a mode or a profiler is active.
 
     ``inlined``: torch.compile's graphs hold the launches of Triton kernels in place of the op; for a function, if it
-    returns True for the op's arguments.
+    returns True for the op's arguments. ``in_cuda_graph`` returns the arguments of the op in a graph of torch.compile
+    that becomes a CUDA graph.
     """
 
     def register(launch: Callable[..., Any]) -> Callable[..., Any]:
@@ -57,6 +59,10 @@ def op(
         if inlined and not INTERPRET:
             torch.library.register_torch_dispatch(
                 f"liger_like::{name}", FunctionalTensorMode, _inlining(launch, inlined), lib=LIBRARY
+            )
+        elif in_cuda_graph is not None:
+            torch.library.register_torch_dispatch(
+                f"liger_like::{name}", FunctionalTensorMode, _changing(in_cuda_graph), lib=LIBRARY
             )
         if flops is not None:
             register_flop_formula(packet, get_raw=True)(lambda *args, out_val: flops(*args))
@@ -96,6 +102,20 @@ def _inlining(launch: Callable[..., Any], inlined: bool | Callable[..., bool]) -
             return mode.__torch_dispatch__(op, types, args, kwargs)
         with mode:
             return launch(*args, **kwargs)
+
+    return rule
+
+
+def _changing(in_cuda_graph: Callable[[tuple[Any, ...]], tuple[Any, ...]]) -> Callable[..., Any]:
+    """Return the rule that passes other arguments to an op where Inductor makes CUDA graphs of the graph."""
+
+    def rule(mode: Any, op: Any, types: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        from torch._inductor import config  # this import takes long
+
+        if not {FunctionalTensor, FakeTensor, Tensor}.issuperset(types):
+            return NotImplemented
+        args = in_cuda_graph(args) if config.triton.cudagraphs else args
+        return mode.__torch_dispatch__(op, types, args, kwargs)
 
     return rule
 

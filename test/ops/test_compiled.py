@@ -11,13 +11,18 @@ import torch
 import torch._functorch.config
 from functorch.compile import min_cut_rematerialization_partition
 from torch._dynamo.backends.common import aot_autograd
+from torch._dynamo.utils import counters
+from torch._inductor import config
 from torch._inductor.utils import run_and_get_code
 from torch.fx.experimental.symbolic_shapes import ShapeEnv
+from torch.utils._pytree import tree_leaves
 
 from liger_like.ops.attention.choice import is_small
 from liger_like.ops.attention.masking import Masking
 from liger_like.ops.glu_linear import glu_linear
+from liger_like.ops.losses import chunks
 from liger_like.ops.losses.linear_cross_entropy import fused_linear_cross_entropy
+from liger_like.ops.losses.vocab_shards import WHOLE
 from liger_like.testing import SPECS, run
 
 BY_NAME = {spec.name: spec for spec in SPECS}
@@ -132,6 +137,54 @@ def test_the_loss_of_few_tokens_is_plain_torch(tokens, options, dynamic, is_op, 
     assert bool(found) == is_op
 
 
+@pytest.mark.parametrize("in_cuda_graph", [False, True])
+@pytest.mark.parametrize(
+    ("name", "options"),
+    [
+        ("fused_linear_cross_entropy", {}),
+        ("fused_linear_cross_entropy", {"recompute": True}),
+        ("fused_linear_logprobs", {"keep_logits": 10**6}),
+        ("fused_linear_divergence", {}),
+    ],
+)
+def test_in_a_cuda_graph_the_host_reads_no_count(name, options, in_cuda_graph, device, monkeypatch):
+    spec, sorts, outputs = BY_NAME[name], [], []
+    inputs = spec.inputs(torch.float32, device, **{**spec.test_shapes[0], "lead": (10,)})
+    options = options | {"chunk_rows": 4}
+    expected = run(spec.fn, inputs, options)
+    kept_first = chunks.kept_first
+    monkeypatch.setattr(chunks, "kept_first", lambda *args, many: sorts.append(many) or kept_first(*args, many=many))
+    with config.patch({"triton.cudagraphs": in_cuda_graph}):
+        graphs = graphs_of(
+            lambda backend: outputs.append(
+                run(torch.compile(spec.fn, backend=backend, fullgraph=True), inputs, options)
+            )
+        )
+    bounds = [
+        node.meta["val"][7] for graph in graphs for node in graph.nodes
+        if str(node.target).startswith("liger_like.linear_") and len(node.meta["val"]) > 7
+    ]  # fmt: skip
+    assert [(len(t), t.device.type) for t in bounds] == [(0, device) if in_cuda_graph else (3, "cpu")]
+    assert sorts == [not in_cuda_graph]
+    torch.testing.assert_close(outputs[0], expected)
+
+
+@pytest.mark.parametrize("tokens", [0, 1, 127, 128, 129, 500, 512, 513, 640, 1000])
+@pytest.mark.parametrize("chunk_rows", [100, 128, 300])
+def test_the_last_chunk_is_known_without_a_read(tokens, chunk_rows, device):
+    x, weight = torch.ones(tokens, 4, device=device), torch.ones(3, 4, device=device)
+    target = torch.zeros(tokens, dtype=torch.int64, device=device)
+    options = chunks.Options(-100, 0.0, 0.0, None, 1.0)
+    call = chunks.Forward(
+        x, weight, target, None, None, None, None, None, [False] * 5, False, False, chunk_rows, None, torch.float32,
+        True, WHOLE, options,
+    )  # fmt: skip
+    outs = chunks._outputs(call)
+    chunks.run_chunks(call, outs, visit=lambda *args: None)
+    _, start, end = outs[7].tolist()
+    assert chunks._last_chunk(tokens, min(tokens, chunk_rows)) == (start, end)
+
+
 def test_attention_stays_an_op_unless_it_is_small_and_of_fixed_size():
     def small(tokens, **masks):
         q = torch.empty(1, tokens, 16, 64, device="meta")
@@ -142,6 +195,25 @@ def test_attention_stays_an_op_unless_it_is_small_and_of_fixed_size():
     assert not small(4096)
     assert not small(1024, cu_seqlens_q=torch.empty(3, device="meta"))
     assert not small(1024, max_seqlen_k=ShapeEnv().create_unbacked_symint())
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("name", ["fused_linear_cross_entropy", "fused_linear_logprobs", "fused_linear_divergence"])
+def test_losses_become_cuda_graphs(name):
+    spec = BY_NAME[name]
+    compiled = torch.compile(spec.fn, mode="reduce-overhead", fullgraph=True)
+    torch._dynamo.reset()
+    counters.clear()
+    options = {"chunk_rows": 512}
+    for seed in range(4):  # recorded at the second
+        torch.manual_seed(seed)
+        inputs = spec.inputs(torch.bfloat16, "cuda", **{**spec.test_shapes[0], "lead": (1500,)})
+        torch.compiler.cudagraph_mark_step_begin()
+        found = [t.clone() for t in tree_leaves(run(compiled, inputs, options))]
+        for got, expected in zip(found, tree_leaves(run(spec.fn, inputs, options)), strict=True):
+            assert (got - expected).norm() <= 1e-2 * expected.norm()
+    assert not counters["inductor"]["cudagraph_skips"]
+    assert not counters["inductor"]["cudagraph_partitions"]  # counted where there are several
 
 
 @pytest.mark.gpu

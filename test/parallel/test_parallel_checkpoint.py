@@ -198,6 +198,40 @@ def test_compiled(options, again, device):
     assert backward["rope"] == 2  # RoPE's backward is the same op
 
 
+class NotRunError(Exception):
+    """A graph that is only looked at."""
+
+
+@pytest.mark.parametrize(
+    ("family", "config"),
+    [("Llama", {}), ("Qwen3Moe", {"num_experts": 4, "num_experts_per_tok": 2})],
+)
+def test_a_compiled_checkpoint_keeps_the_inputs_of_layers(family, config, device):
+    """Neither of the library ops nor of the kernels that Inductor launches is a result kept for the backward."""
+    model = tiny(family, device, **config)
+    model.gradient_checkpointing_enable({"use_reentrant": False})
+    liger_like.patch(model)
+    graphs = []
+
+    def keep(graph, inputs):
+        graphs.append(graph.graph)
+        return not_run
+
+    def not_run(*args):
+        raise NotRunError
+
+    backend = aot_autograd(fw_compiler=keep, bw_compiler=keep, partition_fn=min_cut_rematerialization_partition)
+    tokens = torch.randint(model.config.vocab_size, (4, 24), device=device)
+    with pytest.raises(NotRunError):
+        torch.compile(model.model, backend=backend, fullgraph=True)(tokens, use_cache=False)
+    result, *saved = graphs[0].output_node().args[0]
+    made = [node for node in saved if node.op == "call_function"]
+    origins = [node.args[0] if "getitem" in str(node.target) else node for node in made]
+    assert not [node for node in origins if "liger_like" in str(node.target)]
+    kept = sum(node.meta["val"].nbytes for node in made if isinstance(node.meta["val"], torch.Tensor))
+    assert kept <= 2.5 * result.meta["val"].nbytes  # two inputs; the rest are tables and numbers of rows
+
+
 def sharded(rank):
     """A patched model under FSDP2: the gradients of one process, and what is saved is computed once."""
     model = patched()

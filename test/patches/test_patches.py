@@ -316,7 +316,7 @@ def on_gpu():
 
 @pytest.mark.gpu
 def test_compiled_into_cuda_graphs():
-    """A patched model, but for the ops of its loss, which read the host; of other tokens in each step."""
+    """A patched model with its loss, of other tokens in each step."""
     model = on_gpu()
     compiled = torch.compile(model, mode="reduce-overhead", dynamic=False)
     counters.clear()

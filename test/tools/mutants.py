@@ -142,10 +142,8 @@ TESTS = {
     "ops/losses/linear_token_loss.py": "token_loss",
     "ops/losses/steps.py": "test_losses or test_chunked_loss or test_weight_gradient or logprob or token_loss",
     "ops/losses/products.py": "test_losses or test_chunked_loss or test_weight_gradient or logprob",
-    "ops/losses/chunks.py": "test_losses or test_chunked_loss or test_weight_gradient or logprob or test_token_loss"
-    " or test_ignored_tokens",
-    "ops/losses/slices.py": "test_losses or test_chunked_loss or test_weight_gradient or logprob"
-    " or test_ignored_tokens",
+    "ops/losses/chunks.py": f"{LINEAR} or logprob or test_token_loss or count or last_chunk",
+    "ops/losses/slices.py": f"{LINEAR} or logprob",
     "ops/losses/units.py": "test_losses",
     "ops/losses/dw_sum/__init__.py": "test_weight_gradient",
     "ops/losses/dw_sum/portable.py": "test_weight_gradient",

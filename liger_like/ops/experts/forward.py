@@ -4,7 +4,6 @@ Programs loop over the tiles that the routing lists. Rows of x are gathered by t
 With u [S, R] and v [E, R, N] the products also add u v, for v of each row's expert (see ``lora``).
 """
 
-import functools
 from typing import Any
 
 import triton
@@ -15,6 +14,7 @@ from liger_like.ops.experts.blocks import add_low_rank, columns, gated, grouped,
 from liger_like.ops.experts.checks import Gate
 from liger_like.ops.experts.choice import ROWS, hopper_kernels, in_layout
 from liger_like.ops.experts.tiles import programs, tiles_for
+from liger_like.runtime.blocks import block_of
 from liger_like.runtime.launcher import launch
 from liger_like.runtime.layout import packed, with_stride
 from liger_like.runtime.registry import op
@@ -250,12 +250,6 @@ def moe_rows_times(
     return out
 
 
-@functools.cache
-def block_of(N: int) -> int:
-    """Return the columns of a block of rows that are copied or summed."""
-    return min(1024, triton.next_power_of_2(N))
-
-
 @op(
     "moe_combine(Tensor y, Tensor? weights, Tensor pos) -> Tensor",
     lambda y, weights, pos: y.new_empty(pos.shape[0], y.shape[1]),
@@ -263,7 +257,7 @@ def block_of(N: int) -> int:
 def moe_combine(y: Tensor, weights: Tensor | None, pos: Tensor) -> Tensor:
     """Return for each token the sum of its rows of y [S, N], times ``weights`` [T, K] if given: [T, N]."""
     (T, topk), N = pos.shape, y.shape[1]
-    out, block_n = y.new_empty(T, N), block_of(N)
+    out, block_n = y.new_empty(T, N), min(1024, block_of(N))
     if T:
         grid = T, -(-N // block_n)
         launch(_combine_kernel, grid, (y, packed(weights), pos, out), (N,), TOPK=topk, BLOCK_N=block_n, num_warps=4)
@@ -274,7 +268,7 @@ def moe_combine(y: Tensor, weights: Tensor | None, pos: Tensor) -> Tensor:
 def moe_spread(x: Tensor, pos: Tensor, rows: int) -> Tensor:
     """Return the rows of x [T, N] in their places ``pos`` [T, K]: [rows, N]. Rows of no expert are not written."""
     (T, topk), N = pos.shape, x.shape[1]
-    out, block_n = x.new_empty(rows, N), block_of(N)
+    out, block_n = x.new_empty(rows, N), min(1024, block_of(N))
     x, stride_xm = with_stride(x)
     if T:
         grid = T, -(-N // block_n)

@@ -12,6 +12,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from liger_like.runtime.blocks import block_of
 from liger_like.runtime.launcher import launch
 from liger_like.runtime.registry import op
 
@@ -125,7 +126,7 @@ def moe_rows(index: Tensor, E: int, block_m: int, rows: int) -> tuple[Tensor, Te
         (totals, offsets, tiles),
         (tiles.shape[0], E),
         BLOCK_M=block_m,
-        BINS=triton.next_power_of_2(E + 1),
+        BINS=block_of(E + 1),
         BLOCK=BLOCK,
         num_warps=4,
     )

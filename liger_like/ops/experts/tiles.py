@@ -3,9 +3,9 @@
 from typing import NamedTuple
 
 import torch
-import triton
 from torch import Tensor
 
+from liger_like.runtime.blocks import block_of
 from liger_like.runtime.support import INTERPRET, gpu_class, num_programs
 
 GROUP = 8  # tiles of rows that are computed together: their operands stay in L2
@@ -26,9 +26,7 @@ class Tile(NamedTuple):
     def narrowed(self, M: int | None = None, N: int | None = None) -> "Tile":
         """Return the tile with no more rows and columns than products of M rows and N columns, such as ranks, need."""
         blocks = {"block_m": (self.block_m, M), "block_n": (self.block_n, N)}
-        return self._replace(
-            **{n: min(block, triton.next_power_of_2(max(16, size))) for n, (block, size) in blocks.items() if size}
-        )
+        return self._replace(**{n: min(block, block_of(max(16, size))) for n, (block, size) in blocks.items() if size})
 
     def constants(self) -> dict[str, int]:
         """Return the block sizes as constexprs, and the launch options."""

@@ -26,13 +26,13 @@ from liger_like.runtime.support import in_graph
 CHUNK_ROWS = 2048  # tokens per chunk at which products reach full speed; half as many for logits alone or in fp32
 CHUNK_BYTES = 64 * 2**20  # least bytes of logits per chunk: with a small vocabulary CHUNK_ROWS tokens are too few
 Visit = Callable[[Tensor, Tensor, Tensor | None, Tensor], None]
-READS_HOST = torch.Tag.cudagraph_unsafe  # the host reads the token count: torch.compile keeps it out of CUDA graphs
 
 
 class Forward(NamedTuple):
     """Arguments of ``linear_cross_entropy_fwd``, in the order of its schema; ``shard`` and ``options`` follow flat.
 
     ``needs``: gradients of x, weight, bias, u and b to compute. ``entropy``, ``argmax``: results to compute.
+    ``reads_count``: the host reads how many tokens count; False in a compiled graph that becomes a CUDA graph.
     """
 
     x: Tensor
@@ -49,6 +49,7 @@ class Forward(NamedTuple):
     chunk_rows: int | None
     accum_dtype: torch.dtype | None
     dw_dtype: torch.dtype
+    reads_count: bool
     shard: Shard
     options: Options
 
@@ -96,6 +97,12 @@ def call_of(kind: Any, args: tuple[Any, ...]) -> Any:
     return kind(*args[:own], Shard(*args[own:sharded]), Options(*args[sharded:]))
 
 
+def all_tokens(args: tuple[Any, ...]) -> tuple[Any, ...]:
+    """Return the arguments of an op, those of ``Forward`` first, with which the host reads nothing."""
+    place = Forward._fields.index("reads_count")
+    return *args[:place], False, *args[place + 1 :]
+
+
 def _unless_empty(x: Tensor, wanted: bool, shape: tuple[int, ...], dtype: torch.dtype = torch.float32) -> Tensor:
     return x.new_empty(shape if wanted else (0,) * len(shape), dtype=dtype)
 
@@ -120,7 +127,9 @@ def _outputs(call: Forward, wide: bool = False) -> tuple[Tensor, ...]:
         unless_empty(needs_du, (T, rank)),
         unless_empty(needs_db, (V, rank)),
     )
-    order, chunk_bounds = x.new_empty(T, dtype=torch.int64), torch.empty(3, dtype=torch.int64)
+    order = x.new_empty(T, dtype=torch.int64)
+    # a CUDA graph must not hold a tensor of the host
+    chunk_bounds = torch.empty(3, dtype=torch.int64) if call.reads_count else torch.empty_like(order[:0])
     return *rows, order, chunk_bounds, dx, dw, exponents, last_logits, last_x, dbias, du, db
 
 
@@ -149,7 +158,7 @@ def flops(x: Tensor, weight: Tensor, target: Tensor, bias: Tensor | None, u: Ten
 ARGUMENTS = (
     "Tensor x, Tensor weight, Tensor target, Tensor? bias, Tensor? u, Tensor? b, Tensor? class_weight,"
     " Tensor? weight_unit, bool[5] needs, bool entropy, bool argmax, SymInt? chunk_rows, ScalarType? accum_dtype,"
-    f" ScalarType dw_dtype, {SHARD_SCHEMA}, {OPTIONS_SCHEMA}"
+    f" ScalarType dw_dtype, bool reads_count, {SHARD_SCHEMA}, {OPTIONS_SCHEMA}"
 )
 RESULTS = (
     "Tensor loss, Tensor logprob, Tensor lse, Tensor entropy, Tensor argmax, Tensor lse_rest, Tensor order,"
@@ -161,8 +170,8 @@ RESULTS = (
 @op(
     f"linear_cross_entropy({ARGUMENTS}) -> ({RESULTS})",
     lambda *args: _outputs(call_of(Forward, args)),
-    READS_HOST,
     flops=flops,
+    in_cuda_graph=all_tokens,
 )
 def linear_cross_entropy_fwd(*args: Any) -> tuple[Tensor, ...]:
     """Return per-token results of the logits x weight^T + bias + u b^T, and the gradients that ``needs`` names.
@@ -171,9 +180,10 @@ def linear_cross_entropy_fwd(*args: Any) -> tuple[Tensor, ...]:
 
     The gradients are for an upstream gradient of ``unit``, times ``weight_unit`` [] if given. ``order`` is the order of
     rows in dx and du, with the tokens that went through the products first. ``chunk_bounds``, on the host, holds their
-    number and the start and end of the last chunk. A non-empty ``exponents`` leaves the last chunk's product for dw to
-    ``linear_cross_entropy_last``: ``last_logits`` holds the gradient of its logits, ``last_x`` its x. If ``last_x`` is
-    empty, x is in the memory of dx, and the product for dx is left, too. With a ``shard``, weight, bias and b are a
+    number and the start and end of the last chunk. It is empty without ``reads_count``: all tokens went through them. A
+    non-empty ``exponents`` leaves the last chunk's product for dw to ``linear_cross_entropy_last``: ``last_logits``
+    holds the gradient of its logits, ``last_x`` its x. If ``last_x`` is empty, x is in the memory of dx, and the
+    product for dx is left, too. With a ``shard``, weight, bias and b are a
     vocabulary shard; the sum of a chunk's dx over the processes overlaps the next chunk.
     """
     call: Forward = call_of(Forward, args)
@@ -187,8 +197,8 @@ def linear_cross_entropy_fwd(*args: Any) -> tuple[Tensor, ...]:
     f" SymInt topk, SymInt kept) -> ({RESULTS}, Tensor mean_logit, Tensor log_sum_sq_prob, Tensor words,"
     " Tensor logprob_at, Tensor kept_logits, Tensor kept_rows)",
     lambda *args: tuple(itertools.chain(*token_outputs(*_token_call(args)))),
-    READS_HOST,
     flops=flops,
+    in_cuda_graph=all_tokens,
 )
 def linear_logprobs_fwd(*args: Any) -> tuple[Tensor, ...]:
     """Return what ``linear_cross_entropy_fwd`` does, and the further results of each token in ``TokenResults``.
@@ -247,7 +257,7 @@ def run_chunks(
     _clear(call, outs, results)
     wide = more is not None and more.logits_dtype != x.dtype
     step, _ = _chunks(call, wide)
-    count = kept_first(target, options.ignore_index, order, many=step < T)
+    count = kept_first(target, options.ignore_index, order, many=step < T and call.reads_count)
     dtype = more.logits_dtype if wide else x.dtype
     # their gradient takes their memory
     logits = last_logits.view(dtype) if last_logits.numel() else x.new_empty((step, pitch(V)), dtype=dtype)
@@ -273,13 +283,14 @@ def run_chunks(
         if start == 0:
             n = count()
             step = even_step(n - end, step)
-        chunk_bounds.copy_(torch.tensor([n, start, end]))
+        if call.reads_count:
+            chunk_bounds.copy_(torch.tensor([n, start, end]))
         is_left = exponents.numel() > 0 and end >= n
         if dz is not None:
             own_x = None if needs[0] and not last_x.numel() else x_c
             u_c = None if u is None else u[index]
             # ignored tokens come last, but only the second chunk knows their number
-            if (needs[1] or needs[4]) and (start == 0 or in_graph(target)):
+            if (needs[1] or needs[4]) and (start == 0 or not call.reads_count or in_graph(target)):
                 ignored = (target[index] == options.ignore_index)[:, None]
                 x_c.masked_fill_(ignored, 0)  # their gradient is 0, but 0 times NaN is NaN
                 u_c = None if u is None else u_c.masked_fill(ignored, 0)
@@ -320,9 +331,8 @@ def _clear(call: Forward, outs: tuple[Tensor, ...], results: TokenResults | None
 
 @op(
     "linear_cross_entropy_last(Tensor(a!) dx, Tensor dw, Tensor exponents, Tensor last_logits, Tensor last_x,"
-    " Tensor weight, Tensor chunk_bounds, Tensor factor, Tensor(b!) out) -> ()",
+    " Tensor weight, Tensor order, Tensor chunk_bounds, Tensor factor, Tensor(b!) out) -> ()",
     lambda *args: None,
-    READS_HOST,
 )
 def linear_cross_entropy_last(
     dx: Tensor,
@@ -331,6 +341,7 @@ def linear_cross_entropy_last(
     last_logits: Tensor,
     last_x: Tensor,
     weight: Tensor,
+    order: Tensor,
     chunk_bounds: Tensor,
     factor: Tensor,
     out: Tensor,
@@ -339,7 +350,7 @@ def linear_cross_entropy_last(
 
     ``out`` gets the whole sum of dw times ``factor``, and may share the memory of ``dw``.
     """
-    _, start, end = chunk_bounds.tolist()
+    start, end = chunk_bounds[1:].tolist() if chunk_bounds.numel() else _last_chunk(len(order), last_logits.shape[0])
     V, H = weight.shape
     if start == end:
         out.zero_()
@@ -349,6 +360,15 @@ def linear_cross_entropy_last(
     add_products(dw, exponents, z, x, accumulate=start > 0, out=out, factor=factor)
     if not last_x.numel():
         addmm(dx[start:end, :H], z, weight.to(z.dtype), False)
+
+
+def _last_chunk(T: int, step: int) -> tuple[int, int]:
+    """Return the start and the end of the last chunk of ``run_chunks`` where all tokens count."""
+    start, rest = 0, T - step
+    if rest > 0:
+        even = even_step(rest, step)
+        start = step + (rest - 1) // even * even
+    return start, T
 
 
 def _chunks(call: Forward, wide: bool) -> tuple[int, bool]:

@@ -6,7 +6,7 @@ import torch
 from torch import Tensor
 
 from liger_like.ops.losses import chunks, slices
-from liger_like.ops.losses.chunks import READS_HOST, Forward, TokenForward, call_of
+from liger_like.ops.losses.chunks import Forward, TokenForward, all_tokens, call_of
 from liger_like.ops.losses.divergence_rows import FORWARD, kind_of, launch_divergence
 from liger_like.ops.losses.divergence_shards import fill_rows_of_shard
 from liger_like.ops.losses.products import pitch, store_logits
@@ -76,8 +76,8 @@ def _outputs(args: tuple[Any, ...]) -> tuple[tuple[Tensor, ...], TeacherRows]:
 @op(
     f"linear_divergence({chunks.ARGUMENTS}, {TEACHER}, bool teacher_entropy) -> ({chunks.RESULTS}, {TEACHER_ROWS})",
     lambda *args: tuple(t for results in _outputs(args) for t in results),
-    READS_HOST,
     flops=lambda *args: chunks.flops(*args) + _flops_of_teacher(_forward_args(args)[1]),
+    in_cuda_graph=all_tokens,
 )
 def linear_divergence_fwd(*args: Any) -> tuple[Tensor, ...]:
     """Return each token's divergence from the teacher, and the gradients that ``needs`` names.
@@ -144,7 +144,6 @@ def _backward_args(args: tuple[Any, ...]) -> tuple[Backward, Teacher, tuple[Tens
     f"linear_divergence_bwd({slices.ARGUMENTS}, {TEACHER}, Tensor teacher_lse, Tensor teacher_lse_rest, Tensor mean)"
     f" -> ({slices.RESULTS})",
     lambda *args: slices._bwd_outputs(_backward_args(args)[0]),
-    READS_HOST,
     flops=lambda *args: chunks.flops(*args) + _flops_of_teacher(_backward_args(args)[1]),
 )
 def linear_divergence_bwd(*args: Any) -> tuple[Tensor, ...]:

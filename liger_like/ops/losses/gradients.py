@@ -53,7 +53,9 @@ def scaled(
     if needs_dw and exponents.numel():
         dw = dw_sum.view(dw_dtype) if last_use else torch.empty_like(dw_sum, dtype=dw_dtype)
         dx_sum = dx_sum if last_use else dx_sum.clone()
-        linear_cross_entropy_last(dx_sum, dw_sum, exponents, last_logits, last_x, weight, chunk_bounds, factor, dw)
+        linear_cross_entropy_last(
+            dx_sum, dw_sum, exponents, last_logits, last_x, weight, order, chunk_bounds, factor, dw
+        )
         if last_use:
             last_logits.untyped_storage().resize_(0)
     elif needs_dw and (grad := grad_to_add_to(ctx, weight)) is not None:

@@ -164,6 +164,7 @@ class _FusedLinearCrossEntropy(torch.autograd.Function):
             chunk_rows=settings.chunk_rows,
             accum_dtype=settings.accum_dtype,
             dw_dtype=weight.dtype,
+            reads_count=True,
             shard=shard,
             options=options,
         )

@@ -179,6 +179,7 @@ class _FusedLinearDivergence(torch.autograd.Function):
             chunk_rows=settings.chunk_rows,
             accum_dtype=None,
             dw_dtype=weight.dtype,
+            reads_count=True,
             shard=shard,
             options=options,
         )  # fmt: skip

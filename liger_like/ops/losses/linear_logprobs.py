@@ -200,6 +200,7 @@ class _FusedLinearLogprobs(torch.autograd.Function):
             chunk_rows=settings.chunk_rows,
             accum_dtype=None,
             dw_dtype=weight.dtype,
+            reads_count=True,
             shard=shard,
             options=options,
         )  # fmt: skip

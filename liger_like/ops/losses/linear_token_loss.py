@@ -266,6 +266,7 @@ class _FusedLinearTokenLoss(torch.autograd.Function):
             chunk_rows=settings.chunk_rows,
             accum_dtype=torch.float32 if x.dtype == torch.float16 else None,  # another unit would cost 16 bits some
             dw_dtype=weight.dtype,
+            reads_count=True,
             shard=settings.shard,
             options=options,
         )  # fmt: skip

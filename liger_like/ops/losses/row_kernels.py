@@ -279,7 +279,7 @@ def _cross_entropy_bwd_kernel(
 
 def _tile(V: int, most: int, per_warp: int) -> dict[str, int]:
     """Return the columns per block and the number of warps."""
-    block_v = min(triton.next_power_of_2(V), most)
+    block_v = min(block_of(V), most)
     return {"BLOCK_V": block_v, "num_warps": max(1, block_v // per_warp)}
 
 

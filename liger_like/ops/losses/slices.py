@@ -7,7 +7,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from liger_like.ops.losses.chunks import READS_HOST, call_of, flops
+from liger_like.ops.losses.chunks import call_of, flops
 from liger_like.ops.losses.dw_sum import scale_rows
 from liger_like.ops.losses.operands import without_ignored
 from liger_like.ops.losses.products import addmm, in_memory_of, logits_behind, slices, store_logits
@@ -89,7 +89,6 @@ RESULTS = "Tensor dx, Tensor dw, Tensor dbias, Tensor du, Tensor db"
 @op(
     f"linear_cross_entropy_bwd({ARGUMENTS}) -> ({RESULTS})",
     lambda *args: _bwd_outputs(call_of(Backward, args)),
-    READS_HOST,
     flops=flops,
 )
 def linear_cross_entropy_bwd(*args: Any) -> tuple[Tensor, ...]:
@@ -114,7 +113,6 @@ def _flops_without_kept(*args: Any) -> int:
     f"linear_logprobs_bwd({ARGUMENTS}, ScalarType logits_dtype, Tensor? ids, Tensor? dlogprob_at,"
     f" Tensor(b!)? kept_logits) -> ({RESULTS})",
     lambda *args: _bwd_outputs(_token_call(args)[0]),
-    READS_HOST,
     flops=_flops_without_kept,
 )
 def linear_logprobs_bwd(*args: Any) -> tuple[Tensor, ...]:
@@ -155,7 +153,7 @@ def _gradients(call: Backward, more: TokenBackward | None, visit: SliceVisit | N
     needs_dx, needs_dw, needs_dbias, needs_du, needs_db = needs
     V, H = weight.shape
     kept = None if more is None else more.kept_logits
-    counted, last_start, _ = chunk_bounds.tolist()
+    counted, last_start, _ = chunk_bounds.tolist() if chunk_bounds.numel() else (x.shape[0], 0, 0)
     index = order[:counted] if counted < x.shape[0] or kept is not None else None
     if index is not None:
         x, u = x[index], None if u is None else u[index]

@@ -18,6 +18,7 @@ from torch import Tensor
 from torch.utils._python_dispatch import _disable_current_modes
 
 from liger_like.ops.losses.dw_sum import portable
+from liger_like.runtime.blocks import block_of
 from liger_like.runtime.fallback import BROKEN, NotCompiledError, gluon_module
 from liger_like.runtime.launcher import launch
 from liger_like.runtime.registry import op
@@ -121,7 +122,7 @@ def scale_rows(src: Tensor, order: Tensor | None, factor: Tensor, out: Tensor, a
     of ``src`` in a dtype of equal or smaller size, if their rows start at the same addresses.
     """
     M, N = src.shape
-    block_n = min(triton.next_power_of_2(N), 4096)
+    block_n = min(block_of(N), 4096)
     if M:
         sizes = src.stride(0), out.stride(0), int(factor.numel() > 1), N
         in_place = src.dtype == out.dtype and src.data_ptr() == out.data_ptr() and order is None and not add
