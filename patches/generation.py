@@ -1,5 +1,7 @@
 """Let models whose attention is patched generate by our kernels: a subclass of the model's class overrides methods.
 
+``generate`` gets a dynamic cache that grows in place. Static caches need no more than the masks of ``attention``.
+
 ``generate_batch`` and TRL's rollouts by it start at ``init_continuous_batching``. transformers chooses what runs by the
 name of the attention in the config, so the model's view of its config has another name from there until ``stop()``.
 """
@@ -18,6 +20,7 @@ from liger_like.patches import paged
 from liger_like.patches.attention import NAME
 
 PATTERN, VARIANT = "generation", "paged cache"
+CACHES = ("past_key_values", "cache")  # names that transformers gives a cache
 _managers: weakref.WeakSet[Any] = weakref.WeakSet()
 
 
@@ -74,9 +77,21 @@ def _subclass(cls: Any) -> type[Any]:
         finally:
             _rename(self, NAME)
 
+    def _prepare_cache_for_generation(
+        self: Any, generation_config: Any, model_kwargs: dict[str, Any], *args: Any, **kwargs: Any
+    ) -> None:
+        """Add a cache to ``model_kwargs`` as transformers does; a dynamic one then grows in place."""
+        given = {name for name in CACHES if model_kwargs.get(name) is not None}
+        cls._prepare_cache_for_generation(self, generation_config, model_kwargs, *args, **kwargs)
+        for name in ({*CACHES} & model_kwargs.keys()) - given:
+            from liger_like.patches.growing_cache import let_grow  # imports transformers
+
+            let_grow(model_kwargs[name])
+
+    overridden = init_continuous_batching, continuous_batching_context_manager, _prepare_cache_for_generation
     body = {"__module__": cls.__module__, "__qualname__": cls.__qualname__, "__doc__": cls.__doc__}
     body |= {"_liger_like_below": cls, "__reduce_ex__": _reduce_ex}
-    body |= {each.__name__: each for each in (init_continuous_batching, continuous_batching_context_manager)}
+    body |= {each.__name__: each for each in overridden}
     return types.new_class(cls.__name__, (cls,), exec_body=lambda namespace: namespace.update(body))
 
 

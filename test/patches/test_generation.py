@@ -32,10 +32,10 @@ FAMILIES = {
 LENGTHS = 3, 41, 17  # a prompt comes in chunks
 
 
-def model_of(family):
+def model_of(family, **more):
     """Return a model in fp32 whose sequences never end by themselves."""
     ends = {"eos_token_id": None, "max_position_embeddings": 128, "attn_implementation": "eager"}
-    return tiny(family, **FAMILIES[family] | ends).eval()
+    return tiny(family, **FAMILIES[family] | ends | more).eval()
 
 
 def prompts(*lengths):
