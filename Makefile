@@ -26,7 +26,7 @@ NEWEST := $(addprefix test/,runtime/test_tiles.py ops/test_norms_and_rope.py ops
 
 .PHONY: demo test test-gpu test-oldest test-newest check compile-check mutants sanitize coverage tune
 .PHONY: bench bench-losses bench-ops bench-attention bench-attention-grid
-.PHONY: bench-post-training bench-training bench-trainers bench-small bench-sweeps bench-sharded bench-curves
+.PHONY: bench-generation bench-post-training bench-training bench-trainers bench-small bench-sweeps bench-sharded bench-curves
 
 demo: $(ready)
 	@$(py) examples/train.py
@@ -85,6 +85,9 @@ bench-attention-grid: $(ready)
 
 bench-post-training: $(ready)
 	$(py) -m benchmark post_training
+
+bench-generation: $(ready)
+	$(py) -m benchmark generation
 
 bench-training: $(ready)
 	$(py) -m benchmark training

@@ -18,6 +18,7 @@ ENTRIES = {
         "tune",
     ),
     "training": ("curves", "sharded", "small", "sweeps", "trainers", "training"),
+    "generation": ("generation",),
     "coverage": ("coverage",),
 }
 

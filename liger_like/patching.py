@@ -8,7 +8,6 @@ patterns and their replacements.
 
 import dataclasses
 import functools
-import types
 import warnings
 from dataclasses import dataclass
 from typing import Any, NamedTuple
@@ -17,17 +16,19 @@ import torch
 from torch import nn
 
 from liger_like._options import SWITCHES, check_options, checks_options
+from liger_like._subclasses import become, origin_of, swap
 from liger_like.patches import (
     NothingToDoError,
     Recogniser,
     UnrecognisedError,
     attention,
+    generation,
     trl_head,
     where,
 )
 from liger_like.patches.catalogue import ATTENTION, INTERFACES, RECOGNISERS
 from liger_like.patches.config_views import give_views, take_views
-from liger_like.patches.foreign import foreign_forward, rebind_forward, replaced_in_class, replaced_in_torch
+from liger_like.patches.foreign import foreign_forward, replaced_in_class, replaced_in_torch
 from liger_like.patches.trials import compare
 from liger_like.patches.trl_code import fused_forward, stand_in
 
@@ -35,14 +36,6 @@ PATCHED, ALREADY, SKIPPED, ABSENT = "patched", "already patched", "skipped", "ab
 
 raise_errors = False  # the tests set it: there an unexpected exception is a bug, not a reason to skip the module
 _confirmed: set[tuple[type[Any], str, str]] = set()
-
-
-class _Origin(NamedTuple):
-    """Origin of a patched class: the original class, the pattern and its variant."""
-
-    cls: type[Any]
-    pattern: str
-    variant: str
 
 
 @dataclass(frozen=True)
@@ -151,7 +144,7 @@ def patch(
                 rows += interfaces[-1][1].rows
                 continue
             on = all(wanted[name] for name in recogniser.options)
-            others = (m for m in model.modules() if m not in swaps and (on or _origin(m) is not None))
+            others = (m for m in model.modules() if m not in swaps and (on or origin_of(m) is not None))
             found = [fate for module in others for fate in _examine(recogniser, module, model, verify)]
             rows += _grouped([row for row, _ in found])
             swaps.update(swap for _, swap in found if swap is not None)
@@ -160,11 +153,13 @@ def patch(
             rows.append(Row(patterns, "", "", 0, ABSENT, "the model has none"))
     trl = _examine_trl(model, swaps) if loss else {}
     rows += _grouped(list(trl.values()))
+    generating = _examine_generation(model, interfaces)
+    rows += _grouped(list(generating.values()))
     report = PatchReport(model, tuple(rows))
     if strict and any(row.status == SKIPPED for row in rows):
         raise ValueError(f"strict=True, but modules would be left alone:\n{report}")
     for module, cls in swaps.items():
-        _become(module, cls)
+        become(module, cls)
     for module in (module for module, row in trl.items() if row.status == PATCHED):
         trl_head.hook(module)
     for recogniser, found_there in interfaces:
@@ -172,6 +167,8 @@ def patch(
             vars(module).update(recogniser.methods(type(module), variant))
     if any(found_there.patched for _, found_there in interfaces):
         give_views(model, {recogniser.implementation: found_there.configs for recogniser, found_there in interfaces})
+    for module in (module for module, row in generating.items() if row.status != SKIPPED):
+        generation.hook(module)
     _warn(report)
     return report
 
@@ -186,13 +183,17 @@ def unpatch(model: nn.Module) -> None:
         raise TypeError(f"model must be a torch.nn.Module, got {type(model).__name__}")
     if any(vars(module).keys() >= {"_liger_like_gate", "_liger_like_op"} for module in model.modules()):
         raise RuntimeError("a model whose experts expert_parallel has sharded cannot be unpatched")
-    patched = [module for module in model.modules() if _origin(module) is not None]
-    for module in patched:
-        if "_liger_like" not in vars(type(module)):
-            raise RuntimeError(f"{where(type(module))} was put on top of a patched class; undo that first")
+    patched = [module for module in model.modules() if origin_of(module) is not None]
+    for module in model.modules():
+        cls = type(module)
+        covered = generation.is_hooked(cls) and generation.below(cls) is cls
+        if covered or (origin_of(module) is not None and "_liger_like" not in vars(generation.below(cls))):
+            raise RuntimeError(f"{where(cls)} was put on top of a patched class; undo that first")
+    for module in model.modules():
+        generation.unhook(module)
     for module in patched:
         origin = type(module)._liger_like  # type: ignore[attr-defined]
-        _become(module, origin.cls)
+        become(module, origin.cls)
         RECOGNISERS[origin.pattern].forget(module)
     for module in model.modules():
         trl_head.unhook(module)
@@ -248,10 +249,6 @@ def _warn(report: PatchReport) -> None:
             warnings.warn(f"liger_like: {row.cls} runs no kernel: {row.reason}", stacklevel=4)
 
 
-def _origin(module: nn.Module) -> _Origin | None:
-    return getattr(type(module), "_liger_like", None)
-
-
 class _Found(NamedTuple):
     """Modules of an interface: their rows, the variants of those to patch, and by id which configs are to name it."""
 
@@ -275,7 +272,7 @@ def _examine(recogniser: Recogniser, module: nn.Module, model: nn.Module, verify
 
 def _fates(recogniser: Recogniser, module: nn.Module, model: nn.Module, verify: str) -> list[Fate]:
     """Do the work of ``_examine``. Raises UnrecognisedError, and any exception of the model's own code."""
-    origin = _origin(module)
+    origin = origin_of(module)
     if origin is not None and origin.pattern != recogniser.pattern:
         return []
     for part in recogniser.depends_on(module, model):
@@ -284,16 +281,16 @@ def _fates(recogniser: Recogniser, module: nn.Module, model: nn.Module, verify: 
     def fate(status: str, variant: str, of: nn.Module = module, error: float | None = None) -> Row:
         return Row(recogniser.pattern, type(of).__name__, variant, 1, status, error=error)
 
-    if origin is not None and all(_origin(part) for part, _ in recogniser.swaps(module, origin.variant)):
+    if origin is not None and all(origin_of(part) for part, _ in recogniser.swaps(module, origin.variant)):
         return [(fate(ALREADY, origin.variant), None)]
     variant = recogniser.variant(module, model)
     error = _verify(recogniser, module, variant, live=verify == "numeric")
     # a patched model may have a new head, which is still to be patched
     already: list[Fate] = [] if origin is None else [(fate(ALREADY, origin.variant), None)]
     return already + [
-        (fate(PATCHED, variant, part, error), _swap(part, recogniser.pattern, variant))
+        (fate(PATCHED, variant, part, error), swap(part, recogniser.pattern, variant))
         for part, variant in recogniser.swaps(module, variant)
-        if _origin(part) is None
+        if origin_of(part) is None
     ]
 
 
@@ -371,10 +368,23 @@ def _examine_trl(model: nn.Module, swaps: dict[nn.Module, type[Any]]) -> dict[nn
     for module in model.modules():
         function = fused_forward(module)
         if function is not None:
-            patched = module in swaps or _origin(module) is not None
+            patched = module in swaps or origin_of(module) is not None
             reason = trl_head.obstacle_of(function, module, patched)
             status = SKIPPED if reason else PATCHED if stand_in(function) is None else ALREADY
             rows[module] = Row(trl_head.PATTERN, type(module).__name__, "", 1, status, reason)
+    return rows
+
+
+def _examine_generation(model: nn.Module, interfaces: list[tuple[Recogniser, _Found]]) -> dict[nn.Module, Row]:
+    """Return a row for each module with transformers' methods of generation, if there is attention among its parts."""
+    found = [found for recogniser, found in interfaces if recogniser is ATTENTION and found.configs]
+    rows = {}
+    for module in (module for module in model.modules() if found and generation.generates(module)):
+        text: Any = module.config.get_text_config()  # type: ignore[union-attr, operator]
+        named = found[0].configs.get(id(text)) or text._attn_implementation == attention.NAME
+        status = SKIPPED if not named else ALREADY if generation.is_hooked(type(module)) else PATCHED
+        reason = "" if named else "its attention runs no kernel"
+        rows[module] = Row(generation.PATTERN, type(module).__name__, generation.VARIANT, 1, status, reason)
     return rows
 
 
@@ -403,38 +413,6 @@ def _verify(recogniser: Recogniser, module: nn.Module, variant: str, *, live: bo
         finally:
             for part, mode in training:
                 part.training = mode
-
-
-def _become(module: Any, cls: type[Any]) -> None:
-    """Set the class of ``module``, and rebind the class's forward where the instance holds it."""
-    rebind_forward(module, cls)
-    module.__class__ = cls
-
-
-def _swap(module: Any, pattern: str, variant: str) -> tuple[nn.Module, type[Any]]:
-    cls: Any = type(module)
-    return module, _subclass(cls, pattern, variant)
-
-
-@functools.cache
-def _subclass(cls: Any, pattern: str, variant: str) -> type[Any]:
-    """Return a subclass of ``cls`` with the same name and the methods of the pattern's variant."""
-    own: dict[str, Any] = {"__module__": cls.__module__, "__qualname__": cls.__qualname__, "__doc__": cls.__doc__}
-    own |= {"_liger_like": _Origin(cls, pattern, variant), "__reduce_ex__": _reduce_ex}
-    return types.new_class(
-        cls.__name__, (cls,), exec_body=lambda body: body.update(own | RECOGNISERS[pattern].methods(cls, variant))
-    )
-
-
-def _reduce_ex(self: Any, protocol: Any) -> Any:
-    """Reduce through the original class: pickle finds a class by its name, which finds the original."""
-    origin = type(self)._liger_like
-    return _instance, tuple(origin), *origin.cls.__reduce_ex__(self, protocol)[2:]
-
-
-def _instance(cls: Any, pattern: str, variant: str) -> Any:
-    patched: Any = _subclass(cls, pattern, variant)
-    return patched.__new__(patched)
 
 
 def _grouped(rows: list[Row]) -> list[Row]:

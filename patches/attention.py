@@ -116,11 +116,16 @@ def make_mask(
     ends_together = isinstance(q_offset, int) and q_offset + q_length == kv_offset + kv_length
     if mask is None and ends_together and q_length == kv_length and kv_offset == 0 and not options.get("use_vmap"):
         mask = _searched(mask_function, batch_size, q_length, options.get("device"))
-    # a caller that forbids skipping goes on to combine the mask; for packed documents skipping is always forbidden
     may_skip = options.get("allow_is_bidirectional_skip", options.get("allow_is_causal_skip", True))
+    # transformers forbids skipping for decode steps with a static cache, too
+    has_room = not ends_together or (q_length == 1 and not may_skip)
+    if mask is not None and mask.right == 0 and mask.spans is None and has_room:
+        device = q_offset.device if isinstance(q_offset, Tensor) else options.get("device")
+        mask = _before_room(mask, torch.arange(q_length, device=device) + (q_offset - kv_offset), batch_size)
+    # a caller that forbids skipping goes on to combine the mask; for packed documents skipping is always forbidden
     if mask is not None and not may_skip and mask.spans is None:
         mask = None
-    if mask is None or not (ends_together or max(mask.left, mask.right) < 0):
+    if mask is None or not (ends_together or mask.spans is not None or max(mask.left, mask.right) < 0):
         options |= {"allow_is_causal_skip": False, "allow_is_bidirectional_skip": False}
         seen: Any = sdpa_mask(
             batch_size, q_length, kv_length, q_offset, kv_offset, mask_function, attention_mask, **options
@@ -132,7 +137,19 @@ def make_mask(
     padding = padding[:, kv_offset : kv_offset + kv_length]
     if is_tracing(padding) or in_graph(padding):
         return mask._replace(padding=padding)
+    if has_room and mask.spans is not None and q_length == 1:  # a decode step does not wait for the GPU
+        first = padding.int().argmax(-1, keepdim=True)
+        return mask._replace(padding=padding, spans=_cut(mask.spans, torch.stack((first, first + kv_length))))
     return _without(mask, padding, q_length)
+
+
+def _before_room(mask: Mask, positions: Tensor, batch: int) -> Mask:
+    """Return a causal ``mask`` as spans, for a static cache: it has room for more keys after the last query.
+
+    ``positions`` [S]: the place in the cache of the key that belongs to each query.
+    """
+    starts = (positions - mask.left).clamp(min=0) if mask.left >= 0 else positions * 0
+    return Mask(spans=torch.stack((starts, positions + 1)).int()[:, None].expand(-1, batch, -1))
 
 
 def _across_processes(mask: Mask | None, padding: Tensor | None) -> Mask:

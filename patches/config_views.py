@@ -6,7 +6,7 @@ from typing import Any
 
 from torch import nn
 
-from liger_like.patches import attention, experts
+from liger_like.patches import attention, experts, paged
 from liger_like.patches.attention import NAME
 
 ATTRIBUTES = tuple(cls.implementation for cls in (attention.Attention, experts.Experts))
@@ -27,7 +27,7 @@ def give_views(model: nn.Module, chosen: dict[str, dict[int, bool]]) -> None:
             below = {attribute for part in own.values() for attribute in _named(part)}
             named = {a for a, configs in chosen.items() if configs.get(id(config), a in below)} | {*_named(config)}
             changed = named > {*_named(config)} or any(own[name] is not part for name, part in parts.items())
-            views[id(config)] = _view(config, tuple(sorted(named)), own) if changed else config
+            views[id(config)] = _view(config, dict.fromkeys(sorted(named), NAME), own) if changed else config
         return views[id(config)]
 
     for module in model.modules():
@@ -44,14 +44,15 @@ def take_views(model: nn.Module) -> None:
 
 
 def _named(config: Any) -> tuple[str, ...]:
-    """Return the attributes that a view names liger_like; empty for any other config."""
-    return getattr(config, "_liger_like_named", ())
+    """Return the attributes for which a view has a name of liger_like; empty for any other config."""
+    return (*getattr(config, "_liger_like_named", ()),)
 
 
-def _view(config: Any, named: tuple[str, ...], parts: dict[str, Any]) -> Any:
+def _view(config: Any, named: dict[str, str], parts: dict[str, Any]) -> Any:
     """Return a config that shares all attributes of ``config`` except its sub-configs and those that are ``named``."""
     attention.register()  # unpickling in another process calls this function before anything registers the name
     experts.register()
+    paged.register()
     original = getattr(config, "_liger_like_original", config)
     cls: Any = type(original)
     view: Any = object.__new__(_view_class(cls))
@@ -65,16 +66,17 @@ def _view(config: Any, named: tuple[str, ...], parts: dict[str, Any]) -> Any:
 def _implementation(attribute: str) -> property:
     def implementation(self: Any) -> Any:
         if attribute in self._liger_like_named:
-            return NAME
+            return self._liger_like_named[attribute]
         if attribute not in vars(self):
             raise AttributeError(attribute)
         return vars(self)[attribute]
 
     def choose(self: Any, name: Any) -> None:
         # the user's choice must outlive the view, so it is written to the shared attributes
-        others = tuple(each for each in self._liger_like_named if each != attribute)
-        self._liger_like_named = (*others, attribute) if name == NAME else others
-        if name != NAME:
+        own = name in (NAME, paged.name())
+        others = {each: named for each, named in self._liger_like_named.items() if each != attribute}
+        self._liger_like_named = others | {attribute: name} if own else others
+        if not own:
             vars(self)[attribute] = name
 
     return property(implementation, choose)

@@ -26,6 +26,7 @@ from divergence_mutants import CHUNKS, DIVERGENCE, OP, ROWS, SHARDS, TOPK
 from divergence_mutants import PARALLEL as DIVERGENCE_PARALLEL
 from exact_mutants import EXACT
 from experts_mutants import EXPERTS
+from generation_mutants import GENERATING
 from hopper_mutants import HOPPER, HOPPER_TESTS
 from logprobs_mutants import LOGPROBS
 from mutants_report import CAUGHT, NEEDS_GPU, SURVIVED, TIMED_OUT, Fate, keep, known
@@ -82,6 +83,8 @@ FILES = (
     "test/attention/test_attention_hopper.py",
     "test/ops/test_experts_hopper.py",
     "test/ops/test_gpu.py",
+    "test/patches/test_generation_caches.py",
+    "test/patches/test_generation.py",
     "test/patches/test_tokens.py",
     "test/patches/test_trl.py",
     "test/parallel/test_parallel_moe.py",
@@ -149,6 +152,7 @@ TESTS = {
     "ops/losses/dw_sum/portable.py": "test_weight_gradient",
     **{file: "attention or compiled_graph" for file, *_ in (*ATTENTION, *ATTENTION_BACKWARD)},
     **{file: "paged" for file, *_ in PAGED},
+    **{file: "test_generation" for file, *_ in GENERATING},
     **{file: "patches" for file, *_ in PATCHES},
     "patches/routers.py": "test_patches_routers",
     "patches/balance.py": "test_patches_balance",
@@ -179,6 +183,7 @@ MUTANTS = [
         *ATTENTION_BACKWARD,
         *PAGED,
         *PATCHES,
+        *GENERATING,
         *PARALLEL,
         *VOCAB,
         *TRL,

@@ -1,0 +1,167 @@
+"""Let models whose attention is patched generate by our kernels: a subclass of the model's class overrides methods.
+
+``generate`` gets a dynamic cache that grows in place. Static caches need no more than the masks of ``attention``.
+
+``generate_batch`` and TRL's rollouts by it start at ``init_continuous_batching``. transformers chooses what runs by the
+name of the attention in the config, so the model's view of its config has another name from there until ``stop()``.
+"""
+
+import contextlib
+import copy
+import functools
+import types
+import weakref
+from collections.abc import Callable, Iterator
+from typing import Any
+
+from torch import nn
+
+from liger_like.patches import paged
+from liger_like.patches.attention import NAME
+
+PATTERN, VARIANT = "generation", "paged cache"
+CACHES = ("past_key_values", "cache")  # names that transformers gives a cache
+_managers: weakref.WeakSet[Any] = weakref.WeakSet()
+
+
+def generates(module: nn.Module) -> bool:
+    """Return True if ``module`` has transformers' methods of generation."""
+    return hasattr(type(module), "init_continuous_batching") and hasattr(module, "config")
+
+
+def is_hooked(cls: type[Any]) -> bool:
+    """Return True if ``cls`` has the methods of ``hook``, perhaps beneath another library's subclass."""
+    return hasattr(cls, "_liger_like_below")
+
+
+def below(cls: type[Any]) -> type[Any]:
+    """Return the class that ``hook`` put its subclass on, or ``cls`` if it is no such subclass."""
+    return vars(cls).get("_liger_like_below", cls)  # type: ignore[no-any-return]
+
+
+def hook(module: Any) -> None:
+    """Override the methods of generation of ``module``; do nothing where that is done."""
+    if not is_hooked(type(module)):
+        cls: Any = type(module)
+        module.__class__ = _subclass(cls)
+
+
+def unhook(module: Any) -> None:
+    """Restore the methods; managers that have not stopped then leave the config alone."""
+    if is_hooked(type(module)):
+        module.__class__ = below(type(module))
+    for manager in _managers:
+        if manager.model is module:
+            manager._original_attn_impl = None
+
+
+@functools.cache
+def _subclass(cls: Any) -> type[Any]:
+    """Return a subclass of ``cls`` with the same name, whose instances generate by our kernels."""
+
+    def init_continuous_batching(
+        self: Any, generation_config: Any = None, continuous_batching_config: Any = None, workload_hints: Any = None
+    ) -> Any:
+        """Return a manager as transformers does, for which our ops read and write the cache."""
+        arguments = generation_config, continuous_batching_config, workload_hints
+        start = functools.partial(cls.init_continuous_batching, self)
+        ours = all(config._attn_implementation in (NAME, paged.name()) for config in _configs(self))
+        return _start(self, start, *arguments) if ours else start(*arguments)
+
+    @contextlib.contextmanager
+    def continuous_batching_context_manager(self: Any, *args: Any, **kwargs: Any) -> Iterator[Any]:
+        """Yield a manager as transformers does; restore the config also if the manager does not get to start."""
+        try:
+            with cls.continuous_batching_context_manager(self, *args, **kwargs) as manager:
+                yield manager
+        finally:
+            _rename(self, NAME)
+
+    def _prepare_cache_for_generation(
+        self: Any, generation_config: Any, model_kwargs: dict[str, Any], *args: Any, **kwargs: Any
+    ) -> None:
+        """Add a cache to ``model_kwargs`` as transformers does; a dynamic one then grows in place."""
+        given = {name for name in CACHES if model_kwargs.get(name) is not None}
+        cls._prepare_cache_for_generation(self, generation_config, model_kwargs, *args, **kwargs)
+        for name in ({*CACHES} & model_kwargs.keys()) - given:
+            from liger_like.patches.growing_cache import let_grow  # imports transformers
+
+            let_grow(model_kwargs[name])
+
+    overridden = init_continuous_batching, continuous_batching_context_manager, _prepare_cache_for_generation
+    body = {"__module__": cls.__module__, "__qualname__": cls.__qualname__, "__doc__": cls.__doc__}
+    body |= {"_liger_like_below": cls, "__reduce_ex__": _reduce_ex}
+    body |= {each.__name__: each for each in overridden}
+    return types.new_class(cls.__name__, (cls,), exec_body=lambda namespace: namespace.update(body))
+
+
+def _reduce_ex(self: Any, protocol: Any) -> Any:
+    """Reduce as the class below does: pickle finds a class by its name, which finds the original."""
+    make, args, *rest = type(self)._liger_like_below.__reduce_ex__(self, protocol)
+    return _instance, (make, tuple(below(arg) if isinstance(arg, type) else arg for arg in args)), *rest
+
+
+def _instance(make: Callable[..., Any], args: tuple[Any, ...]) -> Any:
+    module = make(*args)
+    hook(module)
+    return module
+
+
+def _configs(model: Any) -> list[Any]:
+    """Return the config of ``model``, and that of its text part if that is another."""
+    text = model.config.get_text_config()
+    return [model.config] if text is model.config else [model.config, text]
+
+
+def _rename(model: Any, name: str) -> None:
+    """Set the name of the attention where it is one of ours; other parts of the model keep theirs."""
+    for config in _configs(model):
+        if config._attn_implementation in (NAME, paged.name()):
+            config._attn_implementation_internal = name
+
+
+def _has_windows(config: Any) -> bool:
+    from transformers.generation.continuous_batching.cache import group_layers_by_attn_type
+
+    groups: Any = group_layers_by_attn_type(config)
+    return "sliding_attention" in (groups[1] if isinstance(groups, tuple) else groups)
+
+
+def _start(model: Any, start: Callable[..., Any], generation_config: Any, asked: Any, hints: Any) -> Any:
+    """Return the manager that ``start`` makes, for which our attention runs, with block tables for decoding.
+
+    transformers makes tables only for the functions of flash-attention, and has none for layers with windows. The
+    tables have as many pages as transformers would choose.
+    """
+    from transformers.generation.configuration_utils import ContinuousBatchingConfig
+    from transformers.generation.continuous_batching import initialization
+
+    asked = asked or getattr(generation_config, "continuous_batching_config", None) or ContinuousBatchingConfig()
+    asked, resolved = copy.deepcopy(asked), copy.deepcopy(asked)
+    initialization.resolve_using_hints(resolved, hints)
+    initialization.resolve_without_hints(resolved)
+    asked.max_blocks_per_request = None  # transformers would warn that it has no tables
+    _rename(model, NAME)
+    parts = {part: getattr(model.config, part) for part in model.config.sub_configs}
+    names = {part: config._attn_implementation for part, config in parts.items() if config is not None}
+    _rename(model, paged.name())
+    try:
+        manager = start(generation_config, asked, hints)
+    except BaseException:
+        _rename(model, NAME)
+        raise
+    manager._original_attn_impl = {**names, "": NAME}  # stop() sets these
+    _managers.add(manager)
+    if manager.batch_processor is None:  # else it was kept, with its cache
+        if not _has_windows(model.config.get_text_config()):
+            manager.continuous_batching_config.max_blocks_per_request = resolved.max_blocks_per_request
+        create = manager._create_batch_processor
+        manager._create_batch_processor = lambda: _with_our_cache(create())
+    return manager
+
+
+def _with_our_cache(processor: Any) -> Any:
+    """Return ``processor``, whose cache passes itself on to our attention."""
+    cls: Any = type(processor.cache)
+    processor.cache.__class__ = paged.cache_class(cls)
+    return processor

@@ -1,0 +1,107 @@
+"""Attention of transformers' continuous batching: the function that reads and writes its paged cache by our ops.
+
+transformers' own functions copy the keys of all sequences for each layer and step. The versions of transformers keep
+the cache in different ways, which ``_layer_of`` alone knows.
+"""
+
+import functools
+from typing import Any, NamedTuple
+
+from torch import Tensor, nn
+
+from liger_like.ops.attention import flash_attention_varlen
+from liger_like.ops.attention.paged import flash_attention_paged, paged_write
+
+FLASH = "liger_like_flash"  # transformers makes no masks for a name with "flash", and turns its CUDA graphs on
+SCORES = {"scale": "scaling", "softcap": "softcap", "sinks": "s_aux"}  # arguments of the ops, as transformers has them
+
+
+@functools.cache
+def name() -> str:
+    """Return the name under which ``attend`` is registered: older versions of transformers need a prefix."""
+    from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
+
+    return f"paged|{FLASH}" if "paged|sdpa" in ALL_ATTENTION_FUNCTIONS.valid_keys() else FLASH
+
+
+def register() -> None:
+    """Register ``attend`` with transformers; repeated calls are harmless."""
+    from transformers import AttentionInterface
+
+    AttentionInterface.register(name(), attend)
+
+
+@functools.cache
+def cache_class(cls: Any) -> type[Any]:
+    """Return a subclass of transformers' paged cache whose ``update`` leaves all work to ``attend``.
+
+    Newer models call ``update`` before the attention, and do not pass the cache on. A subclass is returned as it is.
+    """
+    if hasattr(cls, "_liger_like_cache"):
+        return cls  # type: ignore[no-any-return]
+
+    def update(self: Any, key: Tensor, value: Tensor, layer_idx: int, kwargs: dict[str, Any]) -> tuple[Tensor, Tensor]:
+        kwargs["cache"] = self
+        return key, value
+
+    return type(cls.__name__, (cls,), {"update": update, "_liger_like_cache": True})
+
+
+class _Layer(NamedTuple):
+    """Part of the cache that belongs to a layer.
+
+    ``caches``: its pages of keys and of values, [N, P, Hk, D] each. ``group``: the index of its block table and lists
+    of slots. ``window``: the number of keys that a query sees, its own included; None if it sees all.
+    """
+
+    caches: tuple[Tensor, Tensor]
+    group: int
+    window: int | None
+
+
+def _layer_of(cache: Any, index: int) -> _Layer:
+    if hasattr(cache, "layer_to_allocator"):
+        allocator = cache.layer_to_allocator[index]
+        return _Layer(allocator._kv_page_views[index], allocator.index, getattr(allocator, "sliding_window", None))
+    group, row = cache.layer_index_to_group_indices[index]
+    shape = -1, cache.block_size, *cache.cache_shape[1:]
+    pages = cache.key_cache[row].view(shape), cache.value_cache[row].view(shape)
+    return _Layer(pages, group, getattr(cache.group_cache_managers[group], "sliding_window", None))
+
+
+def attend(
+    module: nn.Module, query: Tensor, key: Tensor, value: Tensor, attention_mask: None = None, **options: Any
+) -> tuple[Tensor, None]:
+    """Compute attention of ``query`` [1, H, T, D], the new tokens of all sequences, and write their keys to the cache.
+
+    Returns [1, T, H, D] and None. ``key`` and ``value`` [1, Hk, T, D] are those of the new tokens. ``options`` are what
+    transformers passes in continuous batching: the cache, and either a block table, if each sequence has one new token,
+    or the slots of all keys. A window's slots are a ring: new keys replace those that the first new queries still
+    see, and have no slot in the list of the keys to read. So keys are written after the reads.
+
+    Raises RuntimeError without ``cache``: the model is called by others before continuous batching has ended.
+    """
+    options = {name: option for name, option in options.items() if option is not None}
+    if "cache" not in options:
+        raise RuntimeError("the model is in continuous batching: call stop() of its manager before any other forward")
+    (k_cache, v_cache), group, window = _layer_of(options["cache"], module.layer_idx)  # type: ignore[arg-type]
+    kind = "full_attention" if window is None else "sliding_attention"
+    q, k, v = (t[0].transpose(0, 1) for t in (query, key, value))
+    scores: dict[str, Any] = {name: options.get(key) for name, key in SCORES.items()}
+    scores["window"] = (-1 if window is None else window - 1, 0)
+    rows, lengths = options["cu_seq_lens_q"], options["cu_seq_lens_k"]
+    lengths = lengths[kind] if isinstance(lengths, dict) else lengths
+    if "block_table" in options:
+        table = options["block_table"][group]
+        out: Any = flash_attention_paged(q, k_cache, v_cache, table, lengths, k=k, v=v, **scores)
+        paged_write(k, v, k_cache, v_cache, pages=table, lengths=lengths)
+        return out[None], None
+    slots = options["read_index"][group]
+    longest: Any = options.get("max_length_q", options.get("max_seqlen_q"))
+    if slots.shape[0]:
+        more: dict[str, Any] = {"cu_seqlens_q": rows, "max_seqlen_q": longest, "k": k, "v": v}
+        out = flash_attention_paged(q, k_cache, v_cache, slots, lengths, **more, **scores)
+    else:  # all sequences are new
+        out = flash_attention_varlen(q, k, v, rows, rows, longest, longest, causal=True, **scores)
+    paged_write(k, v, k_cache, v_cache, options["write_index"][group])
+    return out[None], None

@@ -1,0 +1,249 @@
+"""Generation by patched models: continuous batching reads and writes transformers' paged cache by our ops."""
+
+import copy
+import io
+from collections import Counter
+
+import peft
+import pytest
+import torch
+from tiny_models import batch, results, rows, tiny
+from transformers import GenerationConfig
+from transformers.generation import ContinuousBatchingConfig
+from trl_trainers import make
+
+from liger_like.patches import generation, paged
+from liger_like.patching import patch, unpatch
+
+pytestmark = pytest.mark.filterwarnings("error:liger_like")
+PAGE = "page_size" if hasattr(ContinuousBatchingConfig(), "page_size") else "block_size"
+SETTINGS = {"num_blocks": 48, "max_batch_tokens": 32, PAGE: 16}
+WINDOW = {"sliding_window": 12}
+FAMILIES = {
+    "Llama": {},
+    "Qwen3": {},
+    "Gemma2": {**WINDOW, "attn_logit_softcapping": 2.0},
+    "Gemma3": {**WINDOW, "head_dim": 16, "layer_types": ["sliding_attention", "full_attention"]},
+    "GptOss": {**WINDOW, "num_local_experts": 4, "num_experts_per_tok": 2},
+    "Mistral": WINDOW,
+    "Phi": {},
+    "Mixtral": {"num_local_experts": 4, "num_experts_per_tok": 2, "sliding_window": None},
+}
+LENGTHS = 3, 41, 17  # a prompt comes in chunks
+
+
+def model_of(family, **more):
+    """Return a model in fp32 whose sequences never end by themselves."""
+    ends = {"eos_token_id": None, "max_position_embeddings": 128, "attn_implementation": "eager"}
+    return tiny(family, **FAMILIES[family] | ends | more).eval()
+
+
+def prompts(*lengths):
+    return [torch.randint(3, 101, (length,)).tolist() for length in lengths]
+
+
+def options(**more):
+    return GenerationConfig(do_sample=False, eos_token_id=-1, pad_token_id=0, **{"max_new_tokens": 8, **more})
+
+
+def eager(model, ids, **more):
+    """Return the new tokens of each prompt by itself."""
+    tokens = [torch.tensor([prompt]) for prompt in ids]
+    made = [model.generate(t, attention_mask=torch.ones_like(t), generation_config=options(**more)) for t in tokens]
+    return [row[len(prompt) :].tolist() for prompt, rows in zip(ids, made, strict=True) for row in rows]
+
+
+def batched(model, ids, settings=(), generation_config=None, **how):
+    """Return the new tokens of all prompts by continuous batching."""
+    config = ContinuousBatchingConfig(**SETTINGS | dict(settings))
+    how = {"continuous_batching_config": config, "warmup": False, **how}
+    outputs = model.generate_batch(ids, generation_config=generation_config or options(), **how)
+    assert [output.error for output in outputs.values()] == [None] * len(outputs)
+    return [output.generated_tokens for output in outputs.values()]
+
+
+@pytest.fixture
+def ops(monkeypatch):
+    """Return how often each op was called by the attention of continuous batching."""
+    calls = Counter()
+
+    def noted(function):
+        def call(*args, **kwargs):
+            calls[function.__name__, "tables" if args[3:4] and args[3].dim() == 2 else ""] += 1
+            return function(*args, **kwargs)
+
+        return call
+
+    for name in ("flash_attention_paged", "flash_attention_varlen"):
+        monkeypatch.setattr(paged, name, noted(getattr(paged, name)))
+    return calls
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_tokens_are_those_of_eager_generate(family, references, ops):
+    model, ids = model_of(family), prompts(*LENGTHS)
+    expected = eager(model, ids)
+    report = patch(model)
+    assert [row.status for row in rows(report, "generation")] == ["patched"]
+    assert batched(model, ids) == expected
+    windows = "sliding_window" in FAMILIES[family] and FAMILIES[family]["sliding_window"]
+    assert bool(ops["flash_attention_paged", "tables"]) != bool(windows)
+    assert ops["flash_attention_paged", ""]
+    assert ops["flash_attention_varlen", ""]
+
+
+@pytest.mark.parametrize("family", ["Llama", "Gemma2"])
+def test_the_kernels_give_the_same_tokens(family):
+    model, ids = model_of(family), prompts(20, 3)
+    expected = eager(model, ids, max_new_tokens=4)
+    patch(model, norm=False, rope=False, mlp=False, loss=False)
+    assert batched(model, ids, {"max_batch_tokens": 14}, options(max_new_tokens=4)) == expected
+
+
+def test_prefixes_forks_and_kept_managers(references):
+    """Prompts share pages; the sequences of one prompt share its pages; a manager is used again, then a new one."""
+    model = model_of("Llama")
+    (start,) = prompts(33)
+    ids = [start + more for more in prompts(3, 9)]
+    expected = eager(model, ids)
+    patch(model)
+    for _ in range(2):
+        assert batched(model, ids, persistent_manager=True) == expected
+        assert model.config._attn_implementation == "liger_like"
+    model.destroy_cached_continuous_batching_manager()
+    assert batched(model, ids, {"max_blocks_per_request": 0}) == expected
+    twice = options()
+    twice.num_return_sequences = 2  # transformers refuses it for greedy decoding, in the constructor alone
+    assert sorted(batched(model, ids, generation_config=twice)) == sorted(expected * 2)
+
+
+def test_training_goes_on_between_rollouts(references):
+    """The gradients after a rollout are those of a model that has not generated, and so are the tokens after a step."""
+    model, ids, inputs = model_of("Gemma2"), prompts(*LENGTHS), batch(length=20)
+    other = copy.deepcopy(model)
+    for each in (model, other):
+        patch(each)
+    batched(model, ids)
+    for each in (model, other):
+        each.train()
+        results(each, inputs)
+        with torch.no_grad():
+            for parameter in each.parameters():
+                parameter.sub_(parameter.grad)
+    assert all(torch.equal(a, b) for a, b in zip(model.parameters(), other.parameters(), strict=True))
+    unpatch(other)
+    assert batched(model, ids) == eager(other.eval(), ids)
+
+
+class StepError(Exception):
+    pass
+
+
+def fail(*args, **kwargs):
+    raise StepError("on purpose")
+
+
+@pytest.mark.parametrize("place", ["step", "cache", "start"])
+def test_an_exception_restores_the_name(place, references, monkeypatch):
+    model, ids = model_of("Llama"), prompts(5)
+    patch(model)
+    if place == "step":
+        monkeypatch.setattr(paged, "paged_write", fail)
+    elif place == "cache":
+        monkeypatch.setattr(generation, "_with_our_cache", fail)
+    else:
+        monkeypatch.setattr(generation, "_has_windows", fail)
+    settings = {"generation_config": options(), "continuous_batching_config": ContinuousBatchingConfig(**SETTINGS)}
+    if place == "step":
+        (output,) = model.generate_batch(ids, **settings, warmup=False).values()
+        assert output.error == "on purpose"
+    else:
+        with pytest.raises(StepError):
+            model.generate_batch(ids, **settings, warmup=True)
+    assert model.config._attn_implementation == "liger_like"
+    assert results(model.train(), batch())
+
+
+def test_stop_and_unpatch_restore_the_name(references):
+    model = model_of("Llama")
+    original, cls, config = model.config, type(model), ContinuousBatchingConfig(**SETTINGS)
+    start = {"generation_config": options(), "continuous_batching_config": config}
+    for ends in ("stop", "unpatch"):
+        patch(model)
+        manager = model.init_continuous_batching(**start)
+        assert model.config._attn_implementation == paged.name()
+        with pytest.raises(RuntimeError, match="in continuous batching: call stop"):
+            model(torch.tensor([[3, 4]]))
+        manager.start()
+        if ends == "stop":
+            manager.stop()
+            assert model.config._attn_implementation == "liger_like"
+            assert model.config._experts_implementation == original._experts_implementation
+        unpatch(model)
+        manager.stop()
+        manager.destroy()
+        assert model.config is original
+        assert type(model) is cls
+        assert original._attn_implementation == "eager"
+        assert vars(model).keys() == vars(model_of("Llama")).keys()
+
+
+def test_only_models_whose_attention_runs_kernels(references):
+    model = model_of("Llama")
+    assert not rows(patch(model, attention=False), "generation")
+    assert type(model).init_continuous_batching is type(model_of("Llama")).init_continuous_batching
+    assert [row.status for row in rows(patch(model), "generation")] == ["patched"]
+    assert [row.status for row in rows(patch(model), "generation")] == ["already patched"]
+    unpatch(model)
+    model.model.layers[0].self_attn.attention_dropout = 0.5
+    with pytest.warns(UserWarning, match="dropout"):
+        (row,) = rows(patch(model), "generation")
+    assert (row.status, row.reason) == ("skipped", "its attention runs no kernel")
+
+
+@pytest.mark.parametrize("loss", [True, False])
+def test_copies_and_pickles_generate(loss, references, ops):
+    model, ids = model_of("Llama"), prompts(5)
+    patch(model, loss=loss)
+    file = io.BytesIO()
+    torch.save(model, file)
+    file.seek(0)
+    for other in (copy.deepcopy(model), torch.load(file, weights_only=False)):
+        ops.clear()
+        assert batched(other, ids) == batched(model, ids)
+        assert ops["flash_attention_paged", "tables"] == 2 * 2 * 7
+        unpatch(other)
+        assert type(other) is type(model_of("Llama"))
+
+
+def test_a_later_patch_of_the_loss_keeps_generation(references):
+    model = model_of("Llama")
+    cls = type(model)
+    patch(model, loss=False)
+    patch(model)
+    assert generation.is_hooked(type(model))
+    assert hasattr(type(model), "_liger_like")
+    unpatch(model)
+    assert type(model) is cls
+
+
+def test_adapters(references, ops):
+    model, ids = model_of("Llama"), prompts(5, 20)
+    adapted = peft.get_peft_model(model, peft.LoraConfig(r=2, target_modules=["q_proj"], init_lora_weights=False))
+    expected = eager(adapted, ids)
+    patch(adapted)
+    assert batched(adapted, ids) == expected
+    assert ops["flash_attention_paged", "tables"]
+
+
+def test_trl_samples_by_it(references, ops, tmp_path):
+    """GRPO takes two steps whose completions come from continuous batching, and trains the same object."""
+    model = model_of("Llama")
+    patch(model)
+    before = copy.deepcopy(model.state_dict())
+    arguments = {"transformers_continuous_batching_config": SETTINGS, "use_transformers_continuous_batching": True}
+    trainer = make("GRPO", model, tmp_path, num_iterations=1, max_steps=2, **arguments)
+    trainer.train()
+    assert ops["flash_attention_paged", "tables"]
+    assert model.config._attn_implementation == "liger_like"
+    assert any(not torch.equal(before[name], t) for name, t in model.state_dict().items())

@@ -1,0 +1,145 @@
+"""``generate`` of patched models: static caches need no bias, and only what is filled; dynamic ones are not copied."""
+
+import copy
+
+import pytest
+import torch
+from test_generation import model_of, options
+from transformers import DynamicCache
+from transformers.cache_utils import DynamicLayer
+from transformers.generation.configuration_utils import CompileConfig
+
+from liger_like.patches import attention
+from liger_like.patches.growing_cache import ROOM, GrowingLayer, let_grow
+from liger_like.patching import patch, unpatch
+
+pytestmark = [pytest.mark.filterwarnings("error:liger_like"), pytest.mark.usefixtures("references")]
+FAMILIES = ["Llama", "Gemma2", "GptOss", "Mistral"]
+
+
+def padded():
+    """Return prompts with padding on the left; the last row has a hole, too."""
+    ids = torch.randint(3, 101, (3, 15))
+    mask = torch.ones_like(ids)
+    mask[0, :6], mask[2, :1], mask[2, 4:6] = 0, 0, 0
+    return {"input_ids": ids, "attention_mask": mask}
+
+
+def tokens(model, inputs, **more):
+    return model.generate(**inputs, generation_config=options(**more))
+
+
+@pytest.fixture
+def masks(monkeypatch):
+    """Return the masks that attention gets."""
+    seen, attend = [], attention.flash_attention
+
+    def noted(*args, **kwargs):
+        seen.append(kwargs)
+        return attend(*args, **kwargs)
+
+    monkeypatch.setattr(attention, "flash_attention", noted)
+    return seen
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_the_same_tokens_with_each_cache(family, masks):
+    model, inputs = model_of(family), padded()
+    expected = tokens(model, inputs)
+    patch(model)
+    for cache in ("static", None):
+        masks.clear()
+        assert torch.equal(tokens(model, inputs, cache_implementation=cache), expected)
+        assert masks
+        assert all("bias" not in options for options in masks)
+
+
+def test_static_caches_read_what_is_filled(masks):
+    """Each query sees the keys from the first token of its row up to its own."""
+    model, inputs = model_of("Llama"), padded()
+    patch(model)
+    tokens(model, inputs, cache_implementation="static")
+    prompt, *steps = masks[::2]  # of two layers
+    assert prompt["spans"].tolist() == [[[0] * 15] * 3, [[*range(1, 16)]] * 3]  # the padding says the rest
+    assert [s["spans"].tolist() for s in steps] == [[[[6], [0], [1]], [[n]] * 3] for n in range(16, 23)]
+
+
+def test_static_compiled_in_one_graph():
+    model, inputs = model_of("Llama", num_hidden_layers=1), padded()
+    expected = tokens(model, inputs, max_new_tokens=4)
+    patch(model)
+    config = CompileConfig(backend="eager", fullgraph=True)
+    config._compile_all_devices = True  # transformers compiles on GPUs alone
+    torch.compiler.reset()
+    torch._dynamo.utils.counters.clear()
+    got = tokens(model, inputs, cache_implementation="static", compile_config=config, max_new_tokens=4)
+    assert torch._dynamo.utils.counters["stats"]["unique_graphs"] == 1
+    assert torch.equal(got, expected)
+
+
+def test_sequences_of_a_prompt_and_beams():
+    model, inputs = model_of("Llama"), padded()
+    choices = [{"num_beams": 3, "num_return_sequences": 2}, {"num_beams": 2, "length_penalty": 0.5}]
+    expected = [tokens(model, inputs, **choice) for choice in choices]
+    patch(model)
+    assert [torch.equal(tokens(model, inputs, **c), e) for c, e in zip(choices, expected, strict=True)] == [True, True]
+
+
+def test_steps_copy_nothing():
+    """The memory of the keys stays the same; the user's own caches keep their layers."""
+    model, inputs = model_of("Llama"), padded()
+    patch(model)
+    made = model.generate(**inputs, generation_config=options(return_dict_in_generate=True)).past_key_values
+    layer = made.layers[0]
+    assert type(layer) is GrowingLayer
+    assert layer.keys.shape[-2] == 15 + 8 - 1
+    assert layer.keys.data_ptr() == layer._keys.data_ptr()
+    assert layer._keys.shape[-2] == 15 + ROOM
+    own = DynamicCache(config=model.config)
+    model.generate(**inputs, past_key_values=own, generation_config=options())
+    assert type(own.layers[0]) is DynamicLayer
+    unpatch(model)
+    again = model.generate(**inputs, generation_config=options(return_dict_in_generate=True)).past_key_values
+    assert type(again.layers[0]) is DynamicLayer
+
+
+def changed(cache, way):
+    """Change ``cache`` as transformers' callers do."""
+    if way == "crop":
+        cache.crop(-3)
+    elif way == "reorder":
+        cache.reorder_cache(torch.tensor([1, 1]))
+    elif way == "repeat":
+        cache.batch_repeat_interleave(2)
+    elif way == "select":
+        cache.batch_select_indices(torch.tensor([-1]))
+    elif way == "copy":
+        return copy.deepcopy(cache)
+    return cache
+
+
+@pytest.mark.parametrize("way", ["append", "crop", "reorder", "repeat", "select", "copy"])
+def test_a_growing_layer_does_as_the_dynamic_one(way):
+    config = model_of("Llama").config
+    caches = [DynamicCache(config=config) for _ in range(2)]
+    let_grow(caches[1])
+    for rows in (4, 1, 1, way, ROOM - 3, 1, way, 1):
+        if isinstance(rows, str):
+            caches = [changed(cache, rows) for cache in caches]
+            continue
+        batch = 2 if not caches[0].layers[0].is_initialized else len(caches[0].layers[0].keys)
+        keys, values = torch.randn(2, batch, 2, rows, 8)
+        (k0, v0), (k1, v1) = [cache.update(keys, values, 0) for cache in caches]
+        assert torch.equal(k0, k1)
+        assert torch.equal(v0, v1)
+        assert caches[0].get_seq_length() == caches[1].get_seq_length()
+
+
+def test_gradients_flow_through_a_growing_layer():
+    cache = DynamicCache(config=model_of("Llama").config)
+    let_grow(cache)
+    parts = [torch.randn(1, 2, 3, 8, requires_grad=True) for _ in range(2)]
+    for part in parts:
+        keys, _ = cache.update(part, part, 0)
+    keys.sum().backward()
+    assert all(torch.equal(part.grad, torch.ones_like(part)) for part in parts)
