@@ -16,7 +16,7 @@ ENTRIES = {
         "report",
         "tune",
     ),
-    "training": ("curves", "sharded", "small", "sweeps", "trainers", "training"),
+    "training": ("curves", "plan", "sharded", "small", "sweeps", "trainers", "training"),
     "coverage": ("coverage",),
 }
 

@@ -6,6 +6,7 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
+from liger_like.planning._clock import Clock
 from liger_like.planning._machine import GIB
 from liger_like.planning._tracer import KINDS, Live, Tracer
 
@@ -35,7 +36,8 @@ class Prediction:
 
     ``gib``: the peak. ``by_kind``, ``by_layer`` (-1: outside of layers), ``by_module``: what it is made of.
     ``resting``: what is held between steps. ``curve``: memory over the step by kind, in the order of ``KINDS``; a point
-    is the highest of several changes.
+    is the highest of several changes. ``seconds``: time of the step, an estimate by a roofline; ``times``: seconds of
+    the GPU by group, and of the host. ``calibrated``: whether the rates were measured on this GPU.
     """
 
     gib: float
@@ -44,6 +46,15 @@ class Prediction:
     by_module: dict[str, float]
     resting: float
     curve: tuple[tuple[float, ...], ...]
+    seconds: float
+    times: dict[str, float]
+    calibrated: bool
+
+    @property
+    def limited_by(self) -> str:
+        """Return what takes the most time, and its share of the step."""
+        name = max(self.times, key=self.times.__getitem__, default="")
+        return f"{name} {100 * self.times[name] / self.seconds:.0f} %" if self.seconds else ""
 
 
 def part_of(entry: Live) -> Part:
@@ -67,8 +78,8 @@ def changes_of(tracer: Tracer) -> tuple[list[Change], list[Change]]:
     return start, [Change(part(entry), size, counts) for entry, size, counts in tracer.events]
 
 
-def predicted(start: Iterable[Change], changes: Sequence[Change]) -> Prediction:
-    """Return the prediction of ``changes`` after ``start``."""
+def predicted(start: Iterable[Change], changes: Sequence[Change], clock: Clock) -> Prediction:
+    """Return the prediction of ``changes`` after ``start``, which take the time of ``clock``."""
     held: Counter[Part] = Counter()
     for change in start:
         held[change.part] += change.size
@@ -78,7 +89,9 @@ def predicted(start: Iterable[Change], changes: Sequence[Change]) -> Prediction:
         total += change.size
         if change.counts and total > peak:
             peak, at = total, i
-    return Prediction(peak / GIB, *_made_of(held, changes[: at + 1]), resting / GIB, _curve(held, changes))
+    made_of, curve = _made_of(held, changes[: at + 1]), _curve(held, changes)
+    times = {name: clock.groups[name] for name in sorted(clock.groups)} | {"host": clock.host}
+    return Prediction(peak / GIB, *made_of, resting / GIB, curve, clock.seconds, times, clock.calibrated)
 
 
 def _made_of(before: Counter[Part], changes: Sequence[Change]) -> tuple[Any, Any, Any]:

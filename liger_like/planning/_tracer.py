@@ -207,7 +207,11 @@ class Tracer(TorchDispatchMode):  # type: ignore[no-untyped-call]
     def know(self, model: nn.Module) -> None:
         """Take the names of modules from ``model``, and its output embeddings for the head of the loss."""
         self.names = {module: name for name, module in model.named_modules()}
-        self.owners = {p: name for module, name in self.names.items() for p in module.parameters(recurse=False)}
+        self.owners = {
+            tensor: name
+            for module, name in self.names.items()
+            for tensor in (*module.parameters(recurse=False), *module.buffers(recurse=False))
+        }
         for parameter, name in self.owners.items():
             self.label(parameter, "parameters", name)
         find: Any = getattr(model, "get_output_embeddings", None)

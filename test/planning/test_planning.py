@@ -91,8 +91,10 @@ def test_kinds_layers_and_modules_add_up():
     found = predict(TINY, Setting(2, 64))
     for parts in (found.by_kind, found.by_layer, found.by_module):
         assert sum(parts.values()) == pytest.approx(found.gib)
-    model = predict(TINY, Setting(2, 64), gpu=80)
-    assert model == found  # 80 GiB are an H200 with less memory
+    other = predict(TINY, Setting(2, 64), gpu=80)  # 80 GiB are an H200 with less memory
+    assert (other.gib, other.curve, other.seconds) == (found.gib, found.curve, found.seconds)
+    assert found.calibrated
+    assert not other.calibrated
     assert max(map(sum, found.curve)) == pytest.approx(found.gib)
     assert [*found.by_layer] == [-1, 0, 1]
 
