@@ -113,6 +113,7 @@ def main() -> None:
             from transformers.utils import logging
 
             from liger_like.doctor import NotExaminedError, examine, notes, table
+            from liger_like.planning._command import line as planned
 
             logging.set_verbosity_error()  # type: ignore[no-untyped-call]  # else it warns of the tiny sizes
             diagnosis = examine(path)
@@ -122,13 +123,37 @@ def main() -> None:
             print(f"liger-like: {error}", file=sys.stderr)
             raise typer.Exit(2) from error
         if as_json:
-            print(json.dumps({**dataclasses.asdict(diagnosis), "kernels": kernels()}, indent=1))
+            print(
+                json.dumps({**dataclasses.asdict(diagnosis), "memory": planned(path), "kernels": kernels()}, indent=1)
+            )
         else:
             console = Console()
             console.print(table(diagnosis))
-            for line in ("", *notes(diagnosis), f"kernels: {kernels()}"):
+            for line in ("", *notes(diagnosis), planned(path), f"kernels: {kernels()}"):
                 print(textwrap.fill(line, console.width, break_long_words=False, break_on_hyphens=False))
         raise typer.Exit(int(not diagnosis.sound))
+
+    @app.command()
+    def plan(
+        config: Path,
+        gpus: Annotated[int, typer.Option(help="number of GPUs")] = 1,
+        gpu: Annotated[str, typer.Option(help="h200, h100, a100, b200, or GiB of memory")] = "h200",
+        batch: Annotated[int, typer.Option(help="rows of all GPUs in one optimizer step")] = 1,
+        seq: Annotated[int, typer.Option(help="tokens of a row")] = 2048,
+        fix: Annotated[list[str], typer.Option(help="a field that is not searched, as checkpoint=selective")] = [],  # noqa: B006
+        top: Annotated[int, typer.Option(help="rows of the table, at most")] = 10,
+        as_json: Annotated[bool, typer.Option("--json", help="Print JSON, nothing else.")] = False,
+        out: Annotated[Path | None, typer.Option(help="folder for plan.json and plan.png")] = None,
+    ) -> None:
+        """Predict memory and time of training the model of a config.json, or of its folder; needs no GPU.
+
+        Exit code 1: nothing fits; 2: the model cannot be traced, or an argument is not possible.
+        """
+        try:
+            from liger_like.planning._command import run
+        except ModuleNotFoundError as error:
+            sys.exit(missing(error.name, "hf"))
+        raise typer.Exit(run(config, gpus, gpu, batch, seq, fix, top, as_json, out))
 
     @app.command(context_settings={"allow_extra_args": True, "ignore_unknown_options": True, "help_option_names": []})
     def bench(context: typer.Context) -> None:

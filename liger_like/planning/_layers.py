@@ -6,6 +6,7 @@ for the layers that were left out. The two periods must agree, else the whole mo
 """
 
 import contextlib
+import dataclasses
 from collections.abc import Callable
 from typing import Any, NamedTuple
 
@@ -184,7 +185,8 @@ def replayed(model: Any, setting: Setting, gpu: GPU | str | float) -> Prediction
     cuts = cuts_of(model.config, _models.layers_of(model), margin=int(setting.dtype == "fp32"))
     if cuts is None:
         return None
-    start, changes, clock, marks = trace_step(model, setting, gpu, shorten(model, cuts))
+    traced_passes = dataclasses.replace(setting, accumulation=min(setting.accumulation, 3))
+    start, changes, clock, marks = trace_step(model, traced_passes, gpu, shorten(model, cuts))
     passes = _segments(changes, marks, clock)
     for segments in passes:
         for place in range(cuts.first, cuts.first + cuts.period):
@@ -193,16 +195,24 @@ def replayed(model: Any, setting: Setting, gpu: GPU | str | float) -> Prediction
                 if one is None or other is None or one.outline() != other.outline():
                     return None
     played = _Played(cuts)
-    for segments in passes:
+    middle = passes[1:2] * (setting.accumulation - len(passes))  # passes between the first and the last are alike
+    for segments in (*passes[:1], *middle, *passes[1:]):
         played.outside(segments["pass", 0])
         for layer in range(cuts.layers):
             played.inside(segments, "forward", layer)
             played.inside(segments, "after", layer)
         for layer in reversed(range(cuts.layers)):
             played.inside(segments, "backward", layer)
-    played.outside(passes[-1]["end", 0])
+    end = passes[-1]["end", 0]
+    if "optimizer" in end.times:
+        end.times["optimizer"] *= _parameters(_spread(start, cuts)) / _parameters(start)
+    played.outside(end)
     clock.groups, clock.host = played.times, played.times.pop("host")
     return predicted(_spread(start, cuts), played.changes, clock)
+
+
+def _parameters(changes: list[Change]) -> int:
+    return sum(change.size for change in changes if change.part.kind == "parameters")
 
 
 def _segments(changes: list[Change], marks: list[Mark], clock: Clock) -> list[dict[Name, Segment]]:

@@ -44,6 +44,12 @@ def build(config: Any, cls: Any, setting: Setting) -> Any:
     return model
 
 
+def parameters_of(config: Any, cls: Any) -> int:
+    """Return the number of parameters."""
+    with torch.device("meta"):
+        return sum(p.numel() for p in cls._from_config(config).parameters())
+
+
 def materialise(model: nn.Module) -> None:
     """Put tensors of the current mode, without data, in the place of those on "meta"; tied ones stay tied."""
     made: dict[Tensor, Tensor] = {}
