@@ -26,6 +26,7 @@ NEWEST := $(addprefix test/,runtime/test_tiles.py ops/test_norms_and_rope.py ops
 
 .PHONY: demo test test-gpu test-oldest test-newest check compile-check mutants sanitize coverage tune
 .PHONY: bench bench-losses bench-ops bench-attention bench-attention-grid
+.PHONY: bench-plan
 .PHONY: bench-post-training bench-training bench-trainers bench-small bench-sweeps bench-sharded bench-curves
 
 demo: $(ready)
@@ -103,6 +104,10 @@ bench-sharded: $(ready)
 
 bench-curves: $(ready)
 	$(py) -m benchmark curves
+
+# with transformers as it was when the steps were measured; needs no GPU
+bench-plan: $(ready) .cache/transformers-5.17.0
+	PYTHONPATH=$(CURDIR)/.cache/transformers-5.17.0:$(PYTHONPATH) OMP_NUM_THREADS=1 $(py) -m benchmark plan
 
 coverage: $(ready)
 	OMP_NUM_THREADS=1 $(py) -m benchmark coverage

@@ -1,6 +1,7 @@
 """The command ``liger-like plan``, and the line that ``liger-like doctor`` has of it."""
 
 import dataclasses
+import importlib.util
 import json
 import sys
 import warnings
@@ -9,6 +10,7 @@ from typing import Any
 
 from transformers.utils import logging
 
+from liger_like.cli import missing
 from liger_like.doctor import NotExaminedError
 from liger_like.planning import NotTracedError, Setting, plan, predict
 
@@ -45,6 +47,10 @@ def run(
     try:
         if top < 1:
             raise ValueError(f"top must be at least 1, got {top}")
+        if out is not None and out.exists() and not out.is_dir():
+            raise ValueError(f"out must be a folder, got the file {out}")
+        if out is not None and not importlib.util.find_spec("matplotlib"):
+            sys.exit(missing("matplotlib", "bench"))
         with warnings.catch_warnings(action="ignore"):
             found = plan(config, gpus, gpu, batch, seq, fixed(fix))
     except (NotExaminedError, NotTracedError, ValueError, TypeError) as error:

@@ -128,6 +128,7 @@ def test_commands_that_start():
         (["--fix", "patched=no"], "patched must be true or false, got 'no'"),
         (["--fix", "checkpoint=some"], "checkpoint must be out of none, attention, selective, full, got 'some'"),
         (["--seq", "0"], "seq must be at least 1, got 0"),
+        (["--out", __file__], "out must be a folder, got the file "),
         (["--top", "0"], "top must be at least 1, got 0"),
     ],
 )
