@@ -26,7 +26,8 @@ NEWEST := $(addprefix test/,runtime/test_tiles.py ops/test_norms_and_rope.py ops
 
 .PHONY: demo test test-gpu test-oldest test-newest check compile-check mutants sanitize coverage tune
 .PHONY: bench bench-losses bench-ops bench-attention bench-attention-grid
-.PHONY: bench-generation bench-post-training bench-training bench-trainers bench-small bench-sweeps bench-sharded bench-curves
+.PHONY: bench-generation bench-plan bench-post-training bench-training bench-trainers bench-small bench-sweeps bench-sharded
+.PHONY: bench-curves
 
 demo: $(ready)
 	@$(py) examples/train.py
@@ -107,6 +108,10 @@ bench-sharded: $(ready)
 
 bench-curves: $(ready)
 	$(py) -m benchmark curves
+
+# with transformers as it was when the steps were measured; needs no GPU
+bench-plan: $(ready) .cache/transformers-5.17.0
+	PYTHONPATH=$(CURDIR)/.cache/transformers-5.17.0:$(PYTHONPATH) OMP_NUM_THREADS=1 $(py) -m benchmark plan
 
 coverage: $(ready)
 	OMP_NUM_THREADS=1 $(py) -m benchmark coverage

@@ -17,7 +17,7 @@ ENTRIES = {
         "report",
         "tune",
     ),
-    "training": ("curves", "sharded", "small", "sweeps", "trainers", "training"),
+    "training": ("curves", "plan", "sharded", "small", "sweeps", "trainers", "training"),
     "generation": ("generation",),
     "coverage": ("coverage",),
 }

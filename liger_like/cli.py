@@ -12,7 +12,7 @@ import subprocess
 import sys
 import textwrap
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, Any
 
 import torch
 
@@ -74,6 +74,34 @@ def show_version(asked: bool) -> None:
         sys.exit()
 
 
+def add_plan(app: Any) -> None:
+    """Add the command ``plan`` to ``app``."""
+    import typer
+
+    def plan(
+        config: Path,
+        gpus: Annotated[int, typer.Option(help="number of GPUs")] = 1,
+        gpu: Annotated[str, typer.Option(help="h200, h100, a100, b200, or GiB of memory")] = "h200",
+        batch: Annotated[int, typer.Option(help="rows of all GPUs in one optimizer step")] = 1,
+        seq: Annotated[int, typer.Option(help="tokens of a row")] = 2048,
+        fix: Annotated[list[str], typer.Option(help="a field that is not searched, as checkpoint=selective")] = [],  # noqa: B006
+        top: Annotated[int, typer.Option(help="rows of the table, at most")] = 10,
+        as_json: Annotated[bool, typer.Option("--json", help="Print JSON, nothing else.")] = False,
+        out: Annotated[Path | None, typer.Option(help="folder for plan.json and plan.png")] = None,
+    ) -> None:
+        """Predict memory and time of training the model of a config.json, or of its folder; needs no GPU.
+
+        Exit code 1: nothing fits; 2: the model cannot be traced, or an argument is not possible.
+        """
+        try:
+            from liger_like.planning._command import run
+        except ModuleNotFoundError as error:
+            sys.exit(missing(error.name, "hf"))
+        raise typer.Exit(run(config, gpus, gpu, batch, seq, fix, top, as_json, out))
+
+    app.command()(plan)
+
+
 def main() -> None:
     """Run ``liger-like``. Without the ``cli`` extra, print what to install and exit with code 1."""
     show_version(sys.argv[1:] == ["--version"])
@@ -113,6 +141,7 @@ def main() -> None:
             from transformers.utils import logging
 
             from liger_like.doctor import NotExaminedError, examine, notes, table
+            from liger_like.planning._command import line as planned
 
             logging.set_verbosity_error()  # type: ignore[no-untyped-call]  # else it warns of the tiny sizes
             diagnosis = examine(path)
@@ -122,13 +151,17 @@ def main() -> None:
             print(f"liger-like: {error}", file=sys.stderr)
             raise typer.Exit(2) from error
         if as_json:
-            print(json.dumps({**dataclasses.asdict(diagnosis), "kernels": kernels()}, indent=1))
+            print(
+                json.dumps({**dataclasses.asdict(diagnosis), "memory": planned(path), "kernels": kernels()}, indent=1)
+            )
         else:
             console = Console()
             console.print(table(diagnosis))
-            for line in ("", *notes(diagnosis), f"kernels: {kernels()}"):
+            for line in ("", *notes(diagnosis), planned(path), f"kernels: {kernels()}"):
                 print(textwrap.fill(line, console.width, break_long_words=False, break_on_hyphens=False))
         raise typer.Exit(int(not diagnosis.sound))
+
+    add_plan(app)
 
     @app.command(context_settings={"allow_extra_args": True, "ignore_unknown_options": True, "help_option_names": []})
     def bench(context: typer.Context) -> None:

@@ -76,9 +76,9 @@ def examine(path: Path) -> Diagnosis:
     Raises NotExaminedError if no tiny model can be built from it.
     """
     file = path / "config.json" if path.is_dir() else path
-    fields = _read(file)
+    fields = read(file)
     quantised = fields.pop("quantization_config", None)
-    config, cls = _known(fields)
+    config, cls = known(fields)
     try:
         model: Any = tiny.build(cls, config)
     except Exception as error:
@@ -104,7 +104,7 @@ def examine(path: Path) -> Diagnosis:
     return Diagnosis(cls.__name__, tuple(rows), tuple(warnings))
 
 
-def _read(file: Path) -> dict[str, Any]:
+def read(file: Path) -> dict[str, Any]:
     try:
         fields = json.loads(file.read_text())
     except (OSError, ValueError) as error:
@@ -114,7 +114,7 @@ def _read(file: Path) -> dict[str, Any]:
     return fields
 
 
-def _known(fields: dict[str, Any]) -> tuple[Any, Any]:
+def known(fields: dict[str, Any]) -> tuple[Any, Any]:
     """Return transformers' config and model class with a language-model head. Raises NotExaminedError."""
     if _has("auto_map", fields):
         raise NotExaminedError(

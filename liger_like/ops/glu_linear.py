@@ -14,7 +14,7 @@ from torch.utils.checkpoint import checkpoint
 from liger_like.ops.glu import GLUS, bwd_outputs, check_halves, glu_backward, glu_fwd
 from liger_like.runtime.autograd import apply, once_differentiable
 from liger_like.runtime.registry import op
-from liger_like.runtime.support import autocast_dtype, unhooked, use_kernel
+from liger_like.runtime.support import autocast_dtype, is_local, unhooked, use_kernel
 
 
 @op(
@@ -116,5 +116,5 @@ def _is_plain(linear: Any, x: Tensor) -> bool:
     if type(linear) is not nn.Linear or not unhooked(linear):
         return False
     weight = linear.weight
-    plain = weight.requires_grad and type(weight) in (Tensor, nn.Parameter) and type(x) is Tensor
+    plain = weight.requires_grad and is_local(weight) and is_local(x)
     return plain and weight.dtype == x.dtype and not autocast_dtype(x)

@@ -20,6 +20,7 @@ from liger_like.runtime.autograd import apply, once_differentiable
 from liger_like.runtime.blocks import block_of
 from liger_like.runtime.launcher import launch
 from liger_like.runtime.layout import as_rows, dense, with_stride
+from liger_like.runtime.machine import on_gpu
 from liger_like.runtime.registry import LIBRARY, op
 from liger_like.runtime.support import use_kernel
 
@@ -89,7 +90,7 @@ def _router_logits_fwd(x: Tensor, weight: Tensor) -> Tensor:
 
 def _product(a: Tensor, b: Tensor) -> Tensor:
     """Return a @ b in fp32: with outputs in bf16 cuBLAS may round parts of the sum to bf16."""
-    return torch.mm(a, b, out_dtype=torch.float32) if a.is_cuda else a.float() @ b.float()
+    return torch.mm(a, b, out_dtype=torch.float32) if on_gpu(a) else a.float() @ b.float()
 
 
 @op(

@@ -10,7 +10,7 @@ from torch import Tensor
 from torch._subclasses.functional_tensor import FunctionalTensor
 from torch.library import wrap_triton
 
-from liger_like.runtime import support
+from liger_like.runtime import machine, support
 from liger_like.runtime.fallback import start
 
 # the versions of Triton whose launcher ``launch`` calls as Triton itself does
@@ -57,8 +57,10 @@ def launch(
     everything that Triton specialises on, and runs it the way Triton does. Sizes and floats are converted first, since
     Triton would compile another kernel for an int where a float is meant. Triton itself launches in the interpreter,
     under hooks, with tensors that are not aligned to 16 bytes, on AMD (which also specialises on tensor sizes), and in
-    versions that ``DIRECT`` does not list.
+    versions that ``DIRECT`` does not list. Nothing is launched where a trace of tensors without data pretends a GPU.
     """
+    if machine.current is not None:
+        return
     if is_inlined(tensors[0]):
         wrap_triton(kernel)[grid](*descriptors, *tensors, *sizes, *floats, **options)
         return

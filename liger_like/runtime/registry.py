@@ -14,6 +14,7 @@ from liger_like.runtime.fallback import NotCompiledError
 from liger_like.runtime.support import INTERPRET
 
 LIBRARY = torch.library.Library("liger_like", "DEF")
+LAUNCHERS: dict[Any, Callable[..., Any]] = {}  # by op, for traces that count what launchers allocate
 _PLAIN = {Tensor, torch.nn.Parameter, int, float, str, bool, list, tuple, torch.dtype, type(None)}
 F = TypeVar("F", bound=Callable[..., Any])
 
@@ -56,6 +57,7 @@ def op(
         torch.library.register_fake(f"liger_like::{name}", fake, lib=LIBRARY)
         packet = getattr(torch.ops.liger_like, name)
         dispatched = packet.default
+        LAUNCHERS[dispatched] = launch
         if inlined and not INTERPRET:
             torch.library.register_torch_dispatch(
                 f"liger_like::{name}", FunctionalTensorMode, _inlining(launch, inlined), lib=LIBRARY

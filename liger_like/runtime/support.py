@@ -9,6 +9,8 @@ import triton
 from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensor
 
+from liger_like.runtime import machine
+
 INTERPRET: bool = triton.knobs.runtime.interpret  # read once: the decorators of the kernels read it once, too
 KERNEL_DTYPES = (torch.float32, torch.float16, torch.bfloat16)
 _reasons: list[str] | None = None  # while ``collected_reasons`` is entered
@@ -43,6 +45,7 @@ def use_kernel(x: Tensor) -> bool:
     """Return True if a Triton kernel can run on ``x``; otherwise the plain-torch reference runs."""
     return (x.dtype in KERNEL_DTYPES or refused("kernels take float32, float16 and bfloat16")) and (
         x.is_cuda
+        or machine.current is not None
         or (INTERPRET and x.device.type == "cpu")
         or refused("kernels run on GPUs, and interpreted on a CPU where TRITON_INTERPRET=1")
     )
@@ -73,36 +76,55 @@ def in_graph(t: Tensor) -> bool:
     return _as_in_graph or isinstance(t, FakeTensor) or (t.is_cuda and torch.cuda.is_current_stream_capturing())
 
 
-@functools.cache
 def architecture(device: torch.device) -> int:
     """Return the major compute capability of an NVIDIA GPU, else 0."""
+    return _architecture(device) if machine.current is None else machine.current.architecture
+
+
+@functools.cache
+def _architecture(device: torch.device) -> int:
     on_nvidia = device.type == "cuda" and not torch.version.hip
     return torch.cuda.get_device_capability(device)[0] if on_nvidia else 0
 
 
-@functools.cache
 def gpu_class(device: torch.device) -> str:
     """Return which tiles products take: "hopper", else "large" or "small" by the shared memory of a program."""
-    if device.type != "cuda":
-        return "small"
     if architecture(device) == 9:
         return "hopper"
-    properties = torch.cuda.get_device_properties(device)
-    memory = getattr(properties, "shared_memory_per_block_optin", properties.shared_memory_per_block)
+    memory = _shared_memory(device) if machine.current is None else machine.current.shared_memory
     return "large" if memory >= 160 << 10 else "small"
 
 
 @functools.cache
+def _shared_memory(device: torch.device) -> int:
+    if device.type != "cuda":
+        return 0
+    properties = torch.cuda.get_device_properties(device)
+    return getattr(properties, "shared_memory_per_block_optin", properties.shared_memory_per_block)
+
+
 def num_programs(device: torch.device, each: int = 4) -> int:
     """Return the programs of a persistent kernel: ``each`` per multiprocessor, 3 without a GPU, which runs them in
     turn.
     """
+    return _num_programs(device, each) if machine.current is None else each * machine.current.multiprocessors
+
+
+@functools.cache
+def _num_programs(device: torch.device, each: int) -> int:
     return each * torch.cuda.get_device_properties(device).multi_processor_count if device.type == "cuda" else 3
 
 
 def l2_bytes(device: torch.device) -> int:
     """Return the size of the L2 cache; 0 without a GPU."""
+    if machine.current is not None:
+        return machine.current.l2
     return torch.cuda.get_device_properties(device).L2_cache_size if device.type == "cuda" else 0
+
+
+def is_local(t: Tensor) -> bool:
+    """Return True for a tensor or parameter of no subclass; the tensors of a trace have the one without data."""
+    return type(t) in (Tensor, torch.nn.Parameter) or (machine.current is not None and isinstance(t, FakeTensor))
 
 
 def unhooked(module: torch.nn.Module) -> bool:

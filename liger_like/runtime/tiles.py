@@ -14,6 +14,7 @@ import triton
 from torch import Tensor
 from triton.runtime.errors import OutOfResources, PTXASError
 
+from liger_like.runtime import machine
 from liger_like.runtime.blocks import sum_rows_kernel
 from liger_like.runtime.launcher import is_inlined, launch
 from liger_like.runtime.support import INTERPRET, architecture, is_explaining, num_programs, refused
@@ -205,7 +206,8 @@ def tiled(kernel: str, x: Tensor, width: int, run: Callable[[Tile], None], unit:
     ``unit`` divides the memory offsets, in elements, at which rows or the separately read parts of rows start.
     """
     key = kernel, width, x.dtype, x.get_device(), unit
-    if AUTOTUNE and key not in _CHOSEN and is_inlined(x):  # a tensor without data: nothing can be measured
+    # a tensor without data: nothing can be measured, and a machine that is not there must leave no choice behind
+    if machine.current is not None or (AUTOTUNE and key not in _CHOSEN and is_inlined(x)):
         return run(select(kernel, x, width, unit or width))
     if key not in _CHOSEN or (is_explaining() and not AUTOTUNE):
         searched = AUTOTUNE and x.is_cuda

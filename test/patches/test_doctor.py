@@ -37,6 +37,12 @@ CONFIGS = {
 
 
 @pytest.fixture(autouse=True)
+def _unplanned(monkeypatch):
+    """Leave the trace of the real model out: it has tests of its own, in test/planning."""
+    monkeypatch.setattr("liger_like.planning._command.line", lambda path: "memory: planned")
+
+
+@pytest.fixture(autouse=True)
 def _offline(monkeypatch):
     """No socket is opened, whatever comes of an error; and ops are references: kernels have tests of their own."""
     opened = []
@@ -100,7 +106,7 @@ def test_all_is_shown(run):
     assert re.search(r"^BitNetRMSNorm +patched +[\d.]+ *\n  9 x rms_norm, llama +[\d.]+ *$", out, re.MULTILINE)
     assert re.search(r"^BitNetForCausalLM +patched +[\d.]+ *\n  1 x together +[\d.]+ *$", out, re.MULTILINE)
     assert "\nglu_mlp, BitNetMLP: no kernel for the activation ReLUSquaredActivation\n" in out
-    assert "\nkernels: " in out
+    assert "\nmemory: planned\nkernels: " in out
 
 
 @pytest.mark.parametrize("family", ["BitNet", "Qwen3Next"])

@@ -5,7 +5,7 @@ import inspect
 from pathlib import Path
 
 PAGE = Path(__file__).with_name("api.txt")
-MODULES = ("", ".losses", ".nn", ".ops", ".parallel", ".patching", ".testing", ".trainer")
+MODULES = ("", ".losses", ".nn", ".ops", ".parallel", ".patching", ".planning", ".testing", ".trainer")
 
 
 def parameters(value: object) -> str:

@@ -10,8 +10,10 @@ from torch import Tensor
 
 from liger_like.ops.attention.flops import forward_flops
 from liger_like.ops.attention.masking import FIELDS, Masking
+from liger_like.runtime import machine
 from liger_like.runtime.fallback import BROKEN, gluon_module
 from liger_like.runtime.launcher import is_inlined
+from liger_like.runtime.machine import address
 from liger_like.runtime.support import INTERPRET, architecture, refused
 
 DTYPES = torch.bfloat16, torch.float16
@@ -60,7 +62,11 @@ def hopper_kernels(name: str, masking: Masking, q: Tensor, k: Tensor, v: Tensor,
     return (
         (any(widths) or refused(f"{NO_WIDTHS} q {q.shape[-1]}, v {v.shape[-1]}"))
         and widths in MODULES[name]
-        and (not INTERPRET or refused("the attention kernels for Hopper are not interpreted"))
+        and (
+            not INTERPRET
+            or machine.current is not None
+            or refused("the attention kernels for Hopper are not interpreted")
+        )
         and (architecture(q.device) == 9 or refused("the fastest attention kernels are for Hopper GPUs"))
         and (q.dtype in DTYPES or refused("the attention kernels for Hopper take bfloat16 and float16"))
         and (not masked or refused(NO_MASKS))
@@ -78,4 +84,4 @@ def _moved_by_tma(x: Tensor) -> bool:
     stride_b, stride_s, stride_h, dense = x.stride()
     steps = stride_b | stride_s | stride_h | x.shape[3]
     whole = stride_b > 0 and stride_s > 0 and stride_h > 0 and dense == 1 and x.numel() > 0
-    return whole and not (steps * x.element_size() | x.data_ptr()) & 15
+    return whole and not (steps * x.element_size() | address(x)) & 15

@@ -8,8 +8,10 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from liger_like.runtime import machine
 from liger_like.runtime.fallback import BROKEN, gluon_module
 from liger_like.runtime.layout import dense
+from liger_like.runtime.machine import address
 from liger_like.runtime.support import INTERPRET, architecture, refused
 
 DTYPES = torch.bfloat16, torch.float16
@@ -33,7 +35,7 @@ def sorts_rows(x: Tensor, *weights: Tensor) -> bool:
 
 @torch.compiler.assume_constant_result
 def _is_hopper(device: torch.device) -> bool:
-    return not INTERPRET and architecture(device) == 9
+    return (not INTERPRET or machine.current is not None) and architecture(device) == 9
 
 
 def hopper_kernels(name: str, x: Tensor | None, *others: Tensor | None) -> Any:
@@ -62,7 +64,7 @@ def in_layout(v: Tensor | None, x: Tensor, transposed: bool) -> Tensor | None:
 def _moved_by_tma(x: Tensor) -> bool:
     """Return True if TMA can move ``x``: dense rows, strides that are multiples of 16 bytes but not 0, few rows."""
     *strides, dense = x.stride()
-    size, starts = x.element_size(), x.data_ptr()
+    size, starts = x.element_size(), address(x)
     for stride in strides:
         starts |= stride * size
     whole = dense == 1 and x.numel() > 0 and 0 not in strides

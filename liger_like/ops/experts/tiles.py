@@ -5,6 +5,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
+from liger_like.runtime import machine
 from liger_like.runtime.blocks import block_of
 from liger_like.runtime.support import INTERPRET, gpu_class, num_programs
 
@@ -59,7 +60,7 @@ INTERPRETED = Tiles(Tile(16, 16, 16, 4, 1), Tile(16, 32, 16, 4, 1), Tile(16, 16,
 
 def tiles_for(x: Tensor, *widths: int) -> Tiles:
     """Return the tiles for operands like ``x`` with rows of these widths; small ones in the interpreter."""
-    if INTERPRET:
+    if INTERPRET and machine.current is None:
         return INTERPRETED
     if x.dtype == torch.float32:
         return FP32
@@ -68,7 +69,8 @@ def tiles_for(x: Tensor, *widths: int) -> Tiles:
 
 def tile_rows(dtype: torch.dtype) -> int:
     """Return the rows of a tile. They depend on the dtype only, since all products go through one table of tiles."""
-    return (INTERPRETED if INTERPRET else FP32 if dtype == torch.float32 else UNALIGNED).gate_up.block_m
+    small = INTERPRET and machine.current is None
+    return (INTERPRETED if small else FP32 if dtype == torch.float32 else UNALIGNED).gate_up.block_m
 
 
 def programs(device: torch.device, tiles: int) -> tuple[int]:

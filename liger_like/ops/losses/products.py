@@ -5,6 +5,7 @@ from collections.abc import Callable, Iterator
 import torch
 from torch import Tensor
 
+from liger_like.runtime import machine
 from liger_like.runtime.support import in_graph
 
 SLICE_COLUMNS = 4096  # least columns of logits per slice, in new memory where dw has no room: each adds to all of dx
@@ -14,7 +15,7 @@ def addmm(out: Tensor, a: Tensor, b: Tensor, accumulate: bool) -> None:
     """Store a @ b in ``out``, or add it to ``out`` if ``accumulate``; the sum is kept in the dtype of ``out``."""
     if out.dtype == a.dtype:
         torch.addmm(out, a, b, beta=int(accumulate), out=out)
-    elif a.is_cuda:
+    elif machine.on_gpu(a):
         torch.addmm(out, a, b, out_dtype=out.dtype, beta=int(accumulate), out=out)
     else:
         torch.addmm(out, a.to(out.dtype), b.to(out.dtype), beta=int(accumulate), out=out)
@@ -53,14 +54,15 @@ def kept_first(target: Tensor, ignore_index: int, order: Tensor, *, many: bool) 
     busy. A graph under capture cannot wait: it computes all tokens.
     """
     T = target.shape[0]
-    if not many or in_graph(target):
+    traced = machine.current is not None
+    if not many or (in_graph(target) and not traced):
         torch.arange(T, out=order)
         return lambda: T
     ignored = target == ignore_index
     torch.argsort(ignored, stable=True, out=order)
     count = (T - ignored.sum()).to(torch.int64)
     if not count.is_cuda:
-        return lambda: int(count)
+        return lambda: T if traced else int(count)
     on_host = torch.empty_like(count, device="cpu", pin_memory=True).copy_(count, non_blocking=True)
     known = torch.cuda.Event()
     known.record()

@@ -7,7 +7,9 @@ import torch
 import triton
 import triton.language as tl
 from torch import Tensor
+from torch.utils._python_dispatch import _disable_current_modes
 
+from liger_like.runtime import machine
 from liger_like.runtime.checks import require, require_choice, require_integer, require_number
 from liger_like.runtime.launcher import launch
 from liger_like.runtime.layout import packed
@@ -45,7 +47,7 @@ def check_labels(target: Tensor, V: int, ignore_index: int, name: str = "target"
 
     ``name`` is the caller's argument.
     """
-    if target.device.type == "cpu" and not torch.compiler.is_compiling():
+    if target.device.type == "cpu" and machine.current is None and not torch.compiler.is_compiling():
         bad = target[(target != ignore_index) & ((target < 0) | (target >= V))]
         if bad.numel():
             none = "ignore_index" if name == "target" else "no word"
@@ -57,12 +59,14 @@ def check_labels(target: Tensor, V: int, ignore_index: int, name: str = "target"
 @functools.cache
 def bad_label(device_type: str) -> Tensor:
     """Return the host memory into which kernels write a label that is out of range."""
-    with torch.inference_mode(False):
+    with torch.inference_mode(False), _disable_current_modes():  # later calls use it without these modes
         return torch.zeros(1, dtype=torch.int64, pin_memory=device_type == "cuda")
 
 
 def raise_bad_label(device: torch.device) -> None:
     """Raise if a kernel met a label out of range since the last call; 0 means none, since 0 is always in range."""
+    if machine.current is not None:
+        return
     flag = bad_label(device.type)
     label = flag.item()
     if label:

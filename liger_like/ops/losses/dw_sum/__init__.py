@@ -21,6 +21,7 @@ from liger_like.ops.losses.dw_sum import portable
 from liger_like.runtime.blocks import block_of
 from liger_like.runtime.fallback import BROKEN, NotCompiledError, gluon_module
 from liger_like.runtime.launcher import launch
+from liger_like.runtime.machine import address
 from liger_like.runtime.registry import op
 from liger_like.runtime.support import architecture, refused
 from liger_like.runtime.versions import newer_than_tested
@@ -125,6 +126,6 @@ def scale_rows(src: Tensor, order: Tensor | None, factor: Tensor, out: Tensor, a
     block_n = min(block_of(N), 4096)
     if M:
         sizes = src.stride(0), out.stride(0), int(factor.numel() > 1), N
-        in_place = src.dtype == out.dtype and src.data_ptr() == out.data_ptr() and order is None and not add
+        in_place = src.dtype == out.dtype and address(src) == address(out) and order is None and not add
         options = {"ADD": add, "IN_PLACE": in_place, "BLOCK_N": block_n, "num_warps": max(1, block_n // 512)}
         launch(_scale_rows_kernel, (M,), (src, out, order, factor), sizes, **options)

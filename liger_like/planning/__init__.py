@@ -1,0 +1,76 @@
+"""What a training step needs, before there is a GPU: its peak memory by a trace of tensors without data.
+
+``predict`` traces a model from its config; ``traced`` is a context for a step of one's own. Both run on any CPU.
+"""
+
+import dataclasses
+from collections.abc import Callable, Mapping
+from typing import Any
+
+from liger_like.planning import _models
+from liger_like.planning._layers import replayed, trace_step
+from liger_like.planning._machine import GPU, GPUS, gpu_of
+from liger_like.planning._prediction import Prediction, predicted
+from liger_like.planning._search import Plan, searched
+from liger_like.planning._settings import Setting
+from liger_like.planning._trace import NotTracedError, Trace, traced
+from liger_like.runtime.checks import require_integer
+
+__all__ = [
+    "GPUS",
+    "NotTracedError",
+    "Plan",
+    "Prediction",
+    "Setting",
+    "Trace",
+    "plan",
+    "predict",
+    "predict_model",
+    "traced",
+]
+
+
+def plan(
+    config: Any,
+    gpus: int = 1,
+    gpu: GPU | str | float = "h200",
+    batch: int = 1,
+    seq: int = 2048,
+    fix: Mapping[str, Any] | None = None,
+) -> Plan:
+    """Return the ways to train the model of ``config`` on ``gpus`` GPUs, the fastest that fits first.
+
+    ``batch``: rows of ``seq`` tokens of all GPUs in one optimizer step; micro-batch and accumulation are chosen.
+    ``fix``: fields of ``Setting`` that are not searched. Raises what ``predict`` does, and TypeError or ValueError for
+    a field or a mesh that is not possible.
+    """
+    fix = dict(fix or {})
+    known = {field.name for field in dataclasses.fields(Setting)} - {"seq"}
+    if unknown := fix.keys() - known:
+        raise ValueError(f"fix must be out of {', '.join(sorted(known))}, got {', '.join(sorted(unknown))}")
+    for name, value in (("gpus", gpus), ("batch", batch), ("seq", seq)):
+        require_integer(name, value, 1)
+    Setting(**{"dtype": "fp32"} | fix)  # raises for a field that is not valid
+    of = gpu_of(gpu)
+    config, cls = _models.model_class(config)
+    rows = searched(lambda setting: predict(config, setting, of), of, gpus, batch, seq, fix)
+    return Plan(cls.__name__, _models.parameters_of(config, cls), of, gpus, batch, seq, rows)
+
+
+def predict(config: Any, setting: Setting, gpu: GPU | str | float = "h200") -> Prediction:
+    """Return memory and time of a training step of the model of ``config``: a config.json, its folder, or a config.
+
+    Raises NotTracedError if the model asks for data, ``liger_like.doctor.NotExaminedError`` for a config that is not
+    known, ValueError for an unknown ``gpu``.
+    """
+    config, cls = _models.model_class(config)
+    return predict_model(lambda: _models.build(config, cls, setting), setting, gpu)
+
+
+def predict_model(make: Callable[[], Any], setting: Setting, gpu: GPU | str | float = "h200") -> Prediction:
+    """Return memory and time of a training step of the model that ``make`` returns: a causal language model on "meta",
+    patched and checkpointed as it will be trained. Only sizes, dtype and sharding of ``setting`` count.
+
+    A few layers are traced and replayed for all, or the whole model if its layers do not repeat. Raises as ``predict``.
+    """
+    return replayed(make(), setting, gpu) or predicted(*trace_step(make(), setting, gpu)[:3])

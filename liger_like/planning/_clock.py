@@ -1,0 +1,127 @@
+"""Time of a traced step by a roofline: for each op the larger of FLOPs and bytes over their rates.
+
+The rates are those of kernels measured alone on an H200, scaled by data sheets for other GPUs. The host's time for each
+op is counted beside; a step takes the longer of the two. Collectives of FSDP2 count as if nothing hid them.
+"""
+
+from collections import defaultdict
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.utils._pytree import tree_leaves
+from torch.utils.flop_counter import flop_registry
+
+from liger_like.planning._machine import GPU, GPUS
+from liger_like.runtime.registry import LAUNCHERS
+
+_aten = torch.ops.aten
+# TFLOP/s of attention's forward and backward by width of heads on an H200
+OURS = {64: (432, 447), 96: (521, 432), 128: (632, 550), 192: (672, 404), 256: (674, 442)}
+TORCHS = {64: (416, 365), 96: (449, 365), 128: (567, 446), 192: (575, 429), 256: (622, 354)}
+MASKED = 0.35  # of these rates: the memory-efficient kernel, which computes all pairs
+# shares of the rate of products and of a copy
+LOSS, TRITON, TORCH, ADAM = 0.89, 0.90, 0.78, 0.66
+LAUNCH = 2e-6  # seconds of the GPU for each kernel
+# seconds of the host for a view, an op of torch's, and an op of ours
+VIEW, OP, OWN = 7e-6, 22e-6, 110e-6
+VIEWS = {
+    *("detach", "alias", "view", "_unsafe_view", "t", "transpose", "expand", "slice", "select", "unsqueeze", "squeeze"),
+    *("permute", "as_strided", "split", "split_with_sizes", "chunk", "narrow", "unbind", "reshape", "lift_fresh"),
+    *("empty", "empty_like", "new_empty", "empty_strided", "is_same_size"),
+}
+
+
+def moved(*trees: Any) -> int:
+    """Return the bytes of the distinct tensors in ``trees``."""
+    sizes: dict[Any, int] = {}
+    for t in tree_leaves(trees):
+        if isinstance(t, Tensor):
+            storage = t.untyped_storage()
+            sizes[storage._cdata, t.storage_offset(), t.shape] = min(t.numel() * t.element_size(), storage.nbytes())
+    return sum(sizes.values())
+
+
+class Clock:
+    """Seconds of the GPU by group, of the host, and FLOPs."""
+
+    def __init__(self, gpu: GPU) -> None:
+        self.groups: dict[str, float] = defaultdict(float)
+        self.host, self.flops, self.calibrated = 0.0, 0, gpu.calibrated
+        self.products, self.copy, self.link = gpu.tflops * 1e12, gpu.bandwidth * 1e12, gpu.link * 1e9
+        self.speed = gpu.tflops / GPUS["h200"].tflops
+
+    def __call__(self, func: Any, args: Any, kwargs: Any, out: Any) -> None:
+        """Count an op."""
+        packet, space, name = func._overloadpacket, func.namespace, func._schema.name.partition("::")[2]
+        if space in ("c10d", "_c10d_functional"):
+            self._collective(name, args)
+        elif name in VIEWS or space in ("prim", "profiler"):
+            self.host += VIEW
+        elif func in LAUNCHERS:
+            self.host += OWN
+            self._own(packet, name, args, kwargs, out)
+        else:
+            self.host += OP
+            self._torchs(packet, name, args, kwargs, out)
+
+    @property
+    def seconds(self) -> float:
+        """Return the time of the step: the GPU's, or the host's where that is longer."""
+        return max(sum(self.groups.values()), self.host)
+
+    def _products(self, group: str, flops: float, bytes_moved: int, rate: float) -> None:
+        self.flops += int(flops)
+        self.groups[group] += max(flops / rate, bytes_moved / self.copy) + LAUNCH
+
+    def _own(self, packet: Any, name: str, args: Any, kwargs: Any, out: Any) -> None:
+        size = moved(args, kwargs, out)
+        if name == "linear_cross_entropy_last":
+            return  # counted with the first
+        if packet not in flop_registry:
+            self.groups["memory"] += size / (TRITON * self.copy) + LAUNCH
+            return
+        flops = flop_registry[packet](*args, **kwargs, out_val=out)
+        if name.startswith("linear_"):
+            self._products("loss", flops, 0, LOSS * self.products)
+        elif name.startswith("attention_"):
+            backward = name != "attention_fwd"
+            q = args[1] if backward else args[0]
+            whole = [arg for arg in args if isinstance(arg, int) and not isinstance(arg, bool)]
+            keys, (left, right) = whole[1], whole[-2:]
+            seen = 0.5 if right == 0 else 1.0
+            if 0 <= left < keys:
+                seen = min(seen, (left + 1) / keys * (1 - left / 2 / keys))
+            self._products("attention", flops * seen, 0, self._attention(OURS, q.shape[-1], backward))
+        else:
+            self._products("products", flops, size, self.products)
+
+    def _torchs(self, packet: Any, name: str, args: Any, kwargs: Any, out: Any) -> None:
+        size = moved(args, kwargs, out)
+        if "scaled_dot_product" in name:
+            backward, causal = "backward" in name, "efficient" not in name
+            q, k = args[1:3] if backward else args[:2]
+            flops = (
+                4 * q.shape[:3].numel() * k.shape[2] * q.shape[3] * (2.5 if backward else 1) * (0.5 if causal else 1)
+            )
+            rate = self._attention(TORCHS, q.shape[-1], backward) * (1 if causal else MASKED)
+            self._products("attention", flops, 0, rate)
+        elif "_fused_adam" in name:
+            self.groups["optimizer"] += (size + moved(args[0], args[2], args[3])) / (ADAM * self.copy)
+        elif packet is _aten._grouped_mm or packet in flop_registry:
+            known = flop_registry.get(packet)
+            # of rows [T, K] with [E, K, N], or of [N, T] with [T, K]: torch's registry lacks grouped products
+            flops = known(*args, **kwargs, out_val=out) if known else 2 * args[0].numel() * args[1].shape[-1]
+            self._products("products", flops, size, self.products)
+        else:
+            self.groups["memory"] += size / (TORCH * self.copy) + LAUNCH
+
+    def _attention(self, rates: dict[int, tuple[int, int]], width: int, backward: bool) -> float:
+        found = min((w for w in rates if w >= width), default=256)
+        return rates[found][backward] * 1e12 * self.speed
+
+    def _collective(self, name: str, args: Any) -> None:
+        """Count an all-gather or a reduce-scatter: all but this GPU's own part travels."""
+        if "allgather" in name or "reduce_scatter" in name:
+            sizes = sorted(moved(each) for each in args[:2])
+            self.groups["network"] += (sizes[1] - sizes[0]) / self.link

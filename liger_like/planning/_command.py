@@ -1,0 +1,75 @@
+"""The command ``liger-like plan``, and the line that ``liger-like doctor`` has of it."""
+
+import dataclasses
+import importlib.util
+import json
+import sys
+import warnings
+from pathlib import Path
+from typing import Any
+
+from transformers.utils import logging
+
+from liger_like.cli import missing
+from liger_like.doctor import NotExaminedError
+from liger_like.planning import NotTracedError, Setting, plan, predict
+
+
+def fixed(texts: list[str]) -> dict[str, Any]:
+    """Return fields of ``Setting`` from texts such as "cp=2". Raises ValueError for other texts."""
+    kinds = {field.name: type(field.default) for field in dataclasses.fields(Setting)}
+    found: dict[str, Any] = {}
+    for text in texts:
+        name, _, value = text.partition("=")
+        if name not in kinds or not value:
+            raise ValueError(f"fix must be NAME=VALUE with a name out of {', '.join(kinds)}, got {text!r}")
+        if kinds[name] is bool and value not in ("true", "false"):
+            raise ValueError(f"{name} must be true or false, got {value!r}")
+        if kinds[name] is int and not value.lstrip("-").isdigit():
+            raise ValueError(f"{name} must be an integer, got {value!r}")
+        found[name] = value == "true" if kinds[name] is bool else int(value) if kinds[name] is int else value
+    return found
+
+
+def run(
+    config: Path,
+    gpus: int,
+    gpu: str,
+    batch: int,
+    seq: int,
+    fix: list[str],
+    top: int,
+    as_json: bool,
+    out: Path | None,
+) -> int:
+    """Print the plan and return the exit code; errors take one line."""
+    logging.set_verbosity_error()  # type: ignore[no-untyped-call]
+    try:
+        if top < 1:
+            raise ValueError(f"top must be at least 1, got {top}")
+        if out is not None and out.exists() and not out.is_dir():
+            raise ValueError(f"out must be a folder, got the file {out}")
+        if out is not None and not importlib.util.find_spec("matplotlib"):
+            sys.exit(missing("matplotlib", "bench"))
+        with warnings.catch_warnings(action="ignore"):
+            found = plan(config, gpus, gpu, batch, seq, fixed(fix))
+    except (NotExaminedError, NotTracedError, ValueError, TypeError) as error:
+        print(f"liger-like: {error}", file=sys.stderr)
+        return 2
+    found = dataclasses.replace(found, rows=found.rows[:top])
+    if out is not None:
+        out.mkdir(parents=True, exist_ok=True)
+        (out / "plan.json").write_text(json.dumps(found.to_dict(), indent=1) + "\n")
+        found.picture(out / "plan.png")
+    print(json.dumps(found.to_dict(), indent=1) if as_json else found.table())
+    return int(found.best is None)
+
+
+def line(config: Path) -> str:
+    """Return what one row of 2048 tokens takes, or why that is not known."""
+    try:
+        with warnings.catch_warnings(action="ignore"):
+            found = predict(config, Setting(1, 2048))
+    except (NotExaminedError, NotTracedError) as error:
+        return f"memory: {error}"
+    return f"memory: a step with AdamW in bf16 on 1 x 2048 tokens takes {found.gib:.1f} GiB; `liger-like plan` searches"

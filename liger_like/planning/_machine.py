@@ -1,0 +1,57 @@
+"""GPUs that can be planned for, with the rates at which they run."""
+
+from dataclasses import dataclass, replace
+from typing import Any
+
+from liger_like.runtime.machine import Machine
+
+GIB = 2**30
+CUBLAS = {9: 32 << 20, 10: 32 << 20}  # bytes of cuBLAS's workspace, by architecture
+CUBLAS_ELSEWHERE = 8 * 1024**2 + 128 * 1024
+
+
+@dataclass(frozen=True)
+class GPU(Machine):
+    """Machine with rates of its clock: ``calibrated`` ones are measured, others follow the data sheets."""
+
+    tflops: float  # of products in bf16 that a step reaches
+    bandwidth: float  # TB/s of a copy
+    link: float  # GB/s of an all-gather to each GPU
+    calibrated: bool = False
+
+    @property
+    def workspace(self) -> int:
+        """Return bytes of cuBLAS's workspaces: one for the forward's thread, one for autograd's."""
+        return 2 * CUBLAS.get(self.architecture, CUBLAS_ELSEWHERE)
+
+
+def _gpu(
+    name: str, arch: int, sms: int, gib: float, l2: int, shared: int, tflops: float, copy: float, link: float
+) -> GPU:
+    return GPU(name, arch, sms, l2 << 20, shared << 10, int(gib * GIB), tflops, copy, link, name == "H200")
+
+
+GPUS = {
+    "h200": _gpu("H200", 9, 132, 139.8, 50, 227, 690, 4.18, 370),
+    "h100": _gpu("H100", 9, 132, 79.1, 50, 227, 690, 2.9, 370),
+    "a100": _gpu("A100", 8, 108, 79.1, 40, 163, 240, 1.7, 230),
+    "b200": _gpu("B200", 10, 148, 178.3, 126, 227, 1500, 6.9, 740),
+}
+
+
+def gpu_of(gpu: Any) -> GPU:
+    """Return the GPU named ``gpu``, or an H200 with that many GiB, whose rates are then not calibrated.
+
+    Raises ValueError for an unknown name and for memory that is not positive.
+    """
+    if isinstance(gpu, GPU):
+        return gpu
+    if isinstance(gpu, str) and gpu.lower() in GPUS:
+        return GPUS[gpu.lower()]
+    try:
+        gib = float(gpu)
+    except (TypeError, ValueError):
+        gib = 0.0
+    if not 0 < gib < 1e6:
+        raise ValueError(f"gpu must be out of {', '.join(GPUS)}, or GiB of memory, got {gpu!r}")
+    return replace(GPUS["h200"], name=f"GPU of {gib:g} GiB", memory=int(gib * GIB), calibrated=False)

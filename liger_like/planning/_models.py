@@ -1,0 +1,132 @@
+"""Models without data, and the step that trains them: what ``predict`` traces."""
+
+import contextlib
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from liger_like.parallel import checkpoint_policy, context_parallel
+from liger_like.patching import patch
+from liger_like.planning._settings import Setting
+
+KEPT = {"selective": (), "attention": (("attention", "loss"),)}
+
+
+def model_class(config: Any) -> tuple[Any, Any]:
+    """Return config and class of a path to a config.json, or of its folder; or of a config itself.
+
+    Raises ``liger_like.doctor.NotExaminedError`` for a file that cannot be read and a model that is not known.
+    """
+    from liger_like.doctor import NotExaminedError, known, read
+
+    if isinstance(config, str | Path):
+        path = Path(config)
+        fields = read(path / "config.json" if path.is_dir() else path)
+        if "quantization_config" in fields:
+            raise NotExaminedError(f"quantization_config of {path} is not predicted: remove it to plan without it")
+        if path.is_dir() and (path / "adapter_config.json").exists():
+            raise NotExaminedError(f"adapter_config.json of {path} is not predicted: name its config.json alone")
+        return known(fields)
+    return config, known(config.to_dict())[1]
+
+
+def build(config: Any, cls: Any, setting: Setting) -> Any:
+    """Return a model on "meta" in the dtype of its parameters, patched and checkpointed as ``setting`` says."""
+    attention = "sdpa" if cls._supports_sdpa else "eager"
+    dtype = torch.bfloat16 if setting.dtype == "bf16" else torch.float32
+    with torch.device("meta"):
+        model = cls._from_config(config, attn_implementation=attention, dtype=dtype).train()
+    if setting.patched:
+        patch(model)
+    if setting.checkpoint != "none":
+        policy = {"context_fn": checkpoint_policy(*KEPT[setting.checkpoint])} if setting.checkpoint in KEPT else {}
+        model.gradient_checkpointing_enable({"use_reentrant": False, **policy})
+    return model
+
+
+def parameters_of(config: Any, cls: Any) -> int:
+    """Return the number of parameters."""
+    with torch.device("meta"):
+        return sum(p.numel() for p in cls._from_config(config).parameters())
+
+
+def materialise(model: nn.Module) -> None:
+    """Put tensors of the current mode, without data, in the place of those on "meta"; tied ones stay tied."""
+    made: dict[Tensor, Tensor] = {}
+    for module in model.modules():
+        for table in (module._parameters, module._buffers):
+            for name, old in table.items():
+                if old is not None and old.is_meta:
+                    if old not in made:
+                        new = torch.empty_like(old, device="cpu")  # of a DTensor, its shard
+                        made[old] = nn.Parameter(new, old.requires_grad) if isinstance(old, nn.Parameter) else new
+                    table[name] = made[old]  # type: ignore[assignment]
+
+
+@contextlib.contextmanager
+def processes(count: int) -> Iterator[None]:
+    """Let torch.distributed take this process for rank 0 of ``count`` whose collectives send nothing."""
+    import torch.distributed as dist
+    from torch.testing._internal.distributed.fake_pg import FakeStore
+
+    if dist.is_initialized():
+        raise RuntimeError("a sharded setting is planned in a process without a process group of its own")
+    dist.init_process_group("fake", store=FakeStore(), rank=0, world_size=count)
+    try:
+        yield
+    finally:
+        dist.destroy_process_group()
+
+
+def shard(model: Any, mesh: Any) -> None:
+    """Shard layers and model by FSDP2 over all of ``mesh``, computing in bf16 and reducing gradients in fp32."""
+    from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
+
+    tokens = mesh["fsdp", "cp"]._flatten("tokens")
+    policy = MixedPrecisionPolicy(torch.bfloat16, torch.float32)
+    for module in (*layers_of(model), model):
+        fully_shard(module, mesh=tokens, mp_policy=policy)
+
+
+def layers_of(model: Any) -> list[nn.Module]:
+    """Return the layers of ``model``: the longest list of modules that a module holds."""
+    lists = [module for module in model.modules() if isinstance(module, nn.ModuleList)]
+    return [*max(lists, key=lambda each: (len(each), sum(p.numel() for p in each.parameters())), default=())]
+
+
+def inputs_of(setting: Setting, context: Any) -> dict[str, Any]:
+    """Return what the model is called with, with data; ``context`` shares the rows among processes."""
+    tokens = torch.zeros((setting.micro_batch, setting.seq), dtype=torch.int64)
+    batch = {"input_ids": tokens, "labels": tokens}
+    shared: dict[str, Any] = batch if context is None else context.shard(batch)
+    return shared
+
+
+def step_of(model: Any, given: dict[str, Any], setting: Setting, context: Any) -> Callable[[], None]:
+    """Return a training step: forward and backward for each micro-batch, then AdamW."""
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-5, fused=True)
+
+    def step() -> None:
+        for _ in range(setting.accumulation):
+            own = {k: torch.empty(v.shape, dtype=v.dtype) if isinstance(v, Tensor) else v for k, v in given.items()}
+            with context or contextlib.nullcontext():
+                model(**own, use_cache=False).loss.backward()
+        optimizer.step()
+        optimizer.zero_grad()
+
+    return step
+
+
+def mesh_of(setting: Setting) -> Any:
+    """Return the mesh of ``setting``, with the dimensions "fsdp" and "cp"."""
+    from torch.distributed.device_mesh import init_device_mesh
+
+    return init_device_mesh("cpu", (setting.fsdp, setting.cp), mesh_dim_names=("fsdp", "cp"))
+
+
+def context_of(setting: Setting, mesh: Any) -> Any:
+    """Return the context that shares each row among ``setting.cp`` GPUs, or None."""
+    return context_parallel(mesh["cp"], method=setting.cp_method) if setting.cp > 1 else None

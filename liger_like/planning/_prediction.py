@@ -1,0 +1,127 @@
+"""What a trace says: the peak and what it is made of."""
+
+import re
+from collections import Counter
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+from typing import Any, NamedTuple
+
+from liger_like.planning._clock import Clock
+from liger_like.planning._machine import GIB
+from liger_like.planning._tracer import KINDS, Live, Tracer
+
+LAYER = re.compile(r"(?:^|\.)(\d+)(?:\.|$)")
+POINTS = 1000  # of a curve, at most
+
+
+class Part(NamedTuple):
+    """Whose memory it is: a kind, the layer (None outside of layers), and the module within it."""
+
+    kind: str
+    layer: int | None
+    module: str
+
+
+class Change(NamedTuple):
+    """A change of memory in bytes; ``counts`` if the new sum may be the peak."""
+
+    part: Part
+    size: int
+    counts: bool
+
+
+@dataclass(frozen=True)
+class Prediction:
+    """Memory of a GPU in a training step, in GiB, and its time.
+
+    ``gib``: the peak. ``by_kind``, ``by_layer`` (-1: outside of layers), ``by_module``: what it is made of.
+    ``resting``: what is held between steps. ``curve``: memory over the step by kind, in the order of ``KINDS``; a point
+    is the highest of several changes. ``seconds``: time of the step, an estimate by a roofline; ``times``: seconds of
+    the GPU by group, and of the host. ``calibrated``: whether the rates were measured on this GPU.
+    """
+
+    gib: float
+    by_kind: dict[str, float]
+    by_layer: dict[int, float]
+    by_module: dict[str, float]
+    resting: float
+    curve: tuple[tuple[float, ...], ...]
+    seconds: float
+    times: dict[str, float]
+    calibrated: bool
+
+    @property
+    def limited_by(self) -> str:
+        """Return what takes the most time, and its share of the step."""
+        name = max(self.times, key=self.times.__getitem__, default="")
+        return f"{name} {100 * self.times[name] / self.seconds:.0f} %" if self.seconds else ""
+
+
+def part_of(entry: Live) -> Part:
+    """Return whose memory a storage is."""
+    found = LAYER.search(entry.module)
+    if found is None:
+        return Part(entry.kind, None, entry.module)
+    return Part(entry.kind, int(found[1]), entry.module[found.end() :] or "residual")
+
+
+def changes_of(tracer: Tracer) -> tuple[list[Change], list[Change]]:
+    """Return what was there before the events, and the events."""
+    parts: dict[int, Part] = {}
+
+    def part(entry: Live) -> Part:
+        if id(entry) not in parts:
+            parts[id(entry)] = part_of(entry)
+        return parts[id(entry)]
+
+    start = [Change(part(entry), size, True) for entry, size in tracer.start]
+    return start, [Change(part(entry), size, counts) for entry, size, counts in tracer.events]
+
+
+def predicted(start: Iterable[Change], changes: Sequence[Change], clock: Clock) -> Prediction:
+    """Return the prediction of ``changes`` after ``start``, which take the time of ``clock``."""
+    held: Counter[Part] = Counter()
+    for change in start:
+        held[change.part] += change.size
+    resting = sum(held.values())
+    total, peak, at = resting, resting, -1
+    for i, change in enumerate(changes):
+        total += change.size
+        if change.counts and total > peak:
+            peak, at = total, i
+    made_of, curve = _made_of(held, changes[: at + 1]), _curve(held, changes)
+    times = {name: clock.groups[name] for name in sorted(clock.groups)} | {"host": clock.host}
+    return Prediction(peak / GIB, *made_of, resting / GIB, curve, clock.seconds, times, clock.calibrated)
+
+
+def _made_of(before: Counter[Part], changes: Sequence[Change]) -> tuple[Any, Any, Any]:
+    held = before.copy()
+    for change in changes:
+        held[change.part] += change.size
+    kinds: Counter[str] = Counter()
+    layers: Counter[int] = Counter()
+    modules: Counter[str] = Counter()
+    for part, size in held.items():
+        kinds[part.kind] += size
+        layers[-1 if part.layer is None else part.layer] += size
+        modules[part.module or "outside of modules"] += size
+    by_kind = {kind: kinds[kind] / GIB for kind in KINDS if kinds[kind]}
+    by_module = {name: size / GIB for name, size in modules.most_common() if size}
+    return by_kind, {layer: layers[layer] / GIB for layer in sorted(layers)}, by_module
+
+
+def _curve(held: Counter[Part], changes: Sequence[Change]) -> tuple[tuple[float, ...], ...]:
+    index = {kind: i for i, kind in enumerate(KINDS)}
+    now = [0] * len(KINDS)
+    for part, size in held.items():
+        now[index[part.kind]] += size
+    step = -(-len(changes) // POINTS) or 1
+    points, highest, level = [], tuple(now), sum(now)
+    for i, change in enumerate(changes):
+        now[index[change.part.kind]] += change.size
+        if change.counts and (i % step == 0 or sum(now) > level):
+            highest, level = tuple(now), sum(now)
+        if (i + 1) % step == 0 or i + 1 == len(changes):
+            points.append(tuple(size / GIB for size in highest))
+            level = -1
+    return tuple(points)

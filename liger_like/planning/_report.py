@@ -1,0 +1,104 @@
+"""A plan as a table, as a dictionary and as a picture."""
+
+import dataclasses
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from liger_like.planning._machine import GIB
+from liger_like.planning._tracer import KINDS
+
+if TYPE_CHECKING:
+    from liger_like.planning._search import Candidate, Plan
+
+STATES = "parameters", "gradients", "optimizer"
+KEPT = ("activations",)
+COLORS = ("#0050d0", "#6fcfc0", "#5b8def", "#a0a0a0", "#e69f00", "#b0559c", "#d79bc8", "#585858", "#a5703f")
+HEADINGS = "", "setting", "needs", "peak", "states", "kept", "rest", "s/step", "tokens/s", "limited by"
+
+
+def table(plan: "Plan") -> str:
+    """Return the rows of ``plan`` as text, with what comes nearest if none fits."""
+    gpu = f"{plan.gpu.name}" + " (uncalibrated)" * (not plan.gpu.calibrated)
+    lines = [
+        f"{plan.model} ({plan.parameters / 1e9:.2f}e9 parameters), {plan.gpus} x {gpu}, {plan.batch} rows of {plan.seq}"
+        f" tokens a step; GiB of each GPU, which has {plan.gpu.memory / GIB:.1f}"
+    ]
+    rows = [HEADINGS, *(_cells(i, row) for i, row in enumerate(plan.rows, 1))]
+    widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
+    for row in rows:
+        cells = (c.ljust(w) if i in (1, 9) else c.rjust(w) for i, (c, w) in enumerate(zip(row, widths, strict=True)))
+        lines.append("  ".join(cells).rstrip())
+    best = plan.rows[0]
+    if plan.best is None:
+        lack = best.needs - plan.gpu.memory / GIB
+        lines.append(f"nothing fits: the nearest, {best.setting.text()}, lacks {lack:.1f} GiB")
+    else:
+        lines.append(f"start 1: {start(best)}")
+    return "\n".join(lines)
+
+
+def _cells(index: int, row: "Candidate") -> tuple[str, ...]:
+    kinds, found = row.prediction.by_kind, row.prediction
+    states, kept = (sum(kinds.get(kind, 0.0) for kind in names) for names in (STATES, KEPT))
+    seconds = f"{found.seconds:.3g}" if found.calibrated else f"~{found.seconds:.1g}"
+    tokens = f"{row.tokens_per_second:,.0f}" if found.calibrated else f"~{row.tokens_per_second:.0e}"
+    gib = (f"{x:.1f}" for x in (row.needs, found.gib, states, kept, found.gib - states - kept))
+    return (str(index) if row.fits else "-", row.setting.text(), *gib, seconds, tokens, found.limited_by)
+
+
+def start(row: "Candidate") -> str:
+    """Return the command that starts a setting, or the arguments of a trainer that do."""
+    s = row.setting
+    if s.gpus > 1 and s.patched and s.accumulation == 1 and s.checkpoint != "attention" and s.cp_method == "allgather":
+        sizes = f"--fsdp {s.fsdp}" + f" --cp {s.cp}" * (s.cp > 1)
+        shape = f"--batch {s.batch} --seq {s.seq} --checkpointing {s.checkpoint}"
+        return f"torchrun --nproc-per-node {s.gpus} -m examples.parallel {sizes} {shape}"
+    keeps = {
+        "selective": "context_fn=checkpoint_policy()",
+        "attention": 'context_fn=checkpoint_policy(("attention", "loss"))',
+    }
+    parts = ["liger_like.patch(model)"] * s.patched + [f"FSDP2 over {s.fsdp} GPUs"] * (s.fsdp > 1)
+    parts += [f"context_parallel over {s.cp}"] * (s.cp > 1)
+    if s.checkpoint != "none":
+        parts.append(f"gradient_checkpointing_enable with use_reentrant=False {keeps.get(s.checkpoint, '')}".rstrip())
+    return ", ".join([*parts, f"micro-batch {s.micro_batch}, accumulation {s.accumulation}"])
+
+
+def to_dict(plan: "Plan") -> dict[str, Any]:
+    """Return ``plan`` as JSON has it; the curves are left out."""
+    rows = []
+    for row in plan.rows:
+        found = dataclasses.asdict(row.prediction)
+        found.pop("curve")
+        more = {"needs": row.needs, "fits": row.fits, "tokens_per_second": row.tokens_per_second, "start": start(row)}
+        rows.append(
+            {"setting": dataclasses.asdict(row.setting)} | more | found | {"limited_by": row.prediction.limited_by}
+        )
+    head = {name: getattr(plan, name) for name in ("model", "parameters", "gpus", "batch", "seq")}
+    return head | {"gpu": plan.gpu.name, "gib": plan.gpu.memory / GIB, "calibrated": plan.gpu.calibrated, "rows": rows}
+
+
+def picture(plan: "Plan", path: str | Path) -> None:
+    """Write a picture of ``plan``: left a bar for each row by kind, right the memory over the step of the first."""
+    from matplotlib.figure import Figure
+
+    figure = Figure(figsize=(12, 0.6 * len(plan.rows) + 3.4), dpi=100, layout="constrained")
+    bars, over = figure.subplots(1, 2)
+    names = [f"{row.setting.text()}\n{row.tokens_per_second:,.0f} tokens/s" for row in plan.rows]
+    left = [0.0] * len(plan.rows)
+    for kind, color in zip(KINDS, COLORS, strict=True):
+        sizes = [row.prediction.by_kind.get(kind, 0.0) for row in plan.rows]
+        bars.barh(names, sizes, left=left, color=color, label=kind)
+        left = [a + b for a, b in zip(left, sizes, strict=True)]
+    bars.axvline(plan.gpu.memory / GIB, color="black", linestyle="--")
+    bars.invert_yaxis()
+    bars.set(
+        xlabel="GiB of a GPU at the peak", title=f"{plan.gpus} x {plan.gpu.name}, {plan.batch} x {plan.seq} tokens"
+    )
+    first = plan.rows[0].prediction
+    over.stackplot(range(len(first.curve)), *zip(*first.curve, strict=True), colors=COLORS)
+    over.axhline(first.gib, color="black", linewidth=0.8)
+    over.set(xticks=[], xlabel="a step, by what is allocated", ylabel="GiB", title=plan.rows[0].setting.text())
+    lines, labels = bars.get_legend_handles_labels()
+    figure.legend(lines, labels, loc="outside lower center", ncols=len(KINDS), fontsize="small")
+    figure.savefig(path, metadata={"Software": None})

@@ -1,0 +1,140 @@
+"""Find the fastest way to train that fits: what ``plan`` returns."""
+
+import dataclasses
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from liger_like.planning import _report
+from liger_like.planning._machine import GIB, GPU
+from liger_like.planning._prediction import Prediction
+from liger_like.planning._settings import CHECKPOINTS, Setting
+
+# GiB that torch's counts do not hold: the context and libraries, and NCCL's buffers of a group of GPUs (assumed)
+CONTEXT, GROUP = 0.6, 1.0
+FRAGMENTS = 1.02  # of the peak: what the allocator reserves beyond it
+Predict = Callable[[Setting], Prediction]
+
+
+@dataclass(frozen=True)
+class Candidate:
+    """A setting, its prediction, the GiB of a GPU that it needs in all, and whether these are there."""
+
+    setting: Setting
+    prediction: Prediction
+    needs: float
+    fits: bool
+
+    @property
+    def tokens_per_second(self) -> float:
+        """Return tokens of all GPUs per second."""
+        return self.setting.batch * self.setting.seq / self.prediction.seconds
+
+
+@dataclass(frozen=True)
+class Plan:
+    """Ways to train a model, the fastest that fits first; ``best`` is None if none fits.
+
+    ``rows`` holds the fastest of each mesh and checkpointing, those that do not fit last.
+    """
+
+    model: str
+    parameters: int
+    gpu: GPU
+    gpus: int
+    batch: int
+    seq: int
+    rows: tuple[Candidate, ...]
+
+    @property
+    def best(self) -> Candidate | None:
+        """Return the fastest that fits, or None."""
+        return self.rows[0] if self.rows[0].fits else None
+
+    def table(self) -> str:
+        """Return a table of the rows, and the command that starts the best."""
+        return _report.table(self)
+
+    def to_dict(self) -> dict[str, Any]:
+        """Return all figures, for JSON."""
+        return _report.to_dict(self)
+
+    def picture(self, path: str | Path) -> None:
+        """Write a picture: memory by kind of each row, and over the step of the first. Needs matplotlib."""
+        _report.picture(self, path)
+
+
+def needed(setting: Setting, prediction: Prediction) -> float:
+    """Return GiB of a GPU: the peak, what the allocator reserves beyond it, the context and NCCL's buffers."""
+    groups = (setting.fsdp * setting.cp > 1) + (setting.cp > 1)
+    return FRAGMENTS * prediction.gib + CONTEXT + GROUP * groups
+
+
+def searched(
+    predict: Predict, gpu: GPU, gpus: int, batch: int, seq: int, fix: Mapping[str, Any]
+) -> tuple[Candidate, ...]:
+    """Return the candidates, the fastest that fits first. Raises ValueError if no mesh divides ``batch``.
+
+    Of a mesh and a checkpointing the largest micro-batch that fits is found by bisection. ``cp`` GPUs share rows only
+    if nothing fits without, since that sends keys and values.
+    """
+    found: list[Candidate] = []
+    for mesh in meshes(gpus, batch, seq, fix):
+        for checkpoint in [fix["checkpoint"]] if "checkpoint" in fix else CHECKPOINTS:
+            fields: dict[str, Any] = {"dtype": "fp32" if gpus > 1 else "bf16", **fix, **mesh, "checkpoint": checkpoint}
+            base = Setting(seq=seq, **{k: v for k, v in fields.items() if k not in ("micro_batch", "accumulation")})
+            found.append(_largest(predict, gpu, base, batch, fix))
+        if any(candidate.fits for candidate in found):
+            break
+    return (*sorted(found, key=lambda each: (not each.fits, each.prediction.seconds if each.fits else each.needs)),)
+
+
+def meshes(gpus: int, batch: int, seq: int, fix: Mapping[str, Any]) -> Iterator[dict[str, int]]:
+    """Yield the meshes of ``gpus`` that divide batch and sequence, those that share fewer rows first."""
+    sizes = [(gpus // cp, cp) for cp in range(1, gpus + 1) if gpus % cp == 0]
+    sizes = [(f, c) for f, c in sizes if f == fix.get("fsdp", f) and c == fix.get("cp", c)]
+    if not sizes:
+        given = ", ".join(f"{name} {fix[name]}" for name in ("fsdp", "cp") if name in fix)
+        raise ValueError(f"fsdp times cp must be gpus, {gpus}, got {given}")
+    if fix.get("patched") is False:
+        sizes = [(f, c) for f, c in sizes if c == 1] or sizes
+    fitting = [(f, c) for f, c in sizes if batch % f == 0 and (c == 1 or seq % (2 * c) == 0)]
+    if not fitting:
+        fsdp, cp = sizes[0]
+        if batch % fsdp:
+            raise ValueError(f"batch must be a multiple of fsdp, {fsdp}, got {batch}")
+        raise ValueError(f"seq must be a multiple of 2 x cp, {2 * cp}, got {seq}")
+    yield from ({"fsdp": f, "cp": c} for f, c in fitting)
+
+
+def _largest(predict: Predict, gpu: GPU, base: Setting, batch: int, fix: Mapping[str, Any]) -> Candidate:
+    """Return the candidate with the largest micro-batch that fits, else the one with the smallest."""
+    rows = batch // base.fsdp
+    sizes = [n for n in range(1, rows + 1) if rows % n == 0]
+    sizes = [n for n in sizes if n == fix.get("micro_batch", n) and rows // n == fix.get("accumulation", rows // n)]
+    if not sizes:
+        given = ", ".join(f"{name} {fix[name]}" for name in ("micro_batch", "accumulation") if name in fix)
+        raise ValueError(f"micro_batch times accumulation must be the {rows} rows of a GPU, got {given}")
+
+    def candidate(size: int) -> Candidate:
+        setting = dataclasses.replace(base, micro_batch=size, accumulation=rows // size)
+        prediction = predict(setting)
+        needs = needed(setting, prediction)
+        return Candidate(setting, prediction, needs, needs <= gpu.memory / GIB)
+
+    low, high = 0, len(sizes) - 1
+    best = candidate(sizes[high])
+    if best.fits or high == 0:
+        return best
+    best = candidate(sizes[low])
+    if not best.fits:
+        return best
+    while high - low > 1:
+        middle = (low + high) // 2
+        tried = candidate(sizes[middle])
+        if tried.fits:
+            low, best = middle, tried
+        else:
+            high = middle
+    return best

@@ -1,0 +1,69 @@
+"""What a step is planned with: one way to train, and the errors that name its fields."""
+
+from dataclasses import dataclass, fields
+from typing import Any
+
+CHECKPOINTS = "none", "attention", "selective", "full"
+DTYPES = "bf16", "fp32"
+METHODS = "allgather", "ring", "ulysses"
+CHOICES = {"checkpoint": CHECKPOINTS, "dtype": DTYPES, "cp_method": METHODS, "patched": (False, True)}
+
+
+@dataclass(frozen=True)
+class Setting:
+    """One way to train a model, in the terms of ``examples/parallel.py``.
+
+    ``micro_batch``: rows that a GPU computes at a time, ``accumulation``: how many times before an optimizer step.
+    ``seq``: tokens of a row. ``checkpoint``: what a checkpointed layer keeps: "none" (no checkpoints), "attention" (the
+    results of attention), "selective" (those of products, too) or "full" (the layer's input). ``fsdp``: GPUs that shard
+    the parameters by FSDP2, each with its own rows. ``cp``: GPUs that share each row, by ``cp_method``. ``dtype``: of
+    parameters, gradients and AdamW's moments; "fp32" computes in bf16 all the same, by FSDP2's mixed precision.
+    ``patched``: by ``liger_like.patch``.
+
+    Raises TypeError or ValueError for a field that is not valid.
+    """
+
+    micro_batch: int = 1
+    seq: int = 2048
+    accumulation: int = 1
+    checkpoint: str = "none"
+    fsdp: int = 1
+    cp: int = 1
+    cp_method: str = "allgather"
+    dtype: str = "bf16"
+    patched: bool = True
+
+    def __post_init__(self) -> None:
+        for field in fields(self):
+            value: Any = getattr(self, field.name)
+            if field.name in CHOICES:
+                if value not in CHOICES[field.name]:
+                    raise ValueError(
+                        f"{field.name} must be out of {', '.join(map(str, CHOICES[field.name]))}, got {value!r}"
+                    )
+            elif isinstance(value, bool) or not isinstance(value, int):
+                raise TypeError(f"{field.name} must be an integer, got {type(value).__name__}")
+            elif value < 1:
+                raise ValueError(f"{field.name} must be at least 1, got {value}")
+        if self.gpus > 1 and self.dtype == "bf16":
+            raise ValueError(f"dtype must be fp32 on {self.gpus} GPUs: FSDP2 keeps fp32 and computes in bf16")
+        if self.cp > 1 and not self.patched:
+            raise ValueError(f"cp must be 1 unless patched, got {self.cp}: only patched attention spreads")
+
+    @property
+    def gpus(self) -> int:
+        """Return the number of GPUs."""
+        return self.fsdp * self.cp
+
+    @property
+    def batch(self) -> int:
+        """Return the rows of all GPUs in one optimizer step."""
+        return self.micro_batch * self.accumulation * self.fsdp
+
+    def text(self) -> str:
+        """Return the setting in words, without its sizes."""
+        parts = [f"fsdp {self.fsdp}"] * (self.fsdp > 1) + [f"cp {self.cp}"] * (self.cp > 1)
+        parts += ["transformers"] * (not self.patched)
+        parts += [f"rows {self.micro_batch}" + f" x {self.accumulation}" * (self.accumulation > 1)]
+        parts += ["no checkpointing" if self.checkpoint == "none" else f"{self.checkpoint} checkpointing"]
+        return ", ".join(parts)

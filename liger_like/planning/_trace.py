@@ -1,0 +1,83 @@
+"""The context in which a step is traced."""
+
+import contextlib
+import gc
+from collections.abc import Iterator
+from typing import Any
+
+import torch
+from torch._subclasses.fake_tensor import FakeTensorMode
+
+from liger_like.planning._clock import Clock
+from liger_like.planning._machine import GPU, gpu_of
+from liger_like.planning._prediction import Prediction, changes_of, predicted
+from liger_like.planning._stand_ins import standing_in
+from liger_like.planning._tracer import Tracer
+
+
+class NotTracedError(Exception):
+    """Signal that a step cannot be traced; the message names the op and the module."""
+
+
+class Trace:
+    """A step that is traced: after the context, its ``Prediction``'s fields."""
+
+    def __init__(self, tracer: Tracer, gpu: GPU) -> None:
+        self._tracer, self._gpu = tracer, gpu
+        self._clock = tracer.watch = Clock(gpu)
+        self._prediction: Prediction | None = None
+
+    def know(self, model: torch.nn.Module) -> None:
+        """Take the names of modules from ``model``, and its head for the loss's."""
+        self._tracer.know(model)
+
+    def restart(self) -> None:
+        """Forget what happened so far: what is in memory now is where the step starts."""
+        gc.collect()
+        self._tracer.restart()
+        self._clock = self._tracer.watch = Clock(self._gpu)
+
+    @property
+    def parts(self) -> tuple[Tracer, Clock]:
+        """Return the tracer and the clock of the step."""
+        return self._tracer, self._clock
+
+    @property
+    def prediction(self) -> Prediction:
+        """Return what the trace says so far."""
+        return self._prediction or predicted(*changes_of(self._tracer), self._clock)
+
+    def __getattr__(self, name: str) -> Any:
+        if name.startswith("_"):
+            raise AttributeError(name)
+        return getattr(self.prediction, name)
+
+
+@contextlib.contextmanager
+def traced(gpu: GPU | str | float = "h200") -> Iterator[Trace]:
+    """Trace a training step that is built and run within the context, as ``gpu`` would run it::
+
+        with traced("h200") as t:
+            model = build().to("cpu")  # tensors are on the CPU and have no data
+            step()
+        t.gib, t.by_kind, t.by_module
+
+    Nothing of the context is left after it, or after an exception. Raises NotTracedError if the step reads data,
+    ValueError for an unknown ``gpu``. For the memory of a later step call ``t.restart()`` before it.
+    """
+    of = gpu_of(gpu)
+    tracer = Tracer(of.workspace)
+    trace = Trace(tracer, of)
+    try:
+        with FakeTensorMode(allow_non_fake_inputs=True), standing_in(of), tracer.listening():
+            yield trace
+            trace._prediction = trace.prediction
+    except Exception as error:
+        if not hasattr(error, "traced"):
+            raise
+        op, module = error.traced
+        raise NotTracedError(f"cannot be traced: {op}, {module or 'outside of modules'}: {_said(error)}") from error
+
+
+def _said(error: Exception) -> str:
+    return " ".join(str(error).split())[:200] or type(error).__name__

@@ -1,0 +1,177 @@
+"""The search for the fastest way that fits, and the command ``liger-like plan``."""
+
+import dataclasses
+import json
+import sys
+
+import pytest
+
+from examples.train import CONFIGS
+from liger_like import cli
+from liger_like.planning import GPUS, Prediction, Setting, _command, plan
+from liger_like.planning._report import start
+from liger_like.planning._search import Candidate, searched
+from liger_like.planning._tracer import KINDS
+
+H200 = GPUS["h200"]
+pytestmark = pytest.mark.usefixtures("references")
+
+
+def prediction(gib, seconds):
+    curve = (tuple(gib / len(KINDS) for _ in KINDS),) * 3
+    return Prediction(gib, {"parameters": gib}, {-1: gib}, {"": gib}, gib, curve, seconds, {"products": seconds}, True)
+
+
+def rough(asked):
+    """Return a model of memory and time: rows take memory unless they are checkpointed, small passes take time."""
+
+    def predict(setting):
+        asked.append(setting)
+        each = {"none": 20, "selective": 10, "attention": 4, "full": 2}[setting.checkpoint]
+        slow = {"none": 1.0, "selective": 1.1, "attention": 1.2, "full": 1.3}[setting.checkpoint]
+        gib = 30 / setting.fsdp + each * setting.micro_batch * setting.seq / 2048 / setting.cp
+        return prediction(gib, slow * setting.batch + 0.1 * setting.accumulation)
+
+    return predict
+
+
+def test_the_fastest_that_fits_is_first():
+    asked = []
+    rows = searched(rough(asked), H200, 2, 64, 2048, {})
+    assert rows[0].setting == Setting(4, 2048, accumulation=8, fsdp=2, dtype="fp32")
+    assert [row.setting.checkpoint for row in rows] == ["none", "selective", "attention", "full"]
+    assert all(row.fits and row.needs <= 139.8 for row in rows)
+    assert len(asked) <= 4 * 5  # bisection, not every divisor of 32
+    assert not any(setting.cp > 1 for setting in asked)
+
+
+def test_rows_are_shared_only_where_nothing_else_fits():
+    rows = searched(rough([]), H200, 4, 4, 2048 * 100, {})
+    assert rows[0].fits
+    assert rows[0].setting.cp == 2
+    assert rows[0].setting.checkpoint == "full"
+
+
+def test_the_nearest_is_first_if_nothing_fits():
+    rows = searched(rough([]), H200, 1, 1, 2048 * 128, {})
+    assert not any(row.fits for row in rows)
+    assert rows[0].setting.checkpoint == "full"
+    assert rows[0].needs == min(row.needs for row in rows)
+
+
+def test_what_is_fixed_is_kept():
+    rows = searched(rough([]), H200, 4, 8, 2048, {"checkpoint": "full", "cp": 2, "micro_batch": 2})
+    assert [row.setting for row in rows] == [
+        Setting(2, 2048, accumulation=2, checkpoint="full", fsdp=2, cp=2, dtype="fp32")
+    ]
+
+
+@pytest.fixture
+def run(monkeypatch, capsys, tmp_path):
+    """Return a function that runs the command on a tiny model, and returns exit code, output and errors."""
+    (tmp_path / "config.json").write_text(json.dumps({"architectures": None} | CONFIGS["tiny"].to_dict()))
+
+    def run(*options, path=tmp_path):
+        monkeypatch.setattr(sys, "argv", ["liger-like", "plan", str(path), *options])
+        with pytest.raises(SystemExit) as ended:
+            cli.main()
+        return ended.value.code, *capsys.readouterr()
+
+    return run
+
+
+def test_a_plan(run, tmp_path):
+    options = ("--batch", "4", "--seq", "64", "--fix", "checkpoint=none", "--fix", "micro_batch=4")
+    code, out, err = run(*options, "--json", "--out", str(tmp_path / "out"))
+    assert (code, err) == (0, "")
+    found = json.loads(out)
+    assert found == json.loads((tmp_path / "out/plan.json").read_text())
+    (row,) = found["rows"]
+    assert row["setting"] == dataclasses.asdict(Setting(4, 64))
+    assert row["gib"] == pytest.approx(sum(row["by_kind"].values()))
+    assert row["tokens_per_second"] == pytest.approx(256 / row["seconds"])
+    assert (tmp_path / "out/plan.png").read_bytes().startswith(b"\x89PNG")
+
+
+def test_the_table_and_a_gpu_that_is_too_small(run):
+    code, out, _ = run("--seq", "64", "--gpu", "0.5", "--fix", "checkpoint=full", "--fix", "micro_batch=1")
+    lines = out.splitlines()
+    assert code == 1
+    assert "GPU of 0.5 GiB (uncalibrated)" in lines[0]
+    assert lines[2].startswith("-  rows 1, full checkpointing ")
+    assert "~" in lines[2]
+    assert lines[-1].startswith("nothing fits: the nearest, rows 1, full checkpointing, lacks 0.")
+
+
+def test_commands_that_start():
+    def started(**fields):
+        setting = Setting(**{"micro_batch": 8, "seq": 2048} | fields)
+        return start(Candidate(setting, prediction(1.0, 1.0), 1.0, True))
+
+    assert started(fsdp=2, cp=2, dtype="fp32", checkpoint="full") == (
+        "torchrun --nproc-per-node 4 -m examples.parallel --fsdp 2 --cp 2 --batch 16 --seq 2048 --checkpointing full"
+    )
+    assert started() == "liger_like.patch(model), micro-batch 8, accumulation 1"
+    assert "checkpoint_policy" in started(checkpoint="selective")
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        (["--gpu", "z9"], "gpu must be out of h200, h100, a100, b200, or GiB of memory, got 'z9'"),
+        (["--gpus", "4", "--batch", "6", "--fix", "cp=1"], "batch must be a multiple of fsdp, 4, got 6"),
+        (["--gpus", "4", "--fix", "fsdp=3"], "fsdp times cp must be gpus, 4, got fsdp 3"),
+        (["--batch", "8", "--fix", "micro_batch=3"], "micro_batch times accumulation must be the 8 rows of a GPU"),
+        (["--gpus", "2", "--batch", "1", "--seq", "63"], "batch must be a multiple of fsdp, 2, got 1"),
+        (["--fix", "tp=2"], "fix must be NAME=VALUE with a name out of"),
+        (["--fix", "cp=two"], "cp must be an integer, got 'two'"),
+        (["--fix", "patched=no"], "patched must be true or false, got 'no'"),
+        (["--fix", "checkpoint=some"], "checkpoint must be out of none, attention, selective, full, got 'some'"),
+        (["--seq", "0"], "seq must be at least 1, got 0"),
+        (["--out", __file__], "out must be a folder, got the file "),
+        (["--top", "0"], "top must be at least 1, got 0"),
+    ],
+)
+def test_errors_take_one_line_and_name_the_field(run, options, message):
+    code, out, err = run(*options)
+    assert (code, out) == (2, "")
+    assert err.startswith(f"liger-like: {message}")
+    assert err.count("\n") == 1
+
+
+@pytest.mark.parametrize(
+    ("text", "message"),
+    [
+        ("{", "cannot be read"),
+        ('{"model_type": "none_such"}', "no model_type 'none_such'"),
+        ('{"model_type": "llama", "quantization_config": {}}', "quantization_config of"),
+    ],
+)
+def test_configs_that_are_refused(run, tmp_path, text, message):
+    path = tmp_path / "other.json"
+    path.write_text(text)
+    code, _, err = run(path=path)
+    assert code == 2
+    assert message in err
+    assert err.count("\n") == 1
+
+
+def test_a_model_that_reads_data_is_named(run, monkeypatch):
+    from transformers.models.llama import modeling_llama
+
+    monkeypatch.setattr(modeling_llama.LlamaMLP, "forward", lambda self, x: x * x.sum().item())
+    code, _, err = run("--seq", "64", "--fix", "patched=false")
+    assert code == 2
+    assert err.startswith("liger-like: cannot be traced: aten::_local_scalar_dense, model.layers.0.mlp: ")
+    assert err.count("\n") == 1
+
+
+def test_the_line_of_the_doctor(tmp_path, run):
+    assert _command.line(tmp_path / "none.json").startswith("memory: ")
+    line = _command.line(tmp_path)
+    assert line.startswith("memory: a step with AdamW in bf16 on 1 x 2048 tokens takes 0.")
+
+
+def test_fields_that_are_not_fields():
+    with pytest.raises(ValueError, match=r"fix must be out of accumulation, .*, got seq"):
+        plan(CONFIGS["tiny"], fix={"seq": 3})

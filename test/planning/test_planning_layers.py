@@ -1,0 +1,58 @@
+"""Few layers that are replayed for all: the same to the byte as the whole trace, or not used."""
+
+import pytest
+from transformers import DeepseekV3Config, Gemma2Config, LlamaConfig
+
+from liger_like.planning import Setting, predict
+from liger_like.planning import _layers as layers
+from liger_like.planning._models import build, layers_of, model_class
+from liger_like.planning._prediction import predicted
+
+SIZES = {"hidden_size": 64, "intermediate_size": 128, "num_attention_heads": 4, "vocab_size": 256}
+LLAMA = LlamaConfig(**SIZES, num_key_value_heads=2, num_hidden_layers=7)
+SHORT = LlamaConfig(**SIZES, num_key_value_heads=2, num_hidden_layers=5)
+GEMMA = Gemma2Config(**SIZES, num_key_value_heads=2, head_dim=16, num_hidden_layers=8)
+LATENT = {"kv_lora_rank": 16, "q_lora_rank": 16, "qk_nope_head_dim": 16, "qk_rope_head_dim": 16, "v_head_dim": 16}
+EXPERTS = {"moe_intermediate_size": 32, "n_routed_experts": 4, "num_experts_per_tok": 2, "n_group": 1, "topk_group": 1}
+DEEPSEEK = DeepseekV3Config(
+    **SIZES, **LATENT, **EXPERTS, num_key_value_heads=4, first_k_dense_replace=2, num_hidden_layers=6
+)
+pytestmark = pytest.mark.usefixtures("references")
+
+
+def made(config, setting):
+    return build(*model_class(config), setting)
+
+
+@pytest.mark.parametrize(
+    ("config", "setting", "kept"),
+    [
+        (SHORT, Setting(2, 64, accumulation=4), 4),
+        (LLAMA, Setting(2, 64, fsdp=2, cp=2, checkpoint="full", dtype="fp32"), 6),
+        (GEMMA, Setting(2, 64, patched=False), 6),
+        (DEEPSEEK, Setting(2, 64), 5),
+    ],
+    ids=["accumulated", "sharded", "two kinds of layers", "dense first layers"],
+)
+def test_replayed_layers_are_the_whole_trace(config, setting, kept):
+    model = made(config, setting)
+    sharded = setting.gpus > 1
+    assert layers.cuts_of(model.config, layers_of(model), margin=int(sharded)).kept == kept
+    few = layers.replayed(model, setting, "h200")
+    whole = predicted(*layers.trace_step(made(config, setting), setting, "h200")[:3])
+    for name in ("gib", "resting", "by_kind", "by_layer", "by_module"):
+        assert getattr(few, name) == getattr(whole, name), name
+    assert few.times == pytest.approx(whole.times, rel=1e-3)
+    assert few.seconds == pytest.approx(whole.seconds, rel=1e-3)
+
+
+def test_layers_that_do_not_repeat_are_traced_whole(monkeypatch):
+    outline = layers.Segment.outline
+    sizes = iter(range(10**6))
+    with monkeypatch.context() as m:
+        m.setattr(layers.Segment, "outline", lambda segment: (next(sizes), outline(segment)))
+        assert layers.replayed(made(SHORT, Setting(2, 64)), Setting(2, 64), "h200") is None
+    short = LlamaConfig(**SIZES, num_hidden_layers=3)
+    model = made(short, Setting())
+    assert layers.cuts_of(model.config, layers_of(model)) is None
+    assert [*predict(short, Setting(2, 64)).by_layer] == [-1, 0, 1, 2]
