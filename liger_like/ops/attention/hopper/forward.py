@@ -34,6 +34,7 @@ from liger_like.ops.attention.hopper.rows import (
     bounds,
     draw_tile,
     hide,
+    keys_seen,
     read_tile,
     tile_of,
     tile_queue,
@@ -135,20 +136,32 @@ def _load(
 
 
 @gluon.jit
+def _sum_in_threads(p):
+    """Return the sums [ROWS, 4] of the columns that each of the four threads of a row has; no thread moves anything."""
+    pairs = p.reshape([ROWS, p.shape[1] // 8, 4, 2])
+    return gl.sum(gl.sum(pairs, 3), 1)
+
+
+@gluon.jit
 def _softmax(
-    s, row_max, total, n, limits, own, scale, SOFTCAP: gl.constexpr, STARTS: gl.constexpr, dtype: gl.constexpr
-):
+    s, row_max, total, n, limits, inner_start, inner_end, scale, SOFTCAP: gl.constexpr, STARTS: gl.constexpr,
+    dtype: gl.constexpr
+):  # fmt: skip
     """Return p of a block of products, the running maxima and sums, and the factors of the former sums."""
     BLOCK_N: gl.constexpr = s.shape[1]
     s, _ = scores(s, None, scale, SOFTCAP, False)
     unit = unit_of_scores(scale, SOFTCAP, False)
-    if (n < own.inner_start) | (n + BLOCK_N > own.inner_end):
-        s = hide(s, n, limits, STARTS, hidden=float("-inf"))
+    if n + BLOCK_N > inner_end:
+        s = hide(s, n, limits, STARTS=False, hidden=float("-inf"))
+    if STARTS:
+        if n < inner_start:
+            s = hide(s, n, limits, ENDS=False, hidden=float("-inf"))
     new_max = gl.maximum(row_max, gl.max(s, 1) * unit)
     finite = gl.where(new_max == float("-inf"), 0.0, new_max)
     p = gl.exp2(s * unit - finite[:, None])
     decay = gl.exp2(row_max - finite)
-    return p.to(dtype), new_max, total * decay + gl.sum(p, 1), decay
+    total = times_rows((total,), decay)[0] + _sum_in_threads(p)
+    return p.to(dtype), new_max, total, decay
 
 
 @gluon.jit
@@ -191,6 +204,7 @@ def _attend(
     PARTS_V: gl.constexpr = len(WIDTHS_V)
     dtype: gl.constexpr = out_desc.dtype
     STARTS: gl.constexpr = HAS_LEFT or problem.spans_ptr is not None
+    SKIPS: gl.constexpr = GROUPS > 2
     layout_s: gl.constexpr = sum_layout(BLOCK_N)
     rows_s: gl.constexpr = gl.SliceLayout(1, layout_s)
     zeros = zero_sum(BLOCK_N)
@@ -213,18 +227,20 @@ def _attend(
                 spans = load_spans(problem.spans_ptr, own.batch.to(gl.int64), problem.B, problem.S, queries[:, None])
             positions = (queries + own.length_k - length_q)[:, None]
             limits = bounds(positions, problem.left, problem.right, spans, own.length_k, HAS_LEFT, HAS_RIGHT)
+            start = own.start
             end = own.end
-            if GROUPS > 2:  # skip the blocks that only other groups see, except the last; two groups see the same
-                first_hidden = end
-                if HAS_RIGHT:
-                    first_hidden = row + ROWS + own.length_k - length_q + problem.right
-                first_hidden = gl.where(row < length_q, first_hidden, 0)
-                while end - BLOCK_N >= gl.maximum(first_hidden, own.start + BLOCK_N):
+            seen_start, seen_end, inner_start, inner_end = keys_seen(
+                problem, own.batch, row, length_q, own.length_k, HAS_LEFT, HAS_RIGHT, ROWS, BLOCK_N
+            )
+            if SKIPS:  # skip the blocks that only other groups see, but not all
+                seen_end = gl.where(row < length_q, seen_end, 0)
+                while end - BLOCK_N >= gl.maximum(seen_end, start + BLOCK_N):
                     _skip_block(g, shared, use, STAGES, GROUPS, TURNS)
                     end -= BLOCK_N
                     use += 1
+                start = gl.minimum(start + gl.maximum(seen_start - start, 0) // BLOCK_N * BLOCK_N, end - BLOCK_N)
             row_max = gl.full([ROWS], float("-inf"), gl.float32, rows_s)
-            total = gl.zeros([ROWS], gl.float32, rows_s)
+            total = _sum_in_threads(zeros)
             acc = zero_sums(columns_of(parts_of(v, 0, STAGES), WIDTHS_V))
             mbarrier.wait(shared.q.full.index(g), turn & 1)
             mbarrier.wait(k_full.index(use % STAGES), use // STAGES & 1)
@@ -232,9 +248,9 @@ def _attend(
             s = warpgroup_mma_wait(0, deps=(s,))
             arrive_at(KEYS_EMPTY + use % STAGES, READERS)
             p, row_max, total, decay = _softmax(
-                s, row_max, total, end - BLOCK_N, limits, own, scale, SOFTCAP, STARTS, dtype
+                s, row_max, total, end - BLOCK_N, limits, inner_start, inner_end, scale, SOFTCAP, STARTS, dtype
             )
-            for n in range(end - 2 * BLOCK_N, own.start - BLOCK_N, -BLOCK_N):
+            for n in range(end - 2 * BLOCK_N, start - BLOCK_N, -BLOCK_N):
                 last = use
                 use += 1
                 if OVERLAP:
@@ -256,7 +272,9 @@ def _attend(
                     arrive_at(VALUES_EMPTY + last % STAGES, READERS)
                     s = warpgroup_mma_wait(0, deps=(s,))
                 arrive_at(KEYS_EMPTY + use % STAGES, READERS)
-                p, row_max, total, decay = _softmax(s, row_max, total, n, limits, own, scale, SOFTCAP, STARTS, dtype)
+                p, row_max, total, decay = _softmax(
+                    s, row_max, total, n, limits, inner_start, inner_end, scale, SOFTCAP, STARTS, dtype
+                )
                 if OVERLAP:
                     acc = wait_for(acc, 0)
                     arrive_at(VALUES_EMPTY + last % STAGES, READERS)
@@ -269,11 +287,17 @@ def _attend(
             acc = wait_for(acc, 0)
             arrive_at(VALUES_EMPTY + last, READERS)
             use += 1
+            if SKIPS:
+                for _ in range(own.start, start, BLOCK_N):
+                    _skip_block(g, shared, use, STAGES, GROUPS, TURNS)
+                    use += 1
             turn += 1
             sink = None
             if sinks_ptr is not None:
                 sink = gl.load(sinks_ptr + own.head).to(gl.float32)
-            factor, row_max, log_sum = finish(row_max * LN2, total, sink)
+            factor, row_max, log_sum = finish(
+                row_max * LN2, gl.convert_layout(gl.sum(total, 1), rows_s), sink
+            )
             lse_ptrs = lse_ptr + (own.batch.to(gl.int64) * H + own.head) * problem.S + own.start_q + queries
             gl.store(lse_ptrs, row_max + log_sum * LN2, mask=queries < length_q)
             tma_store_wait(0)
