@@ -124,6 +124,7 @@ class HopperForward(NamedTuple):
     stages: int
     turns: bool = False
     overlap: bool = True
+    shared_p: bool = False
 
     def constants(self) -> dict[str, int]:
         """Return the constexprs and launch options of the kernel."""
@@ -133,6 +134,7 @@ class HopperForward(NamedTuple):
             "GROUPS": self.groups,
             "TURNS": self.turns,
             "OVERLAP": self.overlap,
+            "SHARED_P": self.shared_p,
             "num_warps": 4,
         }
 

@@ -50,6 +50,7 @@ from liger_like.runtime.gluon import (
     gl,
     gluon,
     mbarrier,
+    reinterpret,
     sync_at,
     tma_store,
     tma_store_wait,
@@ -165,6 +166,17 @@ def _softmax(
 
 
 @gluon.jit
+def _operand(p, p_s, g: gl.constexpr, SHARED_P: gl.constexpr):
+    """Return p as the left operand of products: itself, or what the buffer of group g holds once p is there."""
+    if SHARED_P:
+        p_s.index(g).store(p)
+        fence_async_shared()
+        return p_s.index(g)
+    else:
+        return p
+
+
+@gluon.jit
 def _skip_block(g: gl.constexpr, shared, use, STAGES: gl.constexpr, GROUPS: gl.constexpr, TURNS: gl.constexpr):
     """Leave the buffers of a block of keys unread, and let the turn of this group pass."""
     s = use % STAGES
@@ -190,8 +202,9 @@ def _attend(
     g: gl.constexpr, shared, outputs, H: gl.constexpr, D: gl.constexpr, DV: gl.constexpr, SOFTCAP: gl.constexpr,
     HAS_LEFT: gl.constexpr, HAS_RIGHT: gl.constexpr, SEQUENCES: gl.constexpr, BLOCK_N: gl.constexpr,
     STAGES: gl.constexpr, GROUPS: gl.constexpr, ROOM: gl.constexpr, TURNS: gl.constexpr, OVERLAP: gl.constexpr,
+    SHARED_P: gl.constexpr,
 ):  # fmt: skip
-    out_desc, lse_ptr, sinks_ptr, scale, out_s = outputs
+    out_desc, lse_ptr, sinks_ptr, scale, out_s, p_s = outputs
     problem = shared.problem
     k = shared.k
     v = shared.v
@@ -247,9 +260,12 @@ def _attend(
             s = start_contract(q, columns_of(parts_of(k, use % STAGES, STAGES), WIDTHS), zeros)
             s = warpgroup_mma_wait(0, deps=(s,))
             arrive_at(KEYS_EMPTY + use % STAGES, READERS)
+            if SHARED_P:
+                tma_store_wait(0)  # p takes the memory of the output
             p, row_max, total, decay = _softmax(
                 s, row_max, total, end - BLOCK_N, limits, inner_start, inner_end, scale, SOFTCAP, STARTS, dtype
             )
+            p = _operand(p, p_s, g, SHARED_P)
             for n in range(end - 2 * BLOCK_N, start - BLOCK_N, -BLOCK_N):
                 last = use
                 use += 1
@@ -278,6 +294,7 @@ def _attend(
                 if OVERLAP:
                     acc = wait_for(acc, 0)
                     arrive_at(VALUES_EMPTY + last % STAGES, READERS)
+                p = _operand(p, p_s, g, SHARED_P)
                 acc = times_rows(acc, decay)
             if ROOM:
                 mbarrier.arrive(shared.q.empty.index(g), count=1)
@@ -319,6 +336,7 @@ def _attention_fwd_hopper_kernel(
     count, blocks, heads_together, tiles, left, right, scale, H: gl.constexpr, HK: gl.constexpr, D: gl.constexpr,
     DV: gl.constexpr, SOFTCAP: gl.constexpr, HAS_LEFT: gl.constexpr, HAS_RIGHT: gl.constexpr, SEQUENCES: gl.constexpr,
     BLOCK_N: gl.constexpr, STAGES: gl.constexpr, GROUPS: gl.constexpr, TURNS: gl.constexpr, OVERLAP: gl.constexpr,
+    SHARED_P: gl.constexpr,
 ):  # fmt: skip
     BLOCK_D: gl.constexpr = q_desc.block_type.shape[-1]
     BLOCK_DV: gl.constexpr = v_desc.block_type.shape[-1]
@@ -327,6 +345,10 @@ def _attention_fwd_hopper_kernel(
     ROOM: gl.constexpr = (GROUPS * ROWS + STAGES * BLOCK_N) * (PARTS * BLOCK_D + BLOCK_DV) <= 113 << 10
     q_s = buffers(q_desc, GROUPS * PARTS)
     out_s = buffers(out_desc, GROUPS) if ROOM else buffers_in(out_desc, q_s)
+    p_s = out_s
+    if SHARED_P:
+        p_layout: gl.constexpr = gl.NVMMASharedLayout.get_default_for([ROWS, BLOCK_N], out_desc.dtype)
+        p_s = reinterpret(out_s, out_desc.dtype, [GROUPS, ROWS, BLOCK_N], p_layout)
     k_s = buffers(k_desc, STAGES * PARTS)
     v_s = buffers(v_desc, STAGES)
     q = Ring(q_s, barriers(GROUPS, 1), barriers(GROUPS, 1))
@@ -334,15 +356,15 @@ def _attention_fwd_hopper_kernel(
     fence_async_shared()
     problem = Problem(B, S, SK, count, blocks, heads_together, 1, left, right, cu_q_ptr, cu_k_ptr, spans_ptr)
     shared = Shared(problem, tiles, q, k_s, v_s, barriers(STAGES, 1), barriers(STAGES, 1), queue)
-    outputs = out_desc, lse_ptr, sinks_ptr, scale, out_s
+    outputs = out_desc, lse_ptr, sinks_ptr, scale, out_s, p_s
     sources = q_desc, k_desc, v_desc, taken_ptr
     if GROUPS == 2:
         gl.warp_specialize(
             [
                 (_attend, (0, shared, outputs, H, D, DV, SOFTCAP, HAS_LEFT, HAS_RIGHT, SEQUENCES, BLOCK_N, STAGES, 2,
-                           ROOM, TURNS, OVERLAP)),
+                           ROOM, TURNS, OVERLAP, SHARED_P)),
                 (_attend, (1, shared, outputs, H, D, DV, SOFTCAP, HAS_LEFT, HAS_RIGHT, SEQUENCES, BLOCK_N, STAGES, 2,
-                           ROOM, TURNS, OVERLAP)),
+                           ROOM, TURNS, OVERLAP, SHARED_P)),
                 (_load, (shared, sources, H, HK, HAS_LEFT, HAS_RIGHT, SEQUENCES, BLOCK_N, STAGES, 2)),
             ],
             worker_num_warps=[4, 1],
@@ -352,11 +374,11 @@ def _attention_fwd_hopper_kernel(
         gl.warp_specialize(
             [
                 (_attend, (0, shared, outputs, H, D, DV, SOFTCAP, HAS_LEFT, HAS_RIGHT, SEQUENCES, BLOCK_N, STAGES, 3,
-                           ROOM, TURNS, OVERLAP)),
+                           ROOM, TURNS, OVERLAP, SHARED_P)),
                 (_attend, (1, shared, outputs, H, D, DV, SOFTCAP, HAS_LEFT, HAS_RIGHT, SEQUENCES, BLOCK_N, STAGES, 3,
-                           ROOM, TURNS, OVERLAP)),
+                           ROOM, TURNS, OVERLAP, SHARED_P)),
                 (_attend, (2, shared, outputs, H, D, DV, SOFTCAP, HAS_LEFT, HAS_RIGHT, SEQUENCES, BLOCK_N, STAGES, 3,
-                           ROOM, TURNS, OVERLAP)),
+                           ROOM, TURNS, OVERLAP, SHARED_P)),
                 (_load, (shared, sources, H, HK, HAS_LEFT, HAS_RIGHT, SEQUENCES, BLOCK_N, STAGES, 3)),
             ],
             worker_num_warps=[4, 4, 1],
