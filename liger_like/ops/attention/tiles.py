@@ -124,7 +124,7 @@ class HopperForward(NamedTuple):
     stages: int
     turns: bool = False
     overlap: bool = True
-    shared_p: bool = False
+    q_loaded: int = 0
 
     def constants(self) -> dict[str, int]:
         """Return the constexprs and launch options of the kernel."""
@@ -134,7 +134,7 @@ class HopperForward(NamedTuple):
             "GROUPS": self.groups,
             "TURNS": self.turns,
             "OVERLAP": self.overlap,
-            "SHARED_P": self.shared_p,
+            "Q_LOADED": self.q_loaded,
             "num_warps": 4,
         }
 

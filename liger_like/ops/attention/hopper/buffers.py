@@ -78,9 +78,9 @@ def parts_of(bufs, s, COUNT: gl.constexpr):
 
 
 @triton.constexpr_function
-def product_widths(D, WIDTH):
+def product_widths(D, WIDTH, PART=False):
     """Return the widths of the slices in which products take D features that buffers hold in WIDTH columns each."""
-    return next((widths for widths in ((64,), (64, 16), (64, 32)) if D <= sum(widths) <= WIDTH), (WIDTH,))
+    return next((widths for widths in ((64,), (64, 16), (64, 32)) if D <= sum(widths) <= WIDTH), (128, 128) if PART and WIDTH > 128 else (WIDTH,))
 
 
 @triton.constexpr_function

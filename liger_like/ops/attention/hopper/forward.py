@@ -27,7 +27,7 @@ from liger_like.ops.attention.hopper.buffers import (
     parts_of,
     product_widths,
 )
-from liger_like.ops.attention.hopper.products import start_add_product, start_contract, times_rows, zero_sums
+from liger_like.ops.attention.hopper.products import load_first, start_add_product, start_contract, times_rows, zero_sums
 from liger_like.ops.attention.hopper.rows import (
     Problem,
     TileQueue,
@@ -50,13 +50,12 @@ from liger_like.runtime.gluon import (
     gl,
     gluon,
     mbarrier,
-    reinterpret,
     sync_at,
     tma_store,
     tma_store_wait,
     warpgroup_mma_wait,
 )
-from liger_like.runtime.hopper import ROWS, Ring, barriers, buffers, buffers_in, sum_layout, wait_for, zero_sum
+from liger_like.runtime.hopper import ROWS, Ring, barriers, buffers, sum_layout, wait_for, zero_sum
 from liger_like.runtime.launcher import launch
 from liger_like.runtime.support import num_programs
 
@@ -166,17 +165,6 @@ def _softmax(
 
 
 @gluon.jit
-def _operand(p, p_s, g: gl.constexpr, SHARED_P: gl.constexpr):
-    """Return p as the left operand of products: itself, or what the buffer of group g holds once p is there."""
-    if SHARED_P:
-        p_s.index(g).store(p)
-        fence_async_shared()
-        return p_s.index(g)
-    else:
-        return p
-
-
-@gluon.jit
 def _skip_block(g: gl.constexpr, shared, use, STAGES: gl.constexpr, GROUPS: gl.constexpr, TURNS: gl.constexpr):
     """Leave the buffers of a block of keys unread, and let the turn of this group pass."""
     s = use % STAGES
@@ -186,6 +174,17 @@ def _skip_block(g: gl.constexpr, shared, use, STAGES: gl.constexpr, GROUPS: gl.c
     arrive_at(KEYS_EMPTY + STAGES + s, GROUPS * 128 + 32)
     _take_turn(g, TURNS)
     _pass_turn(g, GROUPS, TURNS)
+
+
+@gluon.jit
+def _halves(acc):
+    """Return a sum in parts; if it has one part, its left and its right half."""
+    if len(acc) == 1:
+        WIDTH: gl.constexpr = acc[0].shape[1] // 2
+        left, right = acc[0].reshape([ROWS, 2, WIDTH]).permute((0, 2, 1)).split()
+        return gl.convert_layout(left, sum_layout(WIDTH)), gl.convert_layout(right, sum_layout(WIDTH))
+    else:
+        return acc
 
 
 @gluon.jit
@@ -201,10 +200,10 @@ def _store(out, acc, factor):
 def _attend(
     g: gl.constexpr, shared, outputs, H: gl.constexpr, D: gl.constexpr, DV: gl.constexpr, SOFTCAP: gl.constexpr,
     HAS_LEFT: gl.constexpr, HAS_RIGHT: gl.constexpr, SEQUENCES: gl.constexpr, BLOCK_N: gl.constexpr,
-    STAGES: gl.constexpr, GROUPS: gl.constexpr, ROOM: gl.constexpr, TURNS: gl.constexpr, OVERLAP: gl.constexpr,
-    SHARED_P: gl.constexpr,
+    STAGES: gl.constexpr, GROUPS: gl.constexpr, TURNS: gl.constexpr, OVERLAP: gl.constexpr,
+    Q_LOADED: gl.constexpr,
 ):  # fmt: skip
-    out_desc, lse_ptr, sinks_ptr, scale, out_s, p_s = outputs
+    out_desc, lse_ptr, sinks_ptr, scale, out_s = outputs
     problem = shared.problem
     k = shared.k
     v = shared.v
@@ -212,17 +211,18 @@ def _attend(
     v_full = shared.v_full
     VALUES_EMPTY: gl.constexpr = KEYS_EMPTY + STAGES
     READERS: gl.constexpr = GROUPS * 128 + 32  # with the loading warp
-    WIDTHS: gl.constexpr = product_widths(D, k.shape[-1])
+    WIDTHS: gl.constexpr = product_widths(D, k.shape[-1], True)
+    OUT_WIDTH: gl.constexpr = out_s.shape[-1]
     WIDTHS_V: gl.constexpr = product_widths(DV, v.shape[-1])
     PARTS_V: gl.constexpr = len(WIDTHS_V)
     dtype: gl.constexpr = out_desc.dtype
     STARTS: gl.constexpr = HAS_LEFT or problem.spans_ptr is not None
-    SKIPS: gl.constexpr = GROUPS > 2
+    SKIPS: gl.constexpr = GROUPS > 2 or BLOCK_N < 2 * ROWS
     layout_s: gl.constexpr = sum_layout(BLOCK_N)
     rows_s: gl.constexpr = gl.SliceLayout(1, layout_s)
     zeros = zero_sum(BLOCK_N)
     q = columns_of(parts_of(shared.q.buffers, g, GROUPS), WIDTHS)
-    out = out_s.index((g * out_s.shape[0] + GROUPS - 1) // GROUPS)  # the first that starts among its own queries
+    out = parts_of(out_s, g, GROUPS)
     use = 0
     turn = 0
     read = 0
@@ -257,22 +257,20 @@ def _attend(
             acc = zero_sums(columns_of(parts_of(v, 0, STAGES), WIDTHS_V))
             mbarrier.wait(shared.q.full.index(g), turn & 1)
             mbarrier.wait(k_full.index(use % STAGES), use // STAGES & 1)
-            s = start_contract(q, columns_of(parts_of(k, use % STAGES, STAGES), WIDTHS), zeros)
+            qs = load_first(q, Q_LOADED, layout_s) + q[Q_LOADED:]
+            s = start_contract(qs, columns_of(parts_of(k, use % STAGES, STAGES), WIDTHS), zeros)
             s = warpgroup_mma_wait(0, deps=(s,))
             arrive_at(KEYS_EMPTY + use % STAGES, READERS)
-            if SHARED_P:
-                tma_store_wait(0)  # p takes the memory of the output
             p, row_max, total, decay = _softmax(
                 s, row_max, total, end - BLOCK_N, limits, inner_start, inner_end, scale, SOFTCAP, STARTS, dtype
             )
-            p = _operand(p, p_s, g, SHARED_P)
             for n in range(end - 2 * BLOCK_N, start - BLOCK_N, -BLOCK_N):
                 last = use
                 use += 1
                 if OVERLAP:
                     mbarrier.wait(k_full.index(use % STAGES), use // STAGES & 1)
                     _take_turn(g, TURNS)
-                    s = start_contract(q, columns_of(parts_of(k, use % STAGES, STAGES), WIDTHS), zeros)
+                    s = start_contract(qs, columns_of(parts_of(k, use % STAGES, STAGES), WIDTHS), zeros)
                     mbarrier.wait(v_full.index(last % STAGES), last // STAGES & 1)
                     acc = start_add_product(acc, p, columns_of(parts_of(v, last % STAGES, STAGES), WIDTHS_V))
                     _pass_turn(g, GROUPS, TURNS)
@@ -283,7 +281,7 @@ def _attend(
                     _take_turn(g, TURNS)
                     acc = start_add_product(acc, p, columns_of(parts_of(v, last % STAGES, STAGES), WIDTHS_V))
                     acc = wait_for(acc, 0)
-                    s = start_contract(q, columns_of(parts_of(k, use % STAGES, STAGES), WIDTHS), zeros)
+                    s = start_contract(qs, columns_of(parts_of(k, use % STAGES, STAGES), WIDTHS), zeros)
                     _pass_turn(g, GROUPS, TURNS)
                     arrive_at(VALUES_EMPTY + last % STAGES, READERS)
                     s = warpgroup_mma_wait(0, deps=(s,))
@@ -294,10 +292,8 @@ def _attend(
                 if OVERLAP:
                     acc = wait_for(acc, 0)
                     arrive_at(VALUES_EMPTY + last % STAGES, READERS)
-                p = _operand(p, p_s, g, SHARED_P)
                 acc = times_rows(acc, decay)
-            if ROOM:
-                mbarrier.arrive(shared.q.empty.index(g), count=1)
+            mbarrier.arrive(shared.q.empty.index(g), count=1)
             last = use % STAGES
             mbarrier.wait(v_full.index(last), use // STAGES & 1)
             acc = start_add_product(acc, p, columns_of(parts_of(v, last, STAGES), WIDTHS_V))
@@ -317,14 +313,20 @@ def _attend(
             )
             lse_ptrs = lse_ptr + (own.batch.to(gl.int64) * H + own.head) * problem.S + own.start_q + queries
             gl.store(lse_ptrs, row_max + log_sum * LN2, mask=queries < length_q)
-            tma_store_wait(0)
-            _store(columns_of((out.reshape([ROWS, v.shape[-1]]),), WIDTHS_V), acc, factor)
-            fence_async_shared()
             place = at(out_desc, Sequence(own.batch, own.start_q + length_q), own.head, own.start_q + row, 0)
-            tma_store(out_desc, place, out)
-            if not ROOM:
+            if OUT_WIDTH == v.shape[-1]:
                 tma_store_wait(0)
-                mbarrier.arrive(shared.q.empty.index(g), count=1)
+                _store(columns_of(out, WIDTHS_V), acc, factor)
+                fence_async_shared()
+                tma_store(out_desc, place, out_s.index(g))
+            else:
+                acc = _halves(acc)
+                for i in gl.static_range(len(acc)):
+                    tma_store_wait(0)
+                    _store(columns_of(out, (acc[i].shape[1],)), (acc[i],), factor)
+                    fence_async_shared()
+                    place = at(out_desc, Sequence(own.batch, own.start_q + length_q), own.head, own.start_q + row, i * OUT_WIDTH)
+                    tma_store(out_desc, place, out_s.index(g))
         tile = read_tile(shared.queue, read)
         read += 1
     tma_store_wait(0)
@@ -336,19 +338,12 @@ def _attention_fwd_hopper_kernel(
     count, blocks, heads_together, tiles, left, right, scale, H: gl.constexpr, HK: gl.constexpr, D: gl.constexpr,
     DV: gl.constexpr, SOFTCAP: gl.constexpr, HAS_LEFT: gl.constexpr, HAS_RIGHT: gl.constexpr, SEQUENCES: gl.constexpr,
     BLOCK_N: gl.constexpr, STAGES: gl.constexpr, GROUPS: gl.constexpr, TURNS: gl.constexpr, OVERLAP: gl.constexpr,
-    SHARED_P: gl.constexpr,
+    Q_LOADED: gl.constexpr,
 ):  # fmt: skip
     BLOCK_D: gl.constexpr = q_desc.block_type.shape[-1]
-    BLOCK_DV: gl.constexpr = v_desc.block_type.shape[-1]
     PARTS: gl.constexpr = -(-D // BLOCK_D)
-    # for the output beside the queries, of 226 KiB
-    ROOM: gl.constexpr = (GROUPS * ROWS + STAGES * BLOCK_N) * (PARTS * BLOCK_D + BLOCK_DV) <= 113 << 10
     q_s = buffers(q_desc, GROUPS * PARTS)
-    out_s = buffers(out_desc, GROUPS) if ROOM else buffers_in(out_desc, q_s)
-    p_s = out_s
-    if SHARED_P:
-        p_layout: gl.constexpr = gl.NVMMASharedLayout.get_default_for([ROWS, BLOCK_N], out_desc.dtype)
-        p_s = reinterpret(out_s, out_desc.dtype, [GROUPS, ROWS, BLOCK_N], p_layout)
+    out_s = buffers(out_desc, GROUPS)
     k_s = buffers(k_desc, STAGES * PARTS)
     v_s = buffers(v_desc, STAGES)
     q = Ring(q_s, barriers(GROUPS, 1), barriers(GROUPS, 1))
@@ -356,15 +351,15 @@ def _attention_fwd_hopper_kernel(
     fence_async_shared()
     problem = Problem(B, S, SK, count, blocks, heads_together, 1, left, right, cu_q_ptr, cu_k_ptr, spans_ptr)
     shared = Shared(problem, tiles, q, k_s, v_s, barriers(STAGES, 1), barriers(STAGES, 1), queue)
-    outputs = out_desc, lse_ptr, sinks_ptr, scale, out_s, p_s
+    outputs = out_desc, lse_ptr, sinks_ptr, scale, out_s
     sources = q_desc, k_desc, v_desc, taken_ptr
     if GROUPS == 2:
         gl.warp_specialize(
             [
                 (_attend, (0, shared, outputs, H, D, DV, SOFTCAP, HAS_LEFT, HAS_RIGHT, SEQUENCES, BLOCK_N, STAGES, 2,
-                           ROOM, TURNS, OVERLAP, SHARED_P)),
+                           TURNS, OVERLAP, Q_LOADED)),
                 (_attend, (1, shared, outputs, H, D, DV, SOFTCAP, HAS_LEFT, HAS_RIGHT, SEQUENCES, BLOCK_N, STAGES, 2,
-                           ROOM, TURNS, OVERLAP, SHARED_P)),
+                           TURNS, OVERLAP, Q_LOADED)),
                 (_load, (shared, sources, H, HK, HAS_LEFT, HAS_RIGHT, SEQUENCES, BLOCK_N, STAGES, 2)),
             ],
             worker_num_warps=[4, 1],
@@ -374,11 +369,11 @@ def _attention_fwd_hopper_kernel(
         gl.warp_specialize(
             [
                 (_attend, (0, shared, outputs, H, D, DV, SOFTCAP, HAS_LEFT, HAS_RIGHT, SEQUENCES, BLOCK_N, STAGES, 3,
-                           ROOM, TURNS, OVERLAP, SHARED_P)),
+                           TURNS, OVERLAP, Q_LOADED)),
                 (_attend, (1, shared, outputs, H, D, DV, SOFTCAP, HAS_LEFT, HAS_RIGHT, SEQUENCES, BLOCK_N, STAGES, 3,
-                           ROOM, TURNS, OVERLAP, SHARED_P)),
+                           TURNS, OVERLAP, Q_LOADED)),
                 (_attend, (2, shared, outputs, H, D, DV, SOFTCAP, HAS_LEFT, HAS_RIGHT, SEQUENCES, BLOCK_N, STAGES, 3,
-                           ROOM, TURNS, OVERLAP, SHARED_P)),
+                           TURNS, OVERLAP, Q_LOADED)),
                 (_load, (shared, sources, H, HK, HAS_LEFT, HAS_RIGHT, SEQUENCES, BLOCK_N, STAGES, 3)),
             ],
             worker_num_warps=[4, 4, 1],
@@ -405,7 +400,8 @@ def attention_fwd_hopper(
          masking.right),
         (masking.scale,),
         (descriptor(q, 64, width, masking), descriptor(k, tile.block_n, width, masking),
-         descriptor(v, tile.block_n, width_v, masking), descriptor(out, 64, width_v, masking)),
+         descriptor(v, tile.block_n, width_v, masking),
+         descriptor(out, 64, width_v if width <= 128 else width_v // 2, masking)),
         H=H,
         HK=HK,
         D=D,

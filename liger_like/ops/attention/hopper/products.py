@@ -54,9 +54,7 @@ def start_add_product(acc, a, b):
     """
     parts = ()
     for i in gl.static_range(len(acc)):
-        operand = a
-        if isinstance(a, gl.tensor):
-            operand = gl.convert_layout(a, gl.DotOperandLayout(0, sum_layout(b[i].shape[-1]), 2))
+        operand = gl.convert_layout(a, gl.DotOperandLayout(0, sum_layout(b[i].shape[-1]), 2))
         parts += (warpgroup_mma(operand, b[i], acc[i], is_async=True),)
     return parts
 
