@@ -125,6 +125,7 @@ class HopperForward(NamedTuple):
     turns: bool = False
     overlap: bool = True
     q_loaded: int = 0
+    early: bool = False
 
     def constants(self) -> dict[str, int]:
         """Return the constexprs and launch options of the kernel."""
@@ -134,7 +135,7 @@ class HopperForward(NamedTuple):
             "GROUPS": self.groups,
             "TURNS": self.turns,
             "OVERLAP": self.overlap,
-            "Q_LOADED": self.q_loaded,
+            "Q_LOADED": self.q_loaded, "EARLY": self.early,
             "num_warps": 4,
         }
 

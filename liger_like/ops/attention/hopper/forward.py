@@ -143,19 +143,22 @@ def _sum_in_threads(p):
 
 
 @gluon.jit
-def _softmax(
-    s, row_max, total, n, limits, inner_start, inner_end, scale, SOFTCAP: gl.constexpr, STARTS: gl.constexpr,
-    dtype: gl.constexpr
-):  # fmt: skip
-    """Return p of a block of products, the running maxima and sums, and the factors of the former sums."""
-    BLOCK_N: gl.constexpr = s.shape[1]
+def _masked(
+    s, n, limits, inner_start, inner_end, scale, SOFTCAP: gl.constexpr, STARTS: gl.constexpr
+):
+    """Return the scores of a block of products, -inf where a query does not see the key."""
     s, _ = scores(s, None, scale, SOFTCAP, False)
-    unit = unit_of_scores(scale, SOFTCAP, False)
-    if n + BLOCK_N > inner_end:
+    if n + s.shape[1] > inner_end:
         s = hide(s, n, limits, STARTS=False, hidden=float("-inf"))
     if STARTS:
         if n < inner_start:
             s = hide(s, n, limits, ENDS=False, hidden=float("-inf"))
+    return s
+
+
+@gluon.jit
+def _softmax(s, row_max, total, unit, dtype: gl.constexpr):
+    """Return p of a block of scores, the running maxima and sums, and the factors of the former sums."""
     new_max = gl.maximum(row_max, gl.max(s, 1) * unit)
     finite = gl.where(new_max == float("-inf"), 0.0, new_max)
     p = gl.exp2(s * unit - finite[:, None])
@@ -201,7 +204,7 @@ def _attend(
     g: gl.constexpr, shared, outputs, H: gl.constexpr, D: gl.constexpr, DV: gl.constexpr, SOFTCAP: gl.constexpr,
     HAS_LEFT: gl.constexpr, HAS_RIGHT: gl.constexpr, SEQUENCES: gl.constexpr, BLOCK_N: gl.constexpr,
     STAGES: gl.constexpr, GROUPS: gl.constexpr, TURNS: gl.constexpr, OVERLAP: gl.constexpr,
-    Q_LOADED: gl.constexpr,
+    Q_LOADED: gl.constexpr, EARLY: gl.constexpr,
 ):  # fmt: skip
     out_desc, lse_ptr, sinks_ptr, scale, out_s = outputs
     problem = shared.problem
@@ -221,6 +224,7 @@ def _attend(
     layout_s: gl.constexpr = sum_layout(BLOCK_N)
     rows_s: gl.constexpr = gl.SliceLayout(1, layout_s)
     zeros = zero_sum(BLOCK_N)
+    unit = unit_of_scores(scale, SOFTCAP, False)
     q = columns_of(parts_of(shared.q.buffers, g, GROUPS), WIDTHS)
     out = parts_of(out_s, g, GROUPS)
     use = 0
@@ -261,9 +265,8 @@ def _attend(
             s = start_contract(qs, columns_of(parts_of(k, use % STAGES, STAGES), WIDTHS), zeros)
             s = warpgroup_mma_wait(0, deps=(s,))
             arrive_at(KEYS_EMPTY + use % STAGES, READERS)
-            p, row_max, total, decay = _softmax(
-                s, row_max, total, end - BLOCK_N, limits, inner_start, inner_end, scale, SOFTCAP, STARTS, dtype
-            )
+            s = _masked(s, end - BLOCK_N, limits, inner_start, inner_end, scale, SOFTCAP, STARTS)
+            p, row_max, total, decay = _softmax(s, row_max, total, unit, dtype)
             for n in range(end - 2 * BLOCK_N, start - BLOCK_N, -BLOCK_N):
                 last = use
                 use += 1
@@ -286,12 +289,14 @@ def _attend(
                     arrive_at(VALUES_EMPTY + last % STAGES, READERS)
                     s = warpgroup_mma_wait(0, deps=(s,))
                 arrive_at(KEYS_EMPTY + use % STAGES, READERS)
-                p, row_max, total, decay = _softmax(
-                    s, row_max, total, n, limits, inner_start, inner_end, scale, SOFTCAP, STARTS, dtype
-                )
-                if OVERLAP:
+                if OVERLAP and EARLY:
                     acc = wait_for(acc, 0)
                     arrive_at(VALUES_EMPTY + last % STAGES, READERS)
+                s = _masked(s, n, limits, inner_start, inner_end, scale, SOFTCAP, STARTS)
+                if OVERLAP and not EARLY:
+                    acc = wait_for(acc, 0)
+                    arrive_at(VALUES_EMPTY + last % STAGES, READERS)
+                p, row_max, total, decay = _softmax(s, row_max, total, unit, dtype)
                 acc = times_rows(acc, decay)
             mbarrier.arrive(shared.q.empty.index(g), count=1)
             last = use % STAGES
@@ -338,7 +343,7 @@ def _attention_fwd_hopper_kernel(
     count, blocks, heads_together, tiles, left, right, scale, H: gl.constexpr, HK: gl.constexpr, D: gl.constexpr,
     DV: gl.constexpr, SOFTCAP: gl.constexpr, HAS_LEFT: gl.constexpr, HAS_RIGHT: gl.constexpr, SEQUENCES: gl.constexpr,
     BLOCK_N: gl.constexpr, STAGES: gl.constexpr, GROUPS: gl.constexpr, TURNS: gl.constexpr, OVERLAP: gl.constexpr,
-    Q_LOADED: gl.constexpr,
+    Q_LOADED: gl.constexpr, EARLY: gl.constexpr,
 ):  # fmt: skip
     BLOCK_D: gl.constexpr = q_desc.block_type.shape[-1]
     PARTS: gl.constexpr = -(-D // BLOCK_D)
@@ -357,9 +362,9 @@ def _attention_fwd_hopper_kernel(
         gl.warp_specialize(
             [
                 (_attend, (0, shared, outputs, H, D, DV, SOFTCAP, HAS_LEFT, HAS_RIGHT, SEQUENCES, BLOCK_N, STAGES, 2,
-                           TURNS, OVERLAP, Q_LOADED)),
+                           TURNS, OVERLAP, Q_LOADED, EARLY)),
                 (_attend, (1, shared, outputs, H, D, DV, SOFTCAP, HAS_LEFT, HAS_RIGHT, SEQUENCES, BLOCK_N, STAGES, 2,
-                           TURNS, OVERLAP, Q_LOADED)),
+                           TURNS, OVERLAP, Q_LOADED, EARLY)),
                 (_load, (shared, sources, H, HK, HAS_LEFT, HAS_RIGHT, SEQUENCES, BLOCK_N, STAGES, 2)),
             ],
             worker_num_warps=[4, 1],
@@ -369,11 +374,11 @@ def _attention_fwd_hopper_kernel(
         gl.warp_specialize(
             [
                 (_attend, (0, shared, outputs, H, D, DV, SOFTCAP, HAS_LEFT, HAS_RIGHT, SEQUENCES, BLOCK_N, STAGES, 3,
-                           TURNS, OVERLAP, Q_LOADED)),
+                           TURNS, OVERLAP, Q_LOADED, EARLY)),
                 (_attend, (1, shared, outputs, H, D, DV, SOFTCAP, HAS_LEFT, HAS_RIGHT, SEQUENCES, BLOCK_N, STAGES, 3,
-                           TURNS, OVERLAP, Q_LOADED)),
+                           TURNS, OVERLAP, Q_LOADED, EARLY)),
                 (_attend, (2, shared, outputs, H, D, DV, SOFTCAP, HAS_LEFT, HAS_RIGHT, SEQUENCES, BLOCK_N, STAGES, 3,
-                           TURNS, OVERLAP, Q_LOADED)),
+                           TURNS, OVERLAP, Q_LOADED, EARLY)),
                 (_load, (shared, sources, H, HK, HAS_LEFT, HAS_RIGHT, SEQUENCES, BLOCK_N, STAGES, 3)),
             ],
             worker_num_warps=[4, 4, 1],
