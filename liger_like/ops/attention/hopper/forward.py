@@ -27,7 +27,13 @@ from liger_like.ops.attention.hopper.buffers import (
     parts_of,
     product_widths,
 )
-from liger_like.ops.attention.hopper.products import load_first, start_add_product, start_contract, times_rows, zero_sums
+from liger_like.ops.attention.hopper.products import (
+    load_first,
+    start_add_product,
+    start_contract,
+    times_rows,
+    zero_sums,
+)
 from liger_like.ops.attention.hopper.rows import (
     Problem,
     TileQueue,
@@ -143,14 +149,12 @@ def _sum_in_threads(p):
 
 
 @gluon.jit
-def _masked(
-    s, n, limits, inner_start, inner_end, scale, SOFTCAP: gl.constexpr, STARTS: gl.constexpr
-):
+def _masked(s, n, limits, inner_start, inner_end, scale, SOFTCAP: gl.constexpr, STARTS: gl.constexpr):
     """Return the scores of a block of products, -inf where a query does not see the key."""
     s, _ = scores(s, None, scale, SOFTCAP, False)
     if n + s.shape[1] > inner_end:
         s = hide(s, n, limits, STARTS=False, hidden=float("-inf"))
-    if STARTS:
+    if STARTS:  # noqa: SIM102, the compiler needs a condition of its own to leave the block out
         if n < inner_start:
             s = hide(s, n, limits, ENDS=False, hidden=float("-inf"))
     return s
@@ -191,20 +195,26 @@ def _halves(acc):
 
 
 @gluon.jit
-def _store(out, acc, factor):
-    """Store sums in parts, times a factor of each row, into the columns of a buffer."""
+def _send(acc, factor, buf, desc, sequence, h, row, col):
+    """Store a sum in parts, times a factor of each row, by TMA: through a buffer, once its last content has left it.
+
+    All parts but the last are equally wide.
+    """
+    tma_store_wait(0)
     for i in gl.static_range(len(acc)):
         f = gl.convert_layout(factor, gl.SliceLayout(1, acc[i].type.layout))[:, None]
         x = gl.where(f == 0.0, 0.0, acc[i] * f)  # a row that sees no key may have summed 0 times NaN
-        out[i].store(x.to(out[i].dtype))
+        out = buf.reshape([ROWS, buf.shape[-1]]).slice(i * acc[0].shape[1], acc[i].shape[1], dim=1)
+        out.store(x.to(buf.dtype))
+    fence_async_shared()
+    tma_store(desc, at(desc, sequence, h, row, col), buf)
 
 
 @gluon.jit
 def _attend(
     g: gl.constexpr, shared, outputs, H: gl.constexpr, D: gl.constexpr, DV: gl.constexpr, SOFTCAP: gl.constexpr,
     HAS_LEFT: gl.constexpr, HAS_RIGHT: gl.constexpr, SEQUENCES: gl.constexpr, BLOCK_N: gl.constexpr,
-    STAGES: gl.constexpr, GROUPS: gl.constexpr, TURNS: gl.constexpr, OVERLAP: gl.constexpr,
-    Q_LOADED: gl.constexpr, EARLY: gl.constexpr,
+    STAGES: gl.constexpr, GROUPS: gl.constexpr, TURNS: gl.constexpr, OVERLAP: gl.constexpr, LOADED: gl.constexpr,
 ):  # fmt: skip
     out_desc, lse_ptr, sinks_ptr, scale, out_s = outputs
     problem = shared.problem
@@ -214,8 +224,7 @@ def _attend(
     v_full = shared.v_full
     VALUES_EMPTY: gl.constexpr = KEYS_EMPTY + STAGES
     READERS: gl.constexpr = GROUPS * 128 + 32  # with the loading warp
-    WIDTHS: gl.constexpr = product_widths(D, k.shape[-1], True)
-    OUT_WIDTH: gl.constexpr = out_s.shape[-1]
+    WIDTHS: gl.constexpr = product_widths(D, k.shape[-1], 128)
     WIDTHS_V: gl.constexpr = product_widths(DV, v.shape[-1])
     PARTS_V: gl.constexpr = len(WIDTHS_V)
     dtype: gl.constexpr = out_desc.dtype
@@ -225,8 +234,7 @@ def _attend(
     rows_s: gl.constexpr = gl.SliceLayout(1, layout_s)
     zeros = zero_sum(BLOCK_N)
     unit = unit_of_scores(scale, SOFTCAP, False)
-    q = columns_of(parts_of(shared.q.buffers, g, GROUPS), WIDTHS)
-    out = parts_of(out_s, g, GROUPS)
+    q_parts = columns_of(parts_of(shared.q.buffers, g, GROUPS), WIDTHS)
     use = 0
     turn = 0
     read = 0
@@ -261,8 +269,8 @@ def _attend(
             acc = zero_sums(columns_of(parts_of(v, 0, STAGES), WIDTHS_V))
             mbarrier.wait(shared.q.full.index(g), turn & 1)
             mbarrier.wait(k_full.index(use % STAGES), use // STAGES & 1)
-            qs = load_first(q, Q_LOADED, layout_s) + q[Q_LOADED:]
-            s = start_contract(qs, columns_of(parts_of(k, use % STAGES, STAGES), WIDTHS), zeros)
+            q = load_first(q_parts, LOADED, layout_s) + q_parts[LOADED:]
+            s = start_contract(q, columns_of(parts_of(k, use % STAGES, STAGES), WIDTHS), zeros)
             s = warpgroup_mma_wait(0, deps=(s,))
             arrive_at(KEYS_EMPTY + use % STAGES, READERS)
             s = _masked(s, end - BLOCK_N, limits, inner_start, inner_end, scale, SOFTCAP, STARTS)
@@ -273,29 +281,25 @@ def _attend(
                 if OVERLAP:
                     mbarrier.wait(k_full.index(use % STAGES), use // STAGES & 1)
                     _take_turn(g, TURNS)
-                    s = start_contract(qs, columns_of(parts_of(k, use % STAGES, STAGES), WIDTHS), zeros)
+                    s = start_contract(q, columns_of(parts_of(k, use % STAGES, STAGES), WIDTHS), zeros)
                     mbarrier.wait(v_full.index(last % STAGES), last // STAGES & 1)
                     acc = start_add_product(acc, p, columns_of(parts_of(v, last % STAGES, STAGES), WIDTHS_V))
                     _pass_turn(g, GROUPS, TURNS)
                     s = warpgroup_mma_wait(PARTS_V, deps=(s,))
+                    arrive_at(KEYS_EMPTY + use % STAGES, READERS)
+                    acc = wait_for(acc, 0)
                 else:  # p leaves its registers before the scores take theirs
                     mbarrier.wait(v_full.index(last % STAGES), last // STAGES & 1)
                     mbarrier.wait(k_full.index(use % STAGES), use // STAGES & 1)
                     _take_turn(g, TURNS)
                     acc = start_add_product(acc, p, columns_of(parts_of(v, last % STAGES, STAGES), WIDTHS_V))
                     acc = wait_for(acc, 0)
-                    s = start_contract(qs, columns_of(parts_of(k, use % STAGES, STAGES), WIDTHS), zeros)
+                    s = start_contract(q, columns_of(parts_of(k, use % STAGES, STAGES), WIDTHS), zeros)
                     _pass_turn(g, GROUPS, TURNS)
-                    arrive_at(VALUES_EMPTY + last % STAGES, READERS)
                     s = warpgroup_mma_wait(0, deps=(s,))
-                arrive_at(KEYS_EMPTY + use % STAGES, READERS)
-                if OVERLAP and EARLY:
-                    acc = wait_for(acc, 0)
-                    arrive_at(VALUES_EMPTY + last % STAGES, READERS)
+                    arrive_at(KEYS_EMPTY + use % STAGES, READERS)
+                arrive_at(VALUES_EMPTY + last % STAGES, READERS)
                 s = _masked(s, n, limits, inner_start, inner_end, scale, SOFTCAP, STARTS)
-                if OVERLAP and not EARLY:
-                    acc = wait_for(acc, 0)
-                    arrive_at(VALUES_EMPTY + last % STAGES, READERS)
                 p, row_max, total, decay = _softmax(s, row_max, total, unit, dtype)
                 acc = times_rows(acc, decay)
             mbarrier.arrive(shared.q.empty.index(g), count=1)
@@ -313,25 +317,18 @@ def _attend(
             sink = None
             if sinks_ptr is not None:
                 sink = gl.load(sinks_ptr + own.head).to(gl.float32)
-            factor, row_max, log_sum = finish(
-                row_max * LN2, gl.convert_layout(gl.sum(total, 1), rows_s), sink
-            )
+            total = gl.convert_layout(gl.sum(total, 1), rows_s)
+            factor, row_max, log_sum = finish(row_max * LN2, total, sink)
             lse_ptrs = lse_ptr + (own.batch.to(gl.int64) * H + own.head) * problem.S + own.start_q + queries
             gl.store(lse_ptrs, row_max + log_sum * LN2, mask=queries < length_q)
-            place = at(out_desc, Sequence(own.batch, own.start_q + length_q), own.head, own.start_q + row, 0)
-            if OUT_WIDTH == v.shape[-1]:
-                tma_store_wait(0)
-                _store(columns_of(out, WIDTHS_V), acc, factor)
-                fence_async_shared()
-                tma_store(out_desc, place, out_s.index(g))
-            else:
+            own_rows = Sequence(own.batch, own.start_q + length_q)
+            if out_s.shape[-1] == v.shape[-1]:
+                _send(acc, factor, out_s.index(g), out_desc, own_rows, own.head, own.start_q + row, 0)
+            else:  # the buffer holds half of the output
                 acc = _halves(acc)
                 for i in gl.static_range(len(acc)):
-                    tma_store_wait(0)
-                    _store(columns_of(out, (acc[i].shape[1],)), (acc[i],), factor)
-                    fence_async_shared()
-                    place = at(out_desc, Sequence(own.batch, own.start_q + length_q), own.head, own.start_q + row, i * OUT_WIDTH)
-                    tma_store(out_desc, place, out_s.index(g))
+                    col = i * out_s.shape[-1]
+                    _send(acc[i : i + 1], factor, out_s.index(g), out_desc, own_rows, own.head, own.start_q + row, col)
         tile = read_tile(shared.queue, read)
         read += 1
     tma_store_wait(0)
@@ -343,7 +340,7 @@ def _attention_fwd_hopper_kernel(
     count, blocks, heads_together, tiles, left, right, scale, H: gl.constexpr, HK: gl.constexpr, D: gl.constexpr,
     DV: gl.constexpr, SOFTCAP: gl.constexpr, HAS_LEFT: gl.constexpr, HAS_RIGHT: gl.constexpr, SEQUENCES: gl.constexpr,
     BLOCK_N: gl.constexpr, STAGES: gl.constexpr, GROUPS: gl.constexpr, TURNS: gl.constexpr, OVERLAP: gl.constexpr,
-    Q_LOADED: gl.constexpr, EARLY: gl.constexpr,
+    LOADED: gl.constexpr,
 ):  # fmt: skip
     BLOCK_D: gl.constexpr = q_desc.block_type.shape[-1]
     PARTS: gl.constexpr = -(-D // BLOCK_D)
@@ -362,9 +359,9 @@ def _attention_fwd_hopper_kernel(
         gl.warp_specialize(
             [
                 (_attend, (0, shared, outputs, H, D, DV, SOFTCAP, HAS_LEFT, HAS_RIGHT, SEQUENCES, BLOCK_N, STAGES, 2,
-                           TURNS, OVERLAP, Q_LOADED, EARLY)),
+                           TURNS, OVERLAP, LOADED)),
                 (_attend, (1, shared, outputs, H, D, DV, SOFTCAP, HAS_LEFT, HAS_RIGHT, SEQUENCES, BLOCK_N, STAGES, 2,
-                           TURNS, OVERLAP, Q_LOADED, EARLY)),
+                           TURNS, OVERLAP, LOADED)),
                 (_load, (shared, sources, H, HK, HAS_LEFT, HAS_RIGHT, SEQUENCES, BLOCK_N, STAGES, 2)),
             ],
             worker_num_warps=[4, 1],
@@ -374,11 +371,11 @@ def _attention_fwd_hopper_kernel(
         gl.warp_specialize(
             [
                 (_attend, (0, shared, outputs, H, D, DV, SOFTCAP, HAS_LEFT, HAS_RIGHT, SEQUENCES, BLOCK_N, STAGES, 3,
-                           TURNS, OVERLAP, Q_LOADED, EARLY)),
+                           TURNS, OVERLAP, LOADED)),
                 (_attend, (1, shared, outputs, H, D, DV, SOFTCAP, HAS_LEFT, HAS_RIGHT, SEQUENCES, BLOCK_N, STAGES, 3,
-                           TURNS, OVERLAP, Q_LOADED, EARLY)),
+                           TURNS, OVERLAP, LOADED)),
                 (_attend, (2, shared, outputs, H, D, DV, SOFTCAP, HAS_LEFT, HAS_RIGHT, SEQUENCES, BLOCK_N, STAGES, 3,
-                           TURNS, OVERLAP, Q_LOADED, EARLY)),
+                           TURNS, OVERLAP, LOADED)),
                 (_load, (shared, sources, H, HK, HAS_LEFT, HAS_RIGHT, SEQUENCES, BLOCK_N, STAGES, 3)),
             ],
             worker_num_warps=[4, 4, 1],
@@ -401,7 +398,7 @@ def attention_fwd_hopper(
         _attention_fwd_hopper_kernel,
         (programs,),
         (lse, sinks, masking.cu_seqlens_q, masking.cu_seqlens_k, masking.spans, taken),
-        (B, S, SK, masking.sequences, blocks, heads_in_l2(k, v, masking.max_seqlen_k, H // HK), tiles, masking.left,
+        (B, S, SK, masking.sequences, blocks, heads_in_l2(masking, k, v, H // HK), tiles, masking.left,
          masking.right),
         (masking.scale,),
         (descriptor(q, 64, width, masking), descriptor(k, tile.block_n, width, masking),
