@@ -4,10 +4,14 @@ A program takes tiles, 64 queries of a head for each warp group, until none is l
 block to the first, into rings of STAGES buffers. The first loads of a tile run while the tile before it is multiplied
 and stored.
 
-With TURNS, groups start their products in turn, so that one multiplies while the others exponentiate. With OVERLAP, the
-scores of a block are multiplied during the softmax of the block before, and its product with the values during the
-softmax of the next (Shah et al., arXiv:2407.08608). Without it, a group ends the product of a block with the values
-before it starts the next scores. Three groups hide that; with heads wider than 64 they have no registers for both.
+With TURNS, groups start their products in turn, so that one multiplies while the others exponentiate. With OVERLAP, a
+group starts the scores of a block together with the product of the block before with its values (Shah et al.,
+arXiv:2407.08608), and waits for both before the softmax: ptxas moves a later wait there anyway, but not what says that
+the buffers are empty. Without OVERLAP, a group ends the product of a block with the values before it starts the next
+scores. Three groups hide that; with heads wider than 64 they have no registers for both.
+
+Parts of the queries stay in registers (LOADED) where products with few keys at a time would wait for shared memory.
+Heads wider than 128 leave room for half of the output of a group: it is stored in two halves.
 
 Named barriers say that a buffer is empty: an mbarrier would first synchronise the warps of a group, for each block.
 """
