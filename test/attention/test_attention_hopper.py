@@ -32,6 +32,7 @@ HEADS = (
     (128, 128, 3),
     (192, 128, 2),
     (144, 80, 2),
+    (136, 64, 2),
     (256, 256, 2),
 )
 each_width = pytest.mark.parametrize(("D", "Dv", "hopper"), KERNELS, indirect=["hopper"])

@@ -18,7 +18,7 @@ HOPPER_TESTS = {
     BUFFERS: SLICED,
     PRODUCTS: f"{SHARED} or {SLICED}",
     FORWARD: "test_attention_hopper and not hopper_backward and (window or documents or leaks or 4097)"
-    " and (64 or 96 or 144 or 192) or nan_stays",
+    " and (64 or 96 or 144 or 192 or 256) or nan_stays",
     BACKWARD: "hopper_backward and (gradients or few_key_heads or nan or far_below)"
     " and (64-64 or 128-128) and torch.bfloat16 or narrower_heads and (80 or 96)",
     BACKWARD_256: "hopper_backward and (gradients or few_key_heads or nan) and 256-256-torch.bfloat16",
@@ -216,6 +216,12 @@ HOPPER = [
         "col = i * out_s.shape[-1]",
         "col = 0 * out_s.shape[-1]",
         "both halves of a wide output are stored as the left one",
+    ),
+    (
+        FORWARD,
+        "if acc[0].shape[1] > WIDTH:",
+        "if len(acc) == 1:",
+        "narrow values of wide heads are split",
     ),
     (
         FORWARD,

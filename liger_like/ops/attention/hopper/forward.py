@@ -147,7 +147,7 @@ def _load(
 
 @gluon.jit
 def _sum_in_threads(p):
-    """Return the sums [ROWS, 4] of the columns that each of the four threads of a row has; no thread moves anything."""
+    """Return the sums [ROWS, 4] over the columns of each of the four threads of a row, which exchange nothing."""
     pairs = p.reshape([ROWS, p.shape[1] // 8, 4, 2])
     return gl.sum(gl.sum(pairs, 3), 1)
 
@@ -188,10 +188,9 @@ def _skip_block(g: gl.constexpr, shared, use, STAGES: gl.constexpr, GROUPS: gl.c
 
 
 @gluon.jit
-def _halves(acc):
-    """Return a sum in parts; if it has one part, its left and its right half."""
-    if len(acc) == 1:
-        WIDTH: gl.constexpr = acc[0].shape[1] // 2
+def _narrow(acc, WIDTH: gl.constexpr):
+    """Return a sum in parts of at most WIDTH columns: one part of twice as many is split."""
+    if acc[0].shape[1] > WIDTH:
         left, right = acc[0].reshape([ROWS, 2, WIDTH]).permute((0, 2, 1)).split()
         return gl.convert_layout(left, sum_layout(WIDTH)), gl.convert_layout(right, sum_layout(WIDTH))
     else:
@@ -292,6 +291,7 @@ def _attend(
                     s = warpgroup_mma_wait(PARTS_V, deps=(s,))
                     arrive_at(KEYS_EMPTY + use % STAGES, READERS)
                     acc = wait_for(acc, 0)
+                    arrive_at(VALUES_EMPTY + last % STAGES, READERS)
                 else:  # p leaves its registers before the scores take theirs
                     mbarrier.wait(v_full.index(last % STAGES), last // STAGES & 1)
                     mbarrier.wait(k_full.index(use % STAGES), use // STAGES & 1)
@@ -300,9 +300,9 @@ def _attend(
                     acc = wait_for(acc, 0)
                     s = start_contract(q, columns_of(parts_of(k, use % STAGES, STAGES), WIDTHS), zeros)
                     _pass_turn(g, GROUPS, TURNS)
+                    arrive_at(VALUES_EMPTY + last % STAGES, READERS)
                     s = warpgroup_mma_wait(0, deps=(s,))
                     arrive_at(KEYS_EMPTY + use % STAGES, READERS)
-                arrive_at(VALUES_EMPTY + last % STAGES, READERS)
                 s = _masked(s, n, limits, inner_start, inner_end, scale, SOFTCAP, STARTS)
                 p, row_max, total, decay = _softmax(s, row_max, total, unit, dtype)
                 acc = times_rows(acc, decay)
@@ -329,7 +329,7 @@ def _attend(
             if out_s.shape[-1] == v.shape[-1]:
                 _send(acc, factor, out_s.index(g), out_desc, own_rows, own.head, own.start_q + row, 0)
             else:  # the buffer holds half of the output
-                acc = _halves(acc)
+                acc = _narrow(acc, out_s.shape[-1])
                 for i in gl.static_range(len(acc)):
                     col = i * out_s.shape[-1]
                     _send(acc[i : i + 1], factor, out_s.index(g), out_desc, own_rows, own.head, own.start_q + row, col)
