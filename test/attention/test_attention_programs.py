@@ -121,18 +121,31 @@ def test_order_of_programs_does_not_matter(section, monkeypatch, device, poisone
         assert torch.equal(t, expected[name]), name
 
 
-def test_section_fits_the_cache():
-    k = v = torch.empty(1, 4096, 8, 128, dtype=torch.float16)
-    assert portable_forward.heads_in_l2(k, v, 4096, 4) == 8 * 4  # 2 MiB for each key head
-    assert portable_forward.heads_in_l2(k, v, 2**30, 4) == 4
-    assert portable_forward.heads_in_l2(k, v, 1, 4) == 8 * 4  # no more than all heads
-    assert portable_forward.heads_in_l2(k, v, 0, 1) > 0
-
-
 def masking_of(**options):
     """Return the options of a call, of 4096 queries without masks unless they are given."""
     some = {"max_seqlen_q": 4096, "max_seqlen_k": 4096, "scale": 1.0, "left": -1, "right": -1}
     return masks.Masking(**dict.fromkeys(masks.Masking._fields) | some | options)
+
+
+def test_section_fits_the_cache():
+    k = v = torch.empty(1, 4096, 8, 128, dtype=torch.float16)
+
+    def heads(group=4, **options):
+        return masks.heads_in_l2(masking_of(**options), k, v, group)
+
+    assert heads(max_seqlen_k=16384) == 2 * 4  # 8 MiB for each key head
+    assert heads(max_seqlen_k=2**30) == 4
+    assert heads(max_seqlen_k=1) == 8 * 4  # no more than all heads
+    assert heads(max_seqlen_k=0, group=1) > 0
+
+
+@pytest.mark.parametrize("options", [{"right": 0}, {"cu_seqlens_q": torch.zeros(3)}, {"spans": torch.zeros(1)}])
+def test_sections_of_uneven_blocks_are_wide_and_even(options):
+    """Else a last section of few heads would begin its longest blocks when all others end."""
+    k = v = torch.empty(1, 4096, 9, 128, dtype=torch.float16)
+    # 6.5 MiB for each key head: two in 16 MiB, four in 32, but three leave no small section
+    assert masks.heads_in_l2(masking_of(max_seqlen_k=13312), k, v, 2) == 2 * 2
+    assert masks.heads_in_l2(masking_of(max_seqlen_k=13312, **options), k, v, 2) == 3 * 2
 
 
 def test_sections_of_keys_fill_the_gpu(monkeypatch):
