@@ -3,7 +3,7 @@
 import sys
 import weakref
 from collections import deque
-from typing import Any, ClassVar
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -17,6 +17,8 @@ NO_CHECKPOINT = (
     "offload_checkpoints found no checkpoint: call model.gradient_checkpointing_enable({'use_reentrant': False}), and "
     "do not compile the model as a whole"
 )
+
+ACTIVE: "list[CheckpointOffload]" = []  # the innermost one is last
 
 
 class Layer:
@@ -58,8 +60,6 @@ class Kept:
 class CheckpointOffload:
     """Context manager that ``offload_checkpoints`` returns."""
 
-    active: "ClassVar[list[CheckpointOffload]]" = []  # the innermost one is last
-
     def __init__(self, host_bytes: int, keep_last: int) -> None:
         self.budget, self.keep_last = Budget(host_bytes), keep_last
         self.pages: dict[torch.device, Pages] = {}
@@ -98,18 +98,18 @@ class CheckpointOffload:
         )
 
     def __enter__(self) -> "CheckpointOffload":
-        if self in self.active:
+        if self in ACTIVE:
             raise RuntimeError("this offload_checkpoints has been entered already")
         self.hooks = saved_tensors_hooks(self._pack, _unpack)
         self.hooks.__enter__()
-        self.active.append(self)
+        ACTIVE.append(self)
         self.packed = self.checkpoints = 0
         return self
 
     def __exit__(self, *exception: Any) -> None:
         self.hooks.__exit__(*exception)
         del self.hooks  # it holds a method of this object, and so its memory
-        self.active.remove(self)
+        ACTIVE.remove(self)
         self._settle()
         if self.packed and not self.checkpoints and exception[0] is None:
             raise RuntimeError(NO_CHECKPOINT)
