@@ -16,7 +16,7 @@ ENTRIES = {
         "report",
         "tune",
     ),
-    "training": ("curves", "sharded", "small", "sweeps", "trainers", "training"),
+    "training": ("curves", "long_context", "sharded", "small", "sweeps", "trainers", "training"),
     "coverage": ("coverage",),
 }
 

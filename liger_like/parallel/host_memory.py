@@ -87,8 +87,8 @@ ENGINES: dict[str, type[Copies]] = {"cuda": Copies}  # by the type of a device; 
 class Pages:
     """Pages of pinned memory for the tensors of one device; slabs are kept for the next step."""
 
-    def __init__(self, copies: Copies, budget: Budget) -> None:
-        self.copies, self.budget = copies, budget
+    def __init__(self, device: torch.device, budget: Budget) -> None:
+        self.device, self.copies, self.budget = device, ENGINES[device.type](device), budget
         self.slabs: list[Tensor] = []
         self.places: list[tuple[int, int]] = []  # slab and offset of each page
         self.free: list[int] = []

@@ -39,7 +39,7 @@ class Kept:
     def __init__(self, offload: "CheckpointOffload", tensor: Tensor, layer: Layer, *, needed: bool) -> None:
         self.offload, self.layer, self.needed = offload, layer, needed
         self.tensor: Tensor | None = tensor.detach()
-        self.shape, self.dtype, self.device = tensor.shape, tensor.dtype, tensor.device
+        self.like = torch.empty_like(tensor, device="meta")
         self.size = tensor.numel() * tensor.itemsize
         self.host: Pages = offload.pages_of(tensor.device)
         self.pages: list[int] | None = None
@@ -50,9 +50,14 @@ class Kept:
         if self.pages is not None:
             self.host.give(self.pages)
 
+    @property
+    def lost(self) -> bool:
+        """Return True if the tensor is nowhere."""
+        return self.tensor is None and self.pages is None
+
     def pairs(self, tensor: Tensor, *, out: bool) -> list[tuple[Tensor, Tensor]]:
         """Return the targets and sources of copies from ``tensor`` to the pages, or back."""
-        flat, pages = tensor.view(-1).view(torch.uint8), self.pages or []
+        flat, pages = tensor.as_strided((tensor.numel(),), (1,)).view(torch.uint8), self.pages or []
         parts = [(part, flat[start : start + len(part)]) for start, part in self.host.parts(pages, self.size)]
         return parts if out else [(target, source) for source, target in parts]
 
@@ -117,7 +122,7 @@ class CheckpointOffload:
     def pages_of(self, device: torch.device) -> Pages:
         """Return the pinned memory for tensors of ``device``."""
         if device not in self.pages:
-            self.pages[device] = Pages(ENGINES[device.type](device), self.budget)
+            self.pages[device] = Pages(device, self.budget)
         return self.pages[device]
 
     def keep(self, tensor: Tensor, *, needed: bool = True) -> "Kept | Tensor":
@@ -126,17 +131,17 @@ class CheckpointOffload:
             return tensor
         return Kept(self, tensor, self.layer, needed=needed)
 
-    def load(self, kept: Kept) -> Tensor | None:
-        """Return the tensor again, or None if it was lost, and start to copy back what the layer before keeps."""
+    def load(self, kept: Kept) -> Tensor:
+        """Return the tensor again, and start to copy back what the layer before keeps."""
         self._land()
         before = kept.layer.before and kept.layer.before()
         for other in [k for k in self.coming if k.layer is not kept.layer and k.layer is not before]:
             self._arrived(other)
-        self._fetch(kept.layer)
+        self._fetch([kept])
         tensor = kept.tensor if kept.ahead is None else self._arrived(kept)
         if before:
-            self._fetch(before)
-        return tensor
+            self._fetch(before.alive())
+        return tensor  # type: ignore[return-value]  # the caller asks before whether it is lost
 
     def _pack(self, tensor: Tensor) -> Any:
         self.packed += 1
@@ -180,10 +185,10 @@ class CheckpointOffload:
             kept.tensor = None
         self.leaving.clear()
 
-    def _fetch(self, layer: Layer) -> None:
-        for kept in layer.alive():
+    def _fetch(self, several: list[Kept]) -> None:
+        for kept in several:
             if kept.tensor is None and kept.pages is not None and kept.ahead is None:
-                buffer = torch.empty(kept.shape, dtype=kept.dtype, device=kept.device)
+                buffer = torch.empty_like(kept.like, device=kept.host.device)
                 kept.ahead = buffer, kept.host.copies.start(kept.pairs(buffer, out=False))
                 self.coming.append(kept)
                 self.back += kept.size
@@ -207,8 +212,8 @@ def _may_leave(tensor: Tensor) -> bool:
         type(tensor) is Tensor
         and tensor.device.type in ENGINES
         and alone >= PAGE
-        and tensor.is_contiguous()
         and tensor.untyped_storage().nbytes() == alone
+        and torch.empty_like(tensor, device="meta").stride() == tensor.stride()  # no element twice
     )
 
 
