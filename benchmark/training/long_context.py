@@ -226,7 +226,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
     if GPU:
         result["copies"] = copies()
         print(result["copies"], flush=True)
-    for tokens in () if options.copies else (64, 128) if options.quick else options.tokens:
+    for tokens in () if options.copies else (64,) if options.quick else options.tokens:
         setting = Setting(options.layers, tokens, options.optimizer)
         config = LlamaConfig(**(CONFIGS["tiny"] if options.quick else LARGER["8b"]).to_dict())
         result["settings"][setting.text()] = measure(setting, options.contestants, config, options)

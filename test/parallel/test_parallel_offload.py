@@ -16,6 +16,8 @@ from torch.distributed.tensor.debug import CommDebugMode
 from torch.multiprocessing.reductions import StorageWeakRef
 from torch.utils import checkpoint as of_torch
 
+from liger_like import patch
+from liger_like.ops import tiled_mlp
 from liger_like.parallel import host_memory, offload, offload_checkpoints
 
 PAGE, SLAB = 64, 256  # bytes
@@ -346,26 +348,25 @@ def test_inputs_saved_through_a_function():
 
 
 def sharded(rank):
-    """Under FSDP2 gradients are those without it, bit for bit, after as many collectives."""
+    """Under FSDP2 gradients are those without it, bit for bit, and with tiles nearly so, after as many collectives."""
     host_memory.ENGINES["cpu"] = Late
+    offload.PAGE, host_memory.PAGE, host_memory.SLAB, tiled_mlp.TILE = PAGE, PAGE, SLAB, 4
     model, inputs = tiny("Llama", num_hidden_layers=3), batch(rows=1, length=8)
     model.gradient_checkpointing_enable({"use_reentrant": False})
-    found = []
-    offload.PAGE, host_memory.PAGE, host_memory.SLAB = PAGE, PAGE, SLAB
-    for host in (None, offload_checkpoints()):
+    found, counts = [], []
+    for host, mlp in ((None, True), (offload_checkpoints(), True), (offload_checkpoints(), "tiled")):
         spread = copy.deepcopy(model)
+        patch(spread, mlp=mlp, norm=False, rope=False, attention=False, loss=False)
         for module in (*spread.model.layers, spread):
             fully_shard(module, mesh=init_device_mesh("cpu", (2,)))
-        with CommDebugMode() as counted:
-            if host is None:
-                values = results(spread, inputs)
-            else:
-                with host:
-                    values = results(spread, inputs)
-        found.append(({name: getattr(t, "full_tensor", lambda t=t: t)() for name, t in values.items()}, counted))
-    same(found[1][0], found[0][0])
-    assert Counter(found[1][1].get_comm_counts()) == Counter(found[0][1].get_comm_counts())
-    assert host.out == host.back == 2 * 8 * 32 * 4
+        with CommDebugMode() as counted, host or contextlib.nullcontext():
+            values = results(spread, inputs)
+        found.append({name: getattr(t, "full_tensor", lambda t=t: t)() for name, t in values.items()})
+        counts.append(Counter(counted.get_comm_counts()))
+        assert host is None or host.out == host.back == 2 * 8 * 32 * 4
+    same(found[1], found[0])
+    torch.testing.assert_close(found[2], found[0], rtol=1e-4, atol=1e-6)
+    assert counts[0] == counts[1] == counts[2]
 
 
 def test_fsdp2():
