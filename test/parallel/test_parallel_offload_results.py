@@ -59,21 +59,25 @@ def test_without_the_context(model):
     assert count.counts[ATTENTION] == 2 * LAYERS
 
 
-def test_two_backwards():
-    """Also of one graph, beside results that the policy saves."""
-    policy = checkpoint_policy((torch.ops.aten.tanh.default,), host=(torch.ops.aten.mm.default,))
+@pytest.mark.parametrize("backwards", [1, 2])
+def test_other_ops(backwards):
+    """Results of a single tensor, with a policy that saves others, and in a second backward of the graph."""
+    save = (torch.ops.aten.tanh.default,) if backwards == 1 else ()  # torch gives out what it saved once
+    policy = checkpoint_policy(save, host=(torch.ops.aten.mm.default,))
     x, weight = (torch.randn(16, 16, requires_grad=True) for _ in range(2))
+
+    def block(h):
+        return (h @ weight).tanh().square()
+
     with Count() as count, offload_checkpoints() as host:
         y = x
         for _ in range(3):
-            y = of_torch.checkpoint(lambda h: (h @ weight).tanh().square(), y, use_reentrant=False, context_fn=policy)
-        first = torch.autograd.grad(y.sum(), (x, weight), retain_graph=True)
-    assert count.counts["matmul"] == 3 * 3  # none again
-    assert host.out == host.back == 2 * 2 * 16 * 16 * 4
-    expected = x
-    for _ in range(3):
-        expected = (expected @ weight).tanh().square()
-    same(first, torch.autograd.grad(expected.sum(), (x, weight)))
+            y = of_torch.checkpoint(block, y, use_reentrant=False, context_fn=policy)
+        for _ in range(backwards):
+            got = torch.autograd.grad(y.sum(), (x, weight), retain_graph=True)
+    assert count.counts["matmul"] == 3 + backwards * 6  # no product of the forward again
+    assert host.back == backwards * host.out == backwards * 2 * 2 * 16 * 16 * 4
+    same(got, torch.autograd.grad(block(block(block(x))).sum(), (x, weight)))
 
 
 def test_the_order_of_copies(model):
