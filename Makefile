@@ -27,7 +27,7 @@ NEWEST := $(addprefix test/,runtime/test_tiles.py ops/test_norms_and_rope.py ops
 .PHONY: demo test test-gpu test-oldest test-newest check compile-check mutants sanitize coverage tune
 .PHONY: bench bench-losses bench-ops bench-attention bench-attention-grid
 .PHONY: bench-generation bench-plan bench-post-training bench-training bench-trainers bench-small bench-sweeps bench-sharded
-.PHONY: bench-curves
+.PHONY: bench-long-context bench-curves
 
 demo: $(ready)
 	@$(py) examples/train.py
@@ -105,6 +105,9 @@ bench-sweeps: $(ready)
 # on all GPUs of the machine
 bench-sharded: $(ready)
 	$(py) -m benchmark sharded
+
+bench-long-context: $(ready)
+	$(py) -m benchmark long_context
 
 bench-curves: $(ready)
 	$(py) -m benchmark curves

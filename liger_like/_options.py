@@ -5,6 +5,7 @@ from collections.abc import Callable
 from typing import Any, ParamSpec, TypeVar
 
 SWITCHES = ("norm", "rope", "mlp", "attention", "loss", "strict")
+FORMS = {"mlp": ("tiled",)}  # values of a switch besides True and False
 VERIFY = ("fingerprint", "numeric")
 P = ParamSpec("P")
 R = TypeVar("R")
@@ -15,8 +16,9 @@ def check_options(options: dict[str, Any]) -> None:
     for name, value in options.items():
         if name not in (*SWITCHES, "verify"):
             raise TypeError(f"patch takes no option {name!r}: its options are {', '.join(SWITCHES)} and verify")
-        if name in SWITCHES and not isinstance(value, bool):
-            raise TypeError(f"{name} must be True or False, got {value!r}")
+        forms = FORMS.get(name, ())
+        if name in SWITCHES and not isinstance(value, bool) and value not in forms:
+            raise TypeError(f"{name} must be {', '.join(('True', *map(repr, forms)))} or False, got {value!r}")
         if name == "verify" and value not in VERIFY:
             raise ValueError(f"verify must be 'fingerprint' or 'numeric', got {value!r}")
 

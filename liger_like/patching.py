@@ -108,7 +108,7 @@ def patch(
     *,
     norm: bool = True,
     rope: bool = True,
-    mlp: bool = True,
+    mlp: bool | str = True,
     attention: bool = True,
     loss: bool = True,
     strict: bool = False,
@@ -121,13 +121,12 @@ def patch(
     ``verify="numeric"`` also runs both on the module itself and leaves it alone if they differ. In training with labels
     the loss is computed without logits, and the output's ``logits`` are None. Attention obeys the masks of eager
     attention; if attention weights are requested, eager attention runs. A second call patches modules that are new.
+    With ``mlp="tiled"`` gated MLPs take a tile of tokens at a time, for long sequences.
 
-    If examining a module raises, for example because another library replaced a function of torch, the module is left
-    alone and the report names the exception. Warns if no module runs a kernel, or if attention is skipped for dropout.
-
-    Raises TypeError if ``model`` is not a torch.nn.Module, an option is unknown or a switch is not a bool. Raises
-    ValueError for an unknown ``verify``, or with ``strict=True`` if a module that looks like a pattern would be left
-    alone; the model is then unchanged.
+    If examining a module raises, the module is left alone and the report names the exception. Warns if no module runs a
+    kernel, or if attention is skipped for dropout. Raises TypeError if ``model`` is not a torch.nn.Module, an option is
+    unknown or a switch is no bool. Raises ValueError for an unknown ``verify``, or with ``strict=True`` if a module
+    that looks like a pattern would be left alone; the model is then unchanged.
     """
     if not isinstance(model, nn.Module):
         raise TypeError(f"model must be a torch.nn.Module, got {type(model).__name__}")
@@ -136,7 +135,8 @@ def patch(
     swaps: dict[nn.Module, type[Any]] = {}
     interfaces: list[tuple[Recogniser, _Found]] = []
     for option in filter(wanted.get, wanted):
-        recognisers = [each for each in (*RECOGNISERS.values(), *INTERFACES) if each.options[0] == option]
+        every = [each for each in (*RECOGNISERS.values(), *INTERFACES) if each.options[0] == option]
+        recognisers = [each.with_option(wanted[option]) for each in every]
         before = len(rows)
         for recogniser in recognisers:
             if recogniser.implementation:

@@ -41,6 +41,10 @@ class Recogniser:
     # the attribute of a config that names what transformers runs for these modules, if views of it patch them
     implementation: str = ""
 
+    def with_option(self, value: bool | str) -> "Recogniser":
+        """Return the recogniser for the ``value`` of its first option, which turns it on."""
+        return self
+
     def forget(self, module: nn.Module) -> None:
         """Remove the instance attributes ``state`` from an unpatched ``module``."""
         for name in self.state:

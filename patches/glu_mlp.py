@@ -18,6 +18,7 @@ from torch.nn import functional as F  # noqa: N812  # as transformers has it
 
 from liger_like.ops.glu import GLUS
 from liger_like.ops.glu_linear import glu_linear
+from liger_like.ops.tiled_mlp import are_tileable, tiled_mlp
 from liger_like.patches import (
     NothingToDoError,
     Recogniser,
@@ -103,6 +104,8 @@ FORWARDS: dict[Callable[..., Any], Callable[[dict[str, Any], Tensor, str], Any]]
     packed_inner: lambda p, x, act: p["down"](p["inner"](GLUS[act](p["gate_up"](x)))),
 }
 PATTERNS = tuple(FORWARDS)
+TILED = ", tiled"  # the end of the variants that run a tile of tokens at a time
+TILEABLE = {pattern.__name__ for pattern in (split, split_silu, split_float, packed)}
 BY_NAME = {pattern.__name__: forward for pattern, forward in FORWARDS.items()}
 KERNELS = {"swiglu": "silu", "geglu tanh": "gelu_tanh", "geglu erf": "gelu"}
 # name of the live activation, or of its class -> kernel; the trial runs that activation, so a namesake fails
@@ -153,6 +156,13 @@ class GLUMLP(Recogniser):
     pattern = "glu_mlp"
     options = ("mlp",)
 
+    def __init__(self, *, tiled: bool = False) -> None:
+        self.tiled = tiled
+
+    def with_option(self, value: bool | str) -> "GLUMLP":
+        """Return the recogniser that ``mlp=value`` asks for."""
+        return GLUMLP(tiled=value == "tiled")
+
     def looks_like(self, module: nn.Module) -> bool:
         """Return True for innermost modules named like an MLP or experts, and for linear layers with a gate."""
         cls: Any = type(module)
@@ -166,24 +176,31 @@ class GLUMLP(Recogniser):
         """Return the name of the kernel for the activation of ``module``. Raises UnrecognisedError."""
         cls: Any = type(module)
         try:
-            _, part = match(cls.forward, cls, PATTERNS)
+            pattern, part = match(cls.forward, cls, PATTERNS)
         except UnrecognisedError:
             if _has_no_product(cls):
                 raise NothingToDoError("has no gate") from None
             raise
-        return kernel_of(getattr(module, part["act"]) if "act" in part else F.silu)
+        kernel = kernel_of(getattr(module, part["act"]) if "act" in part else F.silu)
+        layers = [getattr(module, part[role]) for role in SIZES if role in part]
+        tileable = all(type(layer) is nn.Linear for layer in layers) or are_tileable(layers)
+        return kernel + TILED if self.tiled and pattern in TILEABLE and tileable else kernel
 
     def methods(self, cls: type[Any], variant: str) -> dict[str, Any]:
         """Return the forward, which runs the original if the activation has changed since patching."""
         pattern, part = match(cls.forward, cls, PATTERNS)
-        compute, act = BY_NAME[pattern], KERNELS[variant]
+        kernel = variant.removesuffix(TILED)
+        compute, act = BY_NAME[pattern], KERNELS[kernel]
 
         def forward(self: nn.Module, *args: Tensor, **kwargs: Tensor) -> Tensor:
-            if "act" in part and not runs(variant, getattr(self, part["act"])):
+            if "act" in part and not runs(kernel, getattr(self, part["act"])):
                 return cls.forward(self, *args, **kwargs)  # type: ignore[no-any-return]
             (x,) = (*args, *kwargs.values())  # the parameter's name differs between families
             parts = {role: getattr(self, name) for role, name in part.items()}
-            return compute(parts, x, act)  # type: ignore[no-any-return]
+            if variant == kernel:
+                return compute(parts, x, act)  # type: ignore[no-any-return]
+            gate: Any = parts.get("gate", parts.get("gate_up"))
+            return tiled_mlp(act, gate, parts.get("up"), parts["down"], x, lambda t: compute(parts, t, act))
 
         return {"forward": forward}
 

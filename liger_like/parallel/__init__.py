@@ -4,6 +4,7 @@ from liger_like.parallel.checkpoint import checkpoint_policy
 from liger_like.parallel.context_parallel import context_parallel
 from liger_like.parallel.expert_parallel import expert_parallel
 from liger_like.parallel.gradients import finalize_partial_grads
+from liger_like.parallel.offload import offload_checkpoints
 from liger_like.parallel.pipeline import pipeline_loss
 from liger_like.parallel.vocab_divergence import vocab_parallel_divergence
 from liger_like.parallel.vocab_parallel import (
@@ -19,6 +20,7 @@ __all__ = [
     "context_parallel",
     "expert_parallel",
     "finalize_partial_grads",
+    "offload_checkpoints",
     "pipeline_loss",
     "vocab_parallel_cross_entropy",
     "vocab_parallel_divergence",

@@ -1,14 +1,21 @@
 """Selective activation checkpointing: which results of a checkpointed region are saved, and which are recomputed."""
 
 import functools
+from collections import Counter
 from collections.abc import Callable
+from contextlib import AbstractContextManager
 from typing import Any
 
 import torch
+from torch import Tensor
 from torch._ops import OpOverload
+from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_modes
+from torch.utils._pytree import tree_flatten, tree_unflatten
 from torch.utils.checkpoint import create_selective_checkpoint_contexts
 
 import liger_like.ops  # noqa: F401  # registers the ops
+from liger_like.parallel import offload
+from liger_like.parallel.offload import Kept
 
 _aten, _ours = torch.ops.aten, torch.ops.liger_like
 OPS: dict[str, tuple[OpOverload, ...]] = {
@@ -36,14 +43,95 @@ OPS: dict[str, tuple[OpOverload, ...]] = {
 }
 
 
-def _contexts(save: tuple[str | OpOverload, ...]) -> tuple[Any, Any]:
-    ops = [op for name in save for op in ((name,) if isinstance(name, OpOverload) else OPS[name])]
-    contexts: tuple[Any, Any] = create_selective_checkpoint_contexts(ops)  # type: ignore[no-untyped-call]
-    return contexts
+Names = tuple[str | OpOverload, ...]
+# an op and how often it ran before: what returns its results, or None if they were lost
+Given = dict[tuple[OpOverload, int], Callable[[], Any]]
+
+
+def _kept(results: Any, host: offload.CheckpointOffload) -> Callable[[], Any]:
+    """Give the tensors of ``results`` to ``host``, and return a function that returns all of them again, or None."""
+    leaves, structure = tree_flatten(results)
+    kept = [host.keep(t.detach(), needed=False) if isinstance(t, Tensor) else t for t in leaves]
+
+    def again() -> Any:
+        if any(isinstance(t, Kept) and t.lost for t in kept):
+            return None
+        return tree_unflatten([host.load(t) if isinstance(t, Kept) else t for t in kept], structure)
+
+    return again
+
+
+class _Outwards(TorchDispatchMode):
+    """Mode of a checkpoint's forward that gives the results of ``ops`` to the active ``offload_checkpoints``."""
+
+    def __init__(self, ops: list[OpOverload], given: Given) -> None:
+        super().__init__()  # type: ignore[no-untyped-call]
+        self.ops, self.given = ops, given
+        self.calls: Counter[OpOverload] = Counter()
+
+    def __torch_dispatch__(self, op: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        results = op(*args, **(kwargs or {}))
+        if op in self.ops:
+            call = op, self.calls[op]
+            self.calls[op] += 1
+            if offload.ACTIVE:
+                with _disable_current_modes():
+                    self.given[call] = _kept(results, offload.ACTIVE[-1])
+        return results
+
+
+class _Homewards(TorchDispatchMode):
+    """Mode of the recomputation that takes results back, and computes those that were lost."""
+
+    def __init__(self, ops: list[OpOverload], given: Given) -> None:
+        super().__init__()  # type: ignore[no-untyped-call]
+        self.ops, self.given = ops, given
+
+    def __enter__(self) -> Any:
+        self.calls: Counter[OpOverload] = Counter()  # anew for each backward
+        return super().__enter__()  # type: ignore[no-untyped-call]
+
+    def __torch_dispatch__(self, op: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if op in self.ops:
+            call = op, self.calls[op]
+            self.calls[op] += 1
+            with _disable_current_modes():
+                results = self.given[call]() if call in self.given else None
+            if results is not None:
+                return results
+        return op(*args, **(kwargs or {}))
+
+
+class _Both:
+    """Two contexts as one, which can be entered again."""
+
+    def __init__(self, outer: AbstractContextManager[Any], inner: AbstractContextManager[Any]) -> None:
+        self.outer, self.inner = outer, inner
+
+    def __enter__(self) -> None:
+        self.outer.__enter__()
+        self.inner.__enter__()
+
+    def __exit__(self, *exception: Any) -> None:
+        self.inner.__exit__(*exception)
+        self.outer.__exit__(*exception)
+
+
+def _ops(names: Names) -> list[OpOverload]:
+    return [op for name in names for op in ((name,) if isinstance(name, OpOverload) else OPS[name])]
+
+
+def _contexts(save: Names, host: Names) -> tuple[Any, Any]:
+    contexts: tuple[Any, Any] = create_selective_checkpoint_contexts(_ops(save))  # type: ignore[no-untyped-call]
+    if not host or torch.compiler.is_compiling():
+        return contexts
+    given: Given = {}
+    modes = (mode(_ops(host), given) for mode in (_Outwards, _Homewards))
+    return tuple(_Both(*pair) for pair in zip(contexts, modes, strict=True))  # type: ignore[return-value]
 
 
 def checkpoint_policy(
-    save: tuple[str | OpOverload, ...] = ("matmul", "attention", "loss"),
+    save: Names = ("matmul", "attention", "loss"), *, host: Names = ()
 ) -> Callable[[], tuple[Any, Any]]:
     """Return a ``context_fn`` for ``torch.utils.checkpoint.checkpoint`` that saves only the results named by ``save``.
 
@@ -57,15 +145,22 @@ def checkpoint_policy(
     policy does. Under torch.compile "norm", "glu" and "glu_linear" change nothing: norms and gated units are plain
     torch there, and are recomputed.
 
+    ``host`` names results that are kept in the host's memory instead, within ``offload_checkpoints``:
+    ``checkpoint_policy((), host=("attention",))``. Only results of the last layers stay on the GPU. Where the host's
+    memory is full, without that context and under torch.compile, these results are recomputed.
+
     For Hugging Face models: ``model.gradient_checkpointing_enable({"use_reentrant": False, "context_fn":
     checkpoint_policy()})``. Do not put it into TrainingArguments, which some reports write as JSON.
 
-    Raises TypeError if ``save`` is not a tuple or list, ValueError for an unknown group. See Chen et al.,
-    arXiv:1604.06174, and for selective recomputation Korthikanti et al., arXiv:2205.05198.
+    Raises TypeError if ``save`` or ``host`` is not a tuple or list, ValueError for an unknown group or an op in both.
+    See Chen et al., arXiv:1604.06174, and for selective recomputation Korthikanti et al., arXiv:2205.05198.
     """
-    if not isinstance(save, tuple | list):
-        raise TypeError(f"save must be a tuple of groups or ops, got {type(save).__name__}")
-    unknown = [name for name in save if not isinstance(name, OpOverload) and name not in OPS]
-    if unknown:
-        raise ValueError(f"save must be out of {', '.join(OPS)}, or ops, got {unknown}")
-    return functools.partial(_contexts, tuple(save))  # a partial can be pickled and be a constant of a graph
+    for argument, names in (("save", save), ("host", host)):
+        if not isinstance(names, tuple | list):
+            raise TypeError(f"{argument} must be a tuple of groups or ops, got {type(names).__name__}")
+        unknown = [name for name in names if not isinstance(name, OpOverload) and name not in OPS]
+        if unknown:
+            raise ValueError(f"{argument} must be out of {', '.join(OPS)}, or ops, got {unknown}")
+    if both := {*_ops(tuple(save))} & {*_ops(tuple(host))}:
+        raise ValueError(f"save and host must have no op in common, got {', '.join(sorted(map(str, both)))}")
+    return functools.partial(_contexts, tuple(save), tuple(host))  # a partial can be pickled, or be a graph's constant

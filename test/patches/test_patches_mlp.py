@@ -2,6 +2,7 @@
 
 import copy
 import functools
+import pickle
 from types import SimpleNamespace
 
 import pytest
@@ -20,7 +21,7 @@ from transformers.models.phi3.modeling_phi3 import Phi3MLP
 from transformers.models.seed_oss.modeling_seed_oss import SeedOssMLP
 from transformers.models.starcoder2.modeling_starcoder2 import Starcoder2MLP
 
-from liger_like.ops import glu, glu_linear
+from liger_like.ops import glu, glu_linear, tiled_mlp
 from liger_like.patches import glu_mlp
 from liger_like.patching import patch, unpatch
 
@@ -208,3 +209,38 @@ def test_hooks_that_act_around_an_activation_leave_the_kernel(device, monkeypatc
     calls = counted(monkeypatch)
     model(torch.randn(3, 16, device=device))
     assert calls
+
+
+def test_a_tile_at_a_time(device, monkeypatch):
+    """The report says it, the gradients are the unpatched module's, and a copy by pickle is tiled, too."""
+    monkeypatch.setattr(tiled_mlp, "TILE", 128)
+    tiles, forward = [], tiled_mlp._tiled_mlp_fwd
+    monkeypatch.setattr(tiled_mlp, "_tiled_mlp_fwd", lambda *args: tiles.append(1) or forward(*args))
+    original = nn.Sequential(MLPS["split"], MLPS["packed"], MLPS["split_inner"]).to(device)
+    model = copy.deepcopy(original)
+    found = {row.cls: row.variant for row in rows(patch(model, mlp="tiled", norm=False, strict=True), "glu_mlp")}
+    assert found == {"LlamaMLP": "swiglu, tiled", "Phi3MLP": "swiglu, tiled", "BitNetMLP": "swiglu"}
+    again = pickle.loads(pickle.dumps(model))
+    x = torch.randn(300, 16, device=device)
+    for each in (model, again):
+        tiles.clear()
+        for got, expected in zip(outcome(each, x), outcome(original, x), strict=True):
+            assert (got - expected).norm() <= 4 * torch.finfo(x.dtype).eps * expected.norm()
+        assert len(tiles) == 2
+    assert rows(patch(model, mlp="tiled"), "glu_mlp")[0].status == "already patched"
+    unpatch(model)
+    assert [type(module) for module in model] == [type(module) for module in original]
+
+
+def test_what_is_not_tiled(device):
+    """Adapters in half precision, whose gradients a sum over tiles would round."""
+    model = nn.Sequential(LlamaMLP(CONFIG).to(torch.float16), LlamaMLP(CONFIG)).to(device)
+    for mlp in model:
+        mlp.gate_proj = nn.Sequential(mlp.gate_proj)
+    variants = [row.variant for row in rows(patch(model, mlp="tiled"), "glu_mlp")]
+    assert variants == ["swiglu", "swiglu, tiled"]
+
+
+def test_the_option():
+    with pytest.raises(TypeError, match="mlp must be True, 'tiled' or False, got 'tile'"):
+        patch(nn.Sequential(), mlp="tile")

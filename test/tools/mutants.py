@@ -29,6 +29,7 @@ from experts_mutants import EXPERTS
 from generation_mutants import GENERATING
 from hopper_mutants import HOPPER, HOPPER_TESTS
 from logprobs_mutants import LOGPROBS
+from long_context_mutants import LONG_CONTEXT
 from mutants_report import CAUGHT, NEEDS_GPU, SURVIVED, TIMED_OUT, Fate, keep, known
 from ops_mutants import OPS
 from paged_mutants import PAGED
@@ -53,6 +54,10 @@ FILES = (
     "test/patches/test_patches_own_experts.py",
     "test/patches/test_patches_attention.py",
     "test/ops/test_glu_linear.py",
+    "test/ops/test_tiled_mlp.py",
+    "test/patches/test_patches_mlp.py",
+    "test/parallel/test_parallel_offload.py",
+    "test/parallel/test_parallel_offload_results.py",
     "test/ops/test_token_loss.py",
     "test/ops/test_ignored_tokens.py",
     "test/ops/test_chunked_loss.py",
@@ -160,6 +165,12 @@ TESTS = {
     "patches/lm_head.py": "test_patches_balance or test_tokens or test_trl",
     "patches/forms.py": "recognition",
     **{file: "test_parallel_moe" for file, *_ in PARALLEL},
+    **{
+        f"parallel/{file}.py": "test_parallel_offload and not fsdp2"
+        for file in ("offload", "host_memory", "checkpoint")
+    },
+    "ops/tiled_mlp.py": "test_tiled_mlp",
+    "patches/glu_mlp.py": "test_patches_mlp",
     "ops/losses/vocab_shards.py": "test_parallel_logprobs or test_parallel_divergence",
     "parallel/vocab_parallel.py": "test_parallel_logprobs",
     **{file: "experts and not patches" for file, *_ in EXPERTS},
@@ -185,6 +196,7 @@ MUTANTS = [
         *PATCHES,
         *GENERATING,
         *PARALLEL,
+        *LONG_CONTEXT,
         *VOCAB,
         *TRL,
         *ON_HOPPER,

@@ -1,0 +1,402 @@
+"""Checkpoints on the host, through copies that happen as late as they may and leave NaN until then."""
+
+import contextlib
+import copy
+import gc
+from collections import Counter
+from typing import ClassVar
+
+import pytest
+import torch
+from distributed import run
+from tiny_models import batch, results, tiny
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import fully_shard
+from torch.distributed.tensor.debug import CommDebugMode
+from torch.multiprocessing.reductions import StorageWeakRef
+from torch.utils import checkpoint as of_torch
+
+from liger_like import patch
+from liger_like.ops import tiled_mlp
+from liger_like.parallel import host_memory, offload, offload_checkpoints
+
+PAGE, SLAB = 64, 256  # bytes
+ROWS, SIZE = 3, 16
+INPUT = ROWS * SIZE * 4  # bytes of a layer's input, three pages
+GIB = offload.GIB
+
+
+class Piece:
+    """Bytes of a tensor, which may be freed meanwhile."""
+
+    def __init__(self, tensor):
+        self.storage = StorageWeakRef(tensor.untyped_storage())
+        self.start, self.length = tensor.storage_offset(), len(tensor)
+
+    def tensor(self):
+        if self.storage.expired():
+            return None
+        memory = torch.UntypedStorage._new_with_weak_ptr(self.storage.cdata)
+        return torch.empty(0, dtype=torch.uint8).set_(memory, self.start, (self.length,), (1,))
+
+
+class Late:
+    """Copies that happen when somebody waits for them or for later ones; until then targets hold NaN.
+
+    A source that was freed meanwhile gives NaN, a target that was freed fails.
+    """
+
+    log: ClassVar = []
+
+    def __init__(self, device):
+        self.queue, self.done = [], 0
+
+    def memory(self, size):
+        return torch.full((size,), 255, dtype=torch.uint8)  # NaN in each dtype
+
+    def start(self, pairs):
+        for target, source in pairs:
+            target.fill_(255)
+            self.queue.append((Piece(target), Piece(source)))
+        self.log.append("start")
+        return self.done + len(self.queue)
+
+    def wait(self, end):
+        self.log.append("wait")
+        while self.done < end:
+            target, source = (piece.tensor() for piece in self.queue.pop(0))
+            assert target is not None
+            target.fill_(255) if source is None else target.copy_(source)
+            self.done += 1
+
+    def waited(self):
+        return 0.0
+
+
+class Net(torch.nn.Module):
+    """Layers of one product each, checkpointed, and a loss."""
+
+    def __init__(self, layers=5, **options):
+        super().__init__()
+        self.layers = torch.nn.ModuleList(torch.nn.Linear(SIZE, SIZE) for _ in range(layers))
+        self.options = {"use_reentrant": False, **options}
+
+    def forward(self, x):
+        self.inputs = []
+        x = x * 1
+        for layer in self.layers:
+            self.inputs.append(StorageWeakRef(x.untyped_storage()))
+            x = of_torch.checkpoint(lambda h, layer=layer: layer(h).tanh() + h, x, **self.options)
+        return x.square().sum()
+
+    def on_device(self):
+        """Return which inputs have not been freed."""
+        return [i for i, storage in enumerate(self.inputs) if not storage.expired()]
+
+
+@pytest.fixture(autouse=True)
+def _late(monkeypatch):
+    monkeypatch.setitem(host_memory.ENGINES, "cpu", Late)
+    monkeypatch.setattr(Late, "log", [])
+    monkeypatch.setattr(host_memory, "SLAB", SLAB)
+    for module in (host_memory, offload):
+        monkeypatch.setattr(module, "PAGE", PAGE)
+
+
+def inputs(rows=ROWS):
+    return torch.randn(rows, SIZE, requires_grad=True)
+
+
+def gradients(net, x):
+    return torch.autograd.grad(net(x), [x, *net.parameters()])
+
+
+def same(got, expected):
+    torch.testing.assert_close(got, expected, rtol=0, atol=0)
+
+
+@pytest.mark.parametrize(("keep_last", "reentrant"), [(1, False), (2, False), (9, False), (1, True)])
+def test_gradients(keep_last, reentrant):
+    net, x = Net(use_reentrant=reentrant), inputs()
+    expected = net(x)
+    expected.backward()
+    expected = [x.grad, *(p.grad for p in net.parameters())]
+    x.grad = None
+    net.zero_grad()
+    with offload_checkpoints(keep_last=keep_last) as host:
+        net(x).backward()
+    same([x.grad, *(p.grad for p in net.parameters())], expected)
+    away = max(0, 5 - keep_last)
+    assert (host.out, host.back) == (away * INPUT, away * INPUT)
+    assert host.out_gib == host.back_gib == host.out / GIB
+
+
+def test_what_is_on_the_device():
+    """Two inputs in the forward, the last and one that leaves; in the backward the next one comes."""
+    net, seen = Net(), []
+    for layer in net.layers:
+        layer.register_forward_hook(lambda *_: seen.append(net.on_device()))
+    with offload_checkpoints() as host:
+        loss = net(inputs())
+        assert seen == [[0], [0, 1], [1, 2], [2, 3], [3, 4]]
+        coming = []
+        for layer in net.layers:
+            layer.weight.register_hook(lambda _: coming.append(len(host.coming)))
+        loss.backward()
+    assert coming == [1, 1, 1, 1, 0]
+    assert not net.on_device()
+    del loss
+    assert len(host.pages[torch.device("cpu")].free) * PAGE == host.budget.size - host.budget.rest
+
+
+def test_copies_overlap():
+    """The input of a layer leaves while the next layer runs, and comes while the backward of the layer behind runs."""
+    with offload_checkpoints():
+        loss = Net(4)(inputs())
+        assert Late.log == ["start", *["wait", "start"] * 2]
+        Late.log.clear()
+        loss.backward()
+    # the last copy out, then for each layer the copy of the one before starts once its own is there
+    assert Late.log == ["wait", "start", *["wait", "start"] * 2, "wait"]
+
+
+def test_two_backwards():
+    net, x = Net(), inputs()
+    with offload_checkpoints() as host:
+        loss = net(x)
+        first, again = (torch.autograd.grad(loss, [x, *net.parameters()], retain_graph=True) for _ in range(2))
+    same(again, first)
+    same(first, gradients(net, x))
+    assert host.back == 2 * host.out
+
+
+def test_two_forwards():
+    """As of a model and its second batch, before either has its backward."""
+    net, xs = Net(3), [inputs(), inputs()]
+    expected = [gradients(net, x) for x in xs]
+    with offload_checkpoints() as host:
+        losses = [net(x) for x in xs]
+        same([torch.autograd.grad(loss, [x, *net.parameters()]) for loss, x in zip(losses, xs, strict=True)], expected)
+    assert host.out == host.back == 5 * INPUT
+
+
+def test_an_exception_before_the_backward():
+    net, x = Net(), inputs()
+    expected = gradients(net, x)
+    host = offload_checkpoints()
+    with contextlib.suppress(KeyError), host:
+        loss = net(x)
+        raise KeyError
+    same(torch.autograd.grad(loss, [x, *net.parameters()]), expected)  # outside, too
+    with host:
+        same(gradients(net, x), expected)
+
+
+def test_an_exception_in_the_backward():
+    net, x = Net(), inputs()
+    expected = gradients(net, x)
+    handle = net.layers[2].weight.register_hook(lambda _: 1 / 0)
+    host = offload_checkpoints()
+    with pytest.raises(ZeroDivisionError), host:
+        gradients(net, x)
+    handle.remove()
+    gc.collect()
+    with host:
+        same(gradients(net, x), expected)
+    assert host.budget.size - host.budget.rest == len(host.pages[torch.device("cpu")].free) * PAGE
+
+
+def test_without_gradients():
+    net = Net()
+    with offload_checkpoints() as host, torch.no_grad():
+        net(inputs())
+    assert (host.out, Late.log) == (0, [])
+
+
+def test_batches_of_other_lengths():
+    """Pages are used again, whatever took them before, and no memory is pinned that was not needed before."""
+    net, host = Net(), offload_checkpoints()
+    pinned = []
+    for rows in (5, 2, 3, 5, 1):
+        x = inputs(rows)
+        expected = gradients(net, x)
+        with host:
+            same(gradients(net, x), expected)
+        pinned.append(host.budget.size - host.budget.rest)
+    assert pinned == [4 * 5 * SIZE * 4 // SLAB * SLAB] * 5
+
+
+@pytest.mark.parametrize("pages", [0, 2, 3, 7, 9])
+def test_full(pages):
+    """Layers for which there is no room stay, and the first ones are away."""
+    net, x = Net(), inputs()
+    expected = gradients(net, x)
+    with offload_checkpoints(host_gib=(pages * PAGE + 1) / GIB) as host:
+        loss = net(x)
+        assert net.on_device() == [*range(min(pages // 3, 3), 5)]
+        same(torch.autograd.grad(loss, [x, *net.parameters()]), expected)
+    assert host.out == host.back == pages // 3 * INPUT
+
+
+def small(x):
+    return x[:1, : PAGE // 4 - 1].clone()
+
+
+def part(x):
+    return torch.cat([x, x])[:ROWS]
+
+
+def strided(x):
+    return x.clone().as_strided((ROWS * SIZE // 2, 2), (1, 0))
+
+
+def parameter(x):
+    return torch.nn.Parameter(x.detach())
+
+
+@pytest.mark.parametrize("change", [small, part, strided, parameter])
+def test_what_stays(change):
+    x = inputs()
+    with offload_checkpoints() as host:
+        y = of_torch.checkpoint(torch.tanh, change(x), use_reentrant=False)
+        of_torch.checkpoint(torch.tanh, y * 1, use_reentrant=False).sum().backward()
+    assert host.out == 0
+
+
+def test_what_the_loss_saves_stays():
+    """Only the input of the first layer leaves, though the square saves its input, too."""
+    with offload_checkpoints() as host:
+        Net(2)(inputs()).backward()
+    assert host.out == INPUT
+
+
+def test_no_checkpoint():
+    with pytest.raises(RuntimeError, match="found no checkpoint: call "), offload_checkpoints():
+        torch.nn.Linear(4, 4)(torch.ones(4)).sum().backward()
+
+
+def test_entered_twice():
+    with offload_checkpoints() as host, pytest.raises(RuntimeError, match="has been entered already"):
+        host.__enter__()
+
+
+@pytest.mark.parametrize(
+    ("options", "error"),
+    [
+        ({"host_gib": 0}, "host_gib must be positive and finite, got 0"),
+        ({"keep_last": 0}, "keep_last must be at least 1, got 0"),
+    ],
+)
+def test_arguments(options, error):
+    with pytest.raises(ValueError, match=error):
+        offload_checkpoints(**options)
+
+
+def test_report():
+    with offload_checkpoints(host_gib=1) as host:
+        Net(2)(inputs()).backward()
+    assert str(host) == "0.00 GiB to the host and 0.00 GiB back, 0.000 s waited, 0.00 of 1.00 GiB of the host pinned"
+
+
+def test_free_memory(tmp_path, monkeypatch):
+    """The kernel's figure, the cgroup's if less is left there, and a share of it for each process of the host."""
+    meminfo = tmp_path / "meminfo"
+    meminfo.write_text("MemTotal:  9000 kB\nMemAvailable:   1000 kB\n")
+    monkeypatch.setattr(host_memory, "MEMINFO", meminfo)
+    monkeypatch.setattr(host_memory, "CGROUP", tmp_path)
+    assert host_memory.free_bytes() == 800 << 10
+    (tmp_path / "memory.max").write_text("max\n")
+    (tmp_path / "memory.current").write_text(f"{100 << 10}\n")
+    assert host_memory.free_bytes() == 800 << 10
+    (tmp_path / "memory.max").write_text(f"{600 << 10}\n")
+    assert host_memory.free_bytes() == 400 << 10
+    monkeypatch.setenv("LOCAL_WORLD_SIZE", "4")
+    assert host_memory.free_bytes() == 100 << 10
+
+
+def test_slabs_take_what_the_budget_allows():
+    """Each is a power of two, since torch rounds pinned memory up to one."""
+    budget = host_memory.Budget(2 * SLAB + 3 * PAGE + 5)
+    assert [budget.slab() for _ in range(5)] == [SLAB, SLAB, 2 * PAGE, PAGE, 0]
+
+
+class _Saver(torch.autograd.Function):
+    """Function through which torch 2.11's checkpoint saves its inputs."""
+
+    @staticmethod
+    def forward(*inputs):
+        return torch.empty(0)
+
+    @staticmethod
+    def setup_context(ctx, inputs, output):
+        ctx.save_for_backward(*inputs)
+
+    @staticmethod
+    def backward(ctx, *grads):
+        raise AssertionError
+
+
+def test_inputs_saved_through_a_function():
+    """torch 2.11 saves them so; the function's caller is torch's checkpoint."""
+    save = eval("lambda *inputs: saver.apply(*inputs)", {"saver": _Saver, "__name__": of_torch.__name__})
+    x, dummy = inputs(), torch.empty(0, requires_grad=True)
+    with offload_checkpoints() as host:
+        saved = [save(dummy, x * i) for i in range(3)]
+        assert host.out == 2 * INPUT
+        same([node.grad_fn.saved_tensors[1] for node in saved[::-1]], [x * 2, x * 1, x * 0])
+    assert host.back == 2 * INPUT
+
+
+def sharded(rank):
+    """Under FSDP2 gradients are those without it, bit for bit, and with tiles nearly so, after as many collectives."""
+    host_memory.ENGINES["cpu"] = Late
+    offload.PAGE, host_memory.PAGE, host_memory.SLAB, tiled_mlp.TILE = PAGE, PAGE, SLAB, 4
+    model, inputs = tiny("Llama", num_hidden_layers=3), batch(rows=1, length=8)
+    model.gradient_checkpointing_enable({"use_reentrant": False})
+    found, counts = [], []
+    for host, mlp in ((None, True), (offload_checkpoints(), True), (offload_checkpoints(), "tiled")):
+        spread = copy.deepcopy(model)
+        patch(spread, mlp=mlp, norm=False, rope=False, attention=False, loss=False)
+        for module in (*spread.model.layers, spread):
+            fully_shard(module, mesh=init_device_mesh("cpu", (2,)))
+        with CommDebugMode() as counted, host or contextlib.nullcontext():
+            values = results(spread, inputs)
+        found.append({name: getattr(t, "full_tensor", lambda t=t: t)() for name, t in values.items()})
+        counts.append(Counter(counted.get_comm_counts()))
+        assert host is None or host.out == host.back == 2 * 8 * 32 * 4
+    same(found[1], found[0])
+    torch.testing.assert_close(found[2], found[0], rtol=1e-4, atol=1e-6)
+    assert counts[0] == counts[1] == counts[2]
+
+
+def test_fsdp2():
+    run(sharded, 2)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("late", ["", "copies", "products"])
+def test_on_a_gpu(late, monkeypatch):
+    """True copies, where the stream of copies is late, and where the stream of products is."""
+    monkeypatch.setattr(host_memory, "SLAB", 8 << 20)
+    for module in (host_memory, offload):
+        monkeypatch.setattr(module, "PAGE", 1 << 20)
+    start = host_memory.Copies.start
+
+    def delayed(self, pairs):
+        with torch.cuda.stream(self.stream if late == "copies" else torch.cuda.current_stream()):
+            torch.cuda._sleep(10_000_000 if late else 0)
+        return start(self, pairs)
+
+    monkeypatch.setattr(host_memory.Copies, "start", delayed)
+    net = Net(8).cuda()
+    x = torch.randn((1 << 16) + 5, SIZE, device="cuda", requires_grad=True)  # more than 4 MiB
+    expected = gradients(net, x)
+    host = offload_checkpoints(host_gib=20 / 1024)
+    for _ in range(3):
+        with host:
+            got = gradients(net, x)
+        same(got, expected)
+        torch.full((8, 1 << 20), torch.nan, device="cuda")  # into memory that is free
+    assert host.out == host.back == 3 * 4 * x.numel() * 4  # five pages each of 20, so four layers
+    assert host.host_gib == 20 / 1024
+    assert (host.seconds_waited > 0.005) == (late == "copies")
