@@ -27,6 +27,21 @@ def with_names(function: FunctionType, changed: dict[str, Any], code: CodeType |
     return clone
 
 
+def with_globals(function: FunctionType, changed: dict[str, Any]) -> FunctionType:
+    """Return a copy of ``function`` whose globals are updated by ``changed``, where others look them up.
+
+    The copy sees no later change of the module's globals: torch.compile guards globals in a plain dict alone.
+    """
+    namespace = {**function.__globals__, **changed}
+    # with a __name__, torch.compile would look the globals up in that module, where they are unchanged
+    del namespace["__name__"]
+    clone = FunctionType(function.__code__, namespace, function.__name__, function.__defaults__, function.__closure__)
+    functools.update_wrapper(clone, function)
+    clone.__kwdefaults__ = function.__kwdefaults__
+    del clone.__dict__["__wrapped__"]
+    return clone
+
+
 def rewrapped(function: FunctionType, inner: FunctionType) -> FunctionType:
     """Return ``inner`` in copies of the decorators of ``function``, each of which holds the function that it wraps."""
     wrapped = getattr(function, "__wrapped__", None)

@@ -15,7 +15,7 @@ from torch import Tensor, nn
 from liger_like.ops.losses.linear_logprobs import TokenOutputs
 from liger_like.patches.foreign import replace_forward
 from liger_like.patches.heads import hook_in, loss_of, obstacle
-from liger_like.patches.rewriting import with_names
+from liger_like.patches.rewriting import with_globals
 from liger_like.patches.trl_code import (
     NUMBERS,
     StandIn,
@@ -101,6 +101,6 @@ def _copied(function: FunctionType, model: nn.Module) -> FunctionType:
         "DTensor": (),  # isinstance(weight, ()) is False
         "maybe_gather_lm_head_ctx": lambda *parameters: contextlib.nullcontext(),
     }
-    copy = with_names(function, names)
+    copy = with_globals(function, names)
     copy.__wrapped__ = function.__wrapped__  # type: ignore[attr-defined]  # the signature that generate looks at
     return copy

@@ -16,7 +16,7 @@ from torch import Tensor
 
 from liger_like.ops.losses.linear_divergence import DivergenceOutput, fused_linear_divergence
 from liger_like.patches import trl_pairs
-from liger_like.patches.rewriting import with_names
+from liger_like.patches.rewriting import with_globals
 from liger_like.patches.trl_code import gathered, operands, version
 
 DIVERGENCE = "_chunked_divergence_loss"  # the global name of the function that DistillationTrainer calls
@@ -54,7 +54,7 @@ def _distillation(trainer: Any, method: FunctionType) -> Plan:
     heads = (model.get_output_embeddings() for model in (trainer.model, trainer.teacher_model))
     if not reason and any(hasattr(head.weight, "ds_id") for head in heads):
         reason = "the weights of the heads are sharded by ZeRO-3"
-    copy = with_names(method, {DIVERGENCE: divergence_loss})
+    copy = with_globals(method, {DIVERGENCE: divergence_loss})
     return Plan({} if reason else {"_compute_loss": MethodType(copy, trainer)}, reason)
 
 
