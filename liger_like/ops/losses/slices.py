@@ -140,26 +140,34 @@ def _upstream(call: Backward, more: TokenBackward | None) -> tuple[list[Tensor |
     return [None if g is None else g / factor for g in upstream], None if d_at is None else d_at / factor, factor
 
 
+def _operands(call: Backward, kept: Tensor | None) -> tuple[Tensor, Tensor | None, Tensor | None]:
+    """Return x and u of the tokens that take part, and their ``index``: None for all tokens in their own order."""
+    x, target, u, order = call.x, call.target, call.u, call.order
+    bounds = call.chunk_bounds.tolist()
+    counted, last_start, _ = bounds or (len(order), 0, 0)  # empty: not counted
+    index = order[:counted] if counted < x.shape[0] or kept is not None else None
+    if index is not None:
+        x, u = x[index], None if u is None else u[index]
+    if (call.needs[1] or call.needs[4]) and counted == len(order) and (last_start == 0 or in_graph(target)):
+        # the forward did not count; the gradient of an ignored token is 0, but 0 times NaN is NaN
+        x, u = without_ignored(x, u, (target if index is None else target[index]) == call.options.ignore_index)
+    return x, u, index
+
+
 def _gradients(call: Backward, more: TokenBackward | None, visit: SliceVisit | None = None) -> tuple[Tensor, ...]:
     """Return the gradients of ``linear_cross_entropy_bwd``.
 
     ``visit(z, dz, dloss, index, part)`` fills ``dz`` for another loss, with the gradient of logits ``z`` of the words
     ``part`` and the tokens ``index`` (None: all) for upstream gradients ``dloss`` [T].
     """
-    x, weight, target, bias, u, b, class_weight, order, chunk_bounds, *_, shard, options = call
+    _, weight, target, bias, _, b, class_weight, *_, shard, options = call
     dw_sum, needs = call.dw_sum, call.needs
     outs = _bwd_outputs(call)
     dx, dw, dbias, du, db = outs
     needs_dx, needs_dw, needs_dbias, needs_du, needs_db = needs
     V, H = weight.shape
     kept = None if more is None else more.kept_logits
-    counted, last_start, _ = chunk_bounds.tolist() if chunk_bounds.numel() else (x.shape[0], 0, 0)
-    index = order[:counted] if counted < x.shape[0] or kept is not None else None
-    if index is not None:
-        x, u = x[index], None if u is None else u[index]
-    if (needs_dw or needs_db) and counted == len(order) and (last_start == 0 or in_graph(target)):
-        # the forward did not count; the gradient of an ignored token is 0, but 0 times NaN is NaN
-        x, u = without_ignored(x, u, (target if index is None else target[index]) == options.ignore_index)
+    x, u, index = _operands(call, kept)
     n = x.shape[0]
     if n == 0:
         for t in outs:
