@@ -26,7 +26,16 @@ from torch import Tensor
 from torch._inductor.utils import run_and_get_code
 
 from benchmark.common.measure import attempt, environment, gpu_times, microseconds, rounded, settle
-from benchmark.training.training import MODELS, Setting, compile_it, nothing, patch, patch_and_compile, train
+from benchmark.training.training import (
+    MODELS,
+    Preparation,
+    Setting,
+    compile_it,
+    nothing,
+    patch,
+    patch_and_compile,
+    train,
+)
 from liger_like.ops import fused_linear_cross_entropy
 from liger_like.testing import SPECS, OpSpec
 
@@ -118,8 +127,8 @@ def losses() -> Table:
         target = torch.randint(VOCABULARY, (TOKENS,), device="cuda")
         target[torch.rand(TOKENS, device="cuda") < share] = -100
 
-        def step(form: Callable[..., Tensor], target: Tensor = target) -> Any:
-            torch.compiler.cudagraph_mark_step_begin()
+        def step(form: Callable[..., Any], target: Tensor = target) -> Any:
+            torch.compiler.cudagraph_mark_step_begin()  # type: ignore[no-untyped-call]
             return torch.autograd.grad(form(*leaves, target), leaves)
 
         steps = [warm(partial(step, form)) for form in forms]
@@ -135,7 +144,7 @@ def memory(layers: int) -> Table:
     config = MODELS[setting.model]
     table = Table("", "peak GiB", "ms", title=f"memory: {setting.text()}, {layers} layers")
     whole, config.num_hidden_layers = config.num_hidden_layers, layers
-    prepared = {
+    prepared: dict[str, Preparation] = {
         "transformers": nothing,
         "transformers, compiled": compile_it,
         "liger_like": patch,
@@ -160,7 +169,11 @@ def main() -> None:
     only = options.only.split(",") if options.only else names
     if unknown := {*only} - {*names}:
         parser.error(f"--only takes names of ops, got {', '.join(sorted(unknown))}")
-    parts = {"host": partial(host, only), "losses": losses, "memory": partial(memory, options.layers)}
+    parts: dict[str, Callable[[], Table]] = {
+        "host": partial(host, only),
+        "losses": losses,
+        "memory": partial(memory, options.layers),
+    }
     console = Console(width=120)
     console.print(environment())
     for part in options.parts:
