@@ -67,6 +67,7 @@ def test_patching_again_patches_the_rest(device):
         "glu_mlp": "patched",
         "lm_head": "patched",
         "attention": "already patched",
+        "generation": "already patched",
     }
     assert all(row.status == "already patched" for row in patch(model, strict=True).patched)
     before = object_graph(tiny("Llama", device))
@@ -208,7 +209,7 @@ def test_numeric_verification_accepts_what_is_right(family, device):
     original = tiny(family, device)
     model = copy.deepcopy(original)
     report = patch(model, verify="numeric", strict=True)
-    assert all(row.error is not None for row in report.patched)
+    assert all(row.error is not None for row in report.patched if row.pattern != "generation")
     assert all(p.grad is None for p in model.parameters())
     assert_exact(model, original, batch(device))
 
