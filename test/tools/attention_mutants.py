@@ -176,8 +176,8 @@ ATTENTION = [
     (TILES, "S / documents / 2 + 96", "SK / documents / 2 + 96", "queries before a causal mask's first are counted"),
     (TILES, "max(1, masking.sequences / 2)", "1", "all packed sequences are one for the forward"),
     (TILES, "masking.right + 1 - 96)", "masking.right - 96)", "a window has a key fewer"),
-    (TILES, "masking.max_seqlen_q > 128", "masking.max_seqlen_q > 127", "three warp groups for the queries of two"),
-    (TILES, " and masking.softcap is None else two", " else two", "three warp groups lack registers for a softcap"),
+    (TILES, "masking.max_seqlen_q <= 128", "masking.max_seqlen_q < 128", "three warp groups for the queries of two"),
+    (TILES, " or masking.softcap is not None:", ":", "three warp groups lack registers for a softcap"),
     (TILES, "width >= D and width_v >= Dv", "width >= D", "wide values take the warp groups of narrow heads"),
     (MASKING, "0 if n == 1 else t", "t", "a broadcast bias is read as a whole one"),
     (

@@ -143,7 +143,7 @@ class HopperForward(NamedTuple):
 TWO = HopperForward(2, 128, 2)
 THREE = HopperForward(3, 128, 2, turns=True, overlap=False)
 OVERLAPPED = THREE._replace(overlap=True)
-WITH_QUERIES = TWO._replace(loaded=3)
+WITH_QUERIES = TWO._replace(loaded=1)
 WIDE = HopperForward(2, 64, 2, loaded=1)
 # widest head -> options of two warp groups, of three, and instead of two for windows; the keys from which three pay
 HOPPER_FORWARD = {
@@ -160,12 +160,12 @@ def hopper_forward(D: int, Dv: int, masking: Masking, S: int, SK: int) -> Hopper
     packed sequences.
 
     Three warp groups share each block of keys. They pay if a query sees many keys on average, and if there are queries
-    for more than two groups; a softcap needs their registers.
+    for more than two groups; a softcap needs their registers, and those for queries.
     """
     rows = HOPPER_FORWARD.items()
     two, three, window, least = next(row for (width, width_v), row in rows if width >= D and width_v >= Dv)
     if masking.max_seqlen_q <= 128 or masking.softcap is not None:
-        return two
+        return two._replace(loaded=0) if masking.softcap is not None else two
     documents = max(1, masking.sequences / 2)  # most tokens are in documents longer than the average
     seen = SK / documents
     if masking.right >= 0 or masking.spans is not None:
