@@ -13,7 +13,7 @@ from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_mod
 from torch.utils._pytree import tree_flatten, tree_unflatten
 from torch.utils.checkpoint import create_selective_checkpoint_contexts
 
-import liger_like.ops  # noqa: F401  # registers the ops
+import liger_like.ops.tiled_mlp  # noqa: F401  # registers the ops
 from liger_like.parallel import offload
 from liger_like.parallel.offload import Kept
 
@@ -38,7 +38,7 @@ OPS: dict[str, tuple[OpOverload, ...]] = {
     "loss": (_ours.linear_cross_entropy.default, _ours.cross_entropy_fwd.default),
     "norm": (_ours.rms_norm_fwd.default, _ours.add_rms_norm_fwd.default, _ours.layer_norm_fwd.default),
     "glu": (_ours.glu_fwd.default,),
-    "glu_linear": (_ours.glu_linear_fwd.default,),
+    "glu_linear": (_ours.glu_linear_fwd.default, _ours.tiled_mlp_fwd.default),
     "rope": (_ours.rope.default, _ours.qk_norm_rope_fwd.default),
 }
 
@@ -139,8 +139,9 @@ def checkpoint_policy(
     groups, out of "matmul", "attention", "loss", "norm", "glu", "glu_linear" and "rope", and of single ops such as
     ``torch.ops.aten.mm.default``. "matmul" includes the first product of ``moe_experts``; the second is not recomputed
     unless another op needs it. "attention" includes torch's attention. Norms, activations and RoPE cost little time to
-    recompute and much memory to save. "glu_linear" is the last product of a patched gated MLP. It is recomputed
-    only if another op needs it, such as the norm after it in Gemma 2 and OLMo 2; save it for these models.
+    recompute and much memory to save. "glu_linear" is the last product of a patched gated MLP, or the result of a
+    tiled one. It is recomputed only if another op needs it, such as the norm after it in Gemma 2 and OLMo 2; save it
+    for these models.
     ``("attention", "loss")`` saves little, for long sequences. ``()`` recomputes everything, as a checkpoint without a
     policy does. Under torch.compile "norm", "glu" and "glu_linear" change nothing: norms and gated units are plain
     torch there, and are recomputed.

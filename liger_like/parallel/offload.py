@@ -236,8 +236,7 @@ def offload_checkpoints(host_gib: float | None = None, keep_last: int = 1) -> Ch
     ``host_gib`` limits the pinned memory in GiB; None takes 80 % of the free memory, divided by the processes of the
     host (``LOCAL_WORLD_SIZE``). Once it is full, later layers stay on the GPU. The last ``keep_last`` layers stay
     there always, since their backward comes at once. Parameters stay, as do tensors of less than 1 MiB, views of larger
-    memory, tensors on the CPU and DTensors. Layers must
-    not modify their input in place: torch raises for that without this context, but does not see it here.
+    memory, tensors on the CPU and DTensors. Layers must not modify their input in place: torch does not see it here.
 
     The object has the attributes ``out_gib``, ``back_gib``, ``host_gib`` (pinned) and ``seconds_waited``, the time in
     which GPUs had nothing to do but wait for copies; ``print`` shows them.

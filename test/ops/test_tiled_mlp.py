@@ -12,6 +12,7 @@ from liger_like.ops import tiled_mlp as module
 from liger_like.ops.glu import GLUS
 from liger_like.ops.glu_linear import glu_linear
 from liger_like.ops.tiled_mlp import tiled_mlp
+from liger_like.parallel import checkpoint_policy
 
 TILE, T, H, I = 128, 300, 16, 24
 
@@ -96,6 +97,17 @@ def test_what_is_kept_and_made_again(in_checkpoint, device, calls):
     assert calls == [128, 128, 44]
     out.sum().backward()
     assert calls == [128, 128, 44] * 2
+
+
+@pytest.mark.parametrize(("behind", "save", "again"), [(None, "matmul", 0), (H, "matmul", 1), (H, "glu_linear", 0)])
+def test_in_a_policy(behind, save, again, device, calls):
+    """Products are not saved; the result is made again where a norm follows, unless the policy saves it."""
+    several, x = layers(device), tokens(device)
+    norm = nn.LayerNorm(behind, device=device) if behind else nn.Identity()
+    policy = checkpoint_policy((save,))
+    out = checkpoint(lambda t: norm(in_tiles(*several, t)), x, use_reentrant=False, context_fn=policy)
+    out.sum().backward()
+    assert calls == [128, 128, 44] * (2 + again)
 
 
 @pytest.mark.parametrize("frozen", [("x",), ("gate", "up"), ("down",), ("x", "gate", "up")])
