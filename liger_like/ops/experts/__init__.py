@@ -87,7 +87,7 @@ class Operands(NamedTuple):
 
 def _in_order(x: Tensor, routing: Routing, weights: Tensor) -> tuple[Tensor, Tensor | None]:
     """Return x [T, H] and the rows to gather, or the rows themselves [S, H] and None where products want them so."""
-    return (moe_spread(x, routing.pos, routing.row.shape[0]), None) if sorts_rows(x, weights) else (x, routing.row)
+    return (moe_spread(x, routing.pos, len(routing.row)), None) if sorts_rows(x, weights) else (x, routing.row)
 
 
 class _Experts(torch.autograd.Function):
@@ -102,7 +102,7 @@ class _Experts(torch.autograd.Function):
         ctx: Any, index: Tensor, gate: Gate, scales: Scales, keep_z: bool, S: int, *tensors: Any
     ) -> tuple[Tensor, ...]:
         t = Operands(*tensors)
-        routing, topk = Routing(*moe_rows(index, t.gate_up.shape[0], tile_rows(t.x.dtype), S)), index.shape[1]
+        routing, topk = Routing(*moe_rows(index, len(t.gate_up), tile_rows(t.x.dtype), S)), index.shape[1]
         rows, order = _in_order(t.x, routing, t.gate_up)
         u = None if t.a1 is None else moe_low_rank(rows, t.a1, order, *routing[1:3], topk, scales.gate_up)
         z, h = moe_gate_up(rows, t.gate_up, t.gate_up_bias, u, t.b1, order, *routing[1:3], topk, *gate, keep_z)
@@ -252,8 +252,8 @@ def run_experts(
     check_routing(x, index, weights)
     wide, H = gate_up.shape[2 if gate.transposed else 1], x.shape[-1]
     loras = (
-        checked_lora("gate_up_lora", gate_up_lora, x, (down.shape[0], wide, H)),
-        checked_lora("down_lora", down_lora, x, (down.shape[0], H, wide // 2)),
+        checked_lora("gate_up_lora", gate_up_lora, x, (len(down), wide, H)),
+        checked_lora("down_lora", down_lora, x, (len(down), H, wide // 2)),
     )
     dtype = autocast_dtype(gate_up) or gate_up.dtype
     given = (None if t is None else t.to(dtype) for t in (x, gate_up, down, gate_up_bias, down_bias))

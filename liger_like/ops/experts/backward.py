@@ -156,19 +156,19 @@ def moe_down_bwd(
     outputs = _down_bwd_outputs(dout, rows, down, bias, u, v, index, weights, z, row, offsets, tiles, pos, *options)
     needs, gate, tile = options[-1], Gate(*options[:-1]), tiles_for(z, *down.shape[1:]).down_bwd
     dout, stride_dm = with_stride(dout)
-    (T, topk), H, I, E = pos.shape, dout.shape[1], z.shape[1] // 2, down.shape[0]
+    (T, topk), H, I, E = pos.shape, dout.shape[1], z.shape[1] // 2, len(down)
     dz, wh = (t if need else None for t, need in zip(outputs[:2], needs[:2], strict=True))
     factor, weights = in_layout(v, dout, not gate.transposed), weights.contiguous()
     hopper = hopper_kernels(DOWN_BWD, rows, down, u, factor)
     columns = -(-I // (hopper.COLUMNS if hopper else tile.block_n))
-    part = torch.empty(z.shape[0], columns, dtype=torch.float32, device=z.device) if needs[2] else None
+    part = torch.empty(len(z), columns, dtype=torch.float32, device=z.device) if needs[2] else None
     if hopper:
         hopper.down_bwd(rows, down, u, factor, weights, z, row, offsets, tiles, gate, dz, wh, part)
     else:
         floats, constants = gate_arguments(gate)
         launch(
             _down_bwd_kernel,
-            programs(z.device, tiles.shape[0] * columns),
+            programs(z.device, len(tiles) * columns),
             (dout if rows is None else rows, down, u, packed(v), weights, z, row, offsets, tiles, dz, wh, part),
             (stride_dm if rows is None else H, *matrix_strides(down, not gate.transposed), rank(v), E, H, I),
             floats,
@@ -264,7 +264,7 @@ def moe_depth_product(
     the rows of own in place of tokens.
     """
     out = _depth_product_outputs(own, gathered, row, offsets, topk, gathered_first)
-    if not own.shape[0]:
+    if not len(own):
         return out.zero_()
     gathered, stride_gm = with_stride(gathered)
     E, M, N = out.shape
@@ -316,7 +316,7 @@ def _sum_rows_kernel(
 def moe_sum_rows(a: Tensor, weights: Tensor | None, row: Tensor, offsets: Tensor, topk: int) -> Tensor:
     """Return the sum of each expert's rows, [E, N]: of a [S, N], or with ``weights`` [T, K] of w a[token], a [T, N]."""
     a, stride_am = with_stride(a)
-    E, N = offsets.shape[0] - 2, a.shape[1]
+    E, N = len(offsets) - 2, a.shape[1]
     out = a.new_empty(E, N)
     tensors, grid = (a, packed(weights), row, offsets, out), (E, -(-N // 128))
     launch(_sum_rows_kernel, grid, tensors, (stride_am, N), TOPK=topk, BLOCK_M=32, BLOCK_N=128, num_warps=4)

@@ -28,9 +28,7 @@ def sorts_rows(x: Tensor, *weights: Tensor) -> bool:
 
     TMA moves no rows that are elsewhere. Other kernels gather them in the product.
     """
-    if not _is_hopper(x.device) or x.dtype not in DTYPES:
-        return False
-    return not any(n % 8 for t in (x, *weights) for n in t.shape[1:])
+    return _is_hopper(x.device) and x.dtype in DTYPES and all(n % 8 == 0 for t in (x, *weights) for n in t.shape[1:])
 
 
 @torch.compiler.assume_constant_result

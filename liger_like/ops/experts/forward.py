@@ -196,11 +196,11 @@ def moe_gate_up(
         hopper.gate_up(x, gate_up, bias, u, factor, offsets, tiles, gate, z if keep_z else None, h)
         return z, h
     x, stride_xm = with_stride(x)
-    H, I, E = x.shape[-1], h.shape[1], gate_up.shape[0]
+    H, I, E = x.shape[-1], h.shape[1], len(gate_up)
     floats, constants = gate_arguments(gate)
     launch(
         _gate_up_kernel,
-        programs(x.device, tiles.shape[0] * -(-I // tile.block_n)),
+        programs(x.device, len(tiles) * -(-I // tile.block_n)),
         (x, gate_up, packed(bias), u, packed(v), row, offsets, tiles, z if keep_z else None, h),
         (stride_xm, *matrix_strides(gate_up, gate.transposed), rank(v), E, H, I),
         floats,
@@ -240,9 +240,9 @@ def moe_rows_times(
         return out
     launch(
         _rows_times_kernel,
-        programs(a.device, tiles.shape[0] * -(-N // tile.block_n)),
+        programs(a.device, len(tiles) * -(-N // tile.block_n)),
         (a, w, packed(bias), u, packed(v), offsets, tiles, out),
-        (*matrix_strides(w, transposed), rank(v), w.shape[0], N, K),
+        (*matrix_strides(w, transposed), rank(v), len(w), N, K),
         EVEN_N=N % tile.block_n == 0,
         EVEN_K=K % tile.block_k == 0,
         **tile.constants(),

@@ -40,10 +40,9 @@ def _bias(ptr, first, end, layout: gl.constexpr):
 @gluon.jit
 def _multiply(
     half: gl.constexpr, z_desc, h_desc, offsets_ptr, tiles_ptr, bias_ptr, E, N, steps, limit, alpha, ring, out_s,
-    ACT: gl.constexpr, LIMITED: gl.constexpr, INTERLEAVED: gl.constexpr, GROUP: gl.constexpr, STAGES: gl.constexpr,
+    KEEP_Z: gl.constexpr, GLU: gl.constexpr, ACT: gl.constexpr, LIMITED: gl.constexpr, INTERLEAVED: gl.constexpr,
+    GROUP: gl.constexpr, STAGES: gl.constexpr,
 ):  # fmt: skip
-    KEEP_Z: gl.constexpr = z_desc is not None
-    GLU: gl.constexpr = h_desc is not None
     SPLIT: gl.constexpr = GLU and not INTERLEAVED
     layout: gl.constexpr = sum_layout(HALF)
     tiles_n = gl.cdiv(N, HALF if GLU else 2 * HALF)
@@ -88,23 +87,24 @@ def _multiply(
 @gluon.jit
 def _experts_rows_hopper_kernel(
     a_desc, w_desc, u_desc, v_desc, z_desc, h_desc, offsets_ptr, tiles_ptr, bias_ptr, E, N, K, R, limit, alpha,
-    ACT: gl.constexpr, LIMITED: gl.constexpr, INTERLEAVED: gl.constexpr, GROUP: gl.constexpr, STAGES: gl.constexpr,
+    KEEP_Z: gl.constexpr, GLU: gl.constexpr, ACT: gl.constexpr, LIMITED: gl.constexpr, INTERLEAVED: gl.constexpr,
+    ADAPTED: gl.constexpr, GROUP: gl.constexpr, STAGES: gl.constexpr,
 ):  # fmt: skip
-    """Store a w + u v + bias in z and the gated unit in h, those of them that are given.
+    """Store a w + bias in z if KEEP_Z, and with GLU the gated unit in h. N: the columns of w; of gate with GLU.
 
-    N: the columns of w, or of gate if h is given.
+    If ADAPTED a w + u v takes the place of a w.
     """
     ring = operands(a_desc, w_desc, STAGES)
-    steps = steps_of(K, R)
-    out_s = buffers(z_desc if h_desc is None else h_desc, 4)
+    steps = steps_of(K, R, ADAPTED)
+    out_s = buffers(h_desc, 4)
     fence_async_shared()
     gl.warp_specialize(
         [
             (_multiply, (0, z_desc, h_desc, offsets_ptr, tiles_ptr, bias_ptr, E, N, steps, limit, alpha, ring, out_s,
-                         ACT, LIMITED, INTERLEAVED, GROUP, STAGES)),
+                         KEEP_Z, GLU, ACT, LIMITED, INTERLEAVED, GROUP, STAGES)),
             (_multiply, (1, z_desc, h_desc, offsets_ptr, tiles_ptr, bias_ptr, E, N, steps, limit, alpha, ring, out_s,
-                         ACT, LIMITED, INTERLEAVED, GROUP, STAGES)),
-            (load_tiles, (a_desc, w_desc, u_desc, v_desc, offsets_ptr, tiles_ptr, E, N, K, R, ring, h_desc is not None,
+                         KEEP_Z, GLU, ACT, LIMITED, INTERLEAVED, GROUP, STAGES)),
+            (load_tiles, (a_desc, w_desc, u_desc, v_desc, offsets_ptr, tiles_ptr, E, N, K, R, ring, ADAPTED, GLU,
                           INTERLEAVED, GROUP, STAGES)),
         ],
         worker_num_warps=[4, 1],
@@ -120,14 +120,17 @@ def gate_up(
     I = h.shape[1]
     floats, constants = gate_arguments(gate)
     descriptors, R = factors_of(x, w, gate.transposed, u, v)
-    z_desc = None if z is None else rows_of_one(z, HALF.value, 1 if gate.interleaved else 2)
+    h_desc = rows_of_one(h, HALF.value)
     launch(
         _experts_rows_hopper_kernel,
-        programs(x.device, tiles.shape[0] * -(-I // HALF.value)),
+        programs(x.device, len(tiles) * -(-I // HALF.value)),
         (offsets, tiles, packed(bias)),
-        (w.shape[0], I, x.shape[1], R),
+        (len(w), I, x.shape[1], R),
         floats,
-        (*descriptors, z_desc, rows_of_one(h, HALF.value)),
+        (*descriptors, h_desc if z is None else rows_of_one(z, HALF.value, 1 if gate.interleaved else 2), h_desc),
+        KEEP_Z=z is not None,
+        GLU=True,
+        ADAPTED=R > 0,
         GROUP=GROUP,
         STAGES=STAGES,
         **constants,
@@ -142,16 +145,20 @@ def rows_times(
     """Fill ``out`` of ``moe_rows_times``."""
     N = out.shape[1]
     descriptors, R = factors_of(a, w, transposed, u, v)
+    descriptor = rows_of_one(out, HALF.value)
     launch(
         _experts_rows_hopper_kernel,
-        programs(a.device, tiles.shape[0] * -(-N // (2 * HALF.value))),
+        programs(a.device, len(tiles) * -(-N // (2 * HALF.value))),
         (offsets, tiles, packed(bias)),
-        (w.shape[0], N, a.shape[1], R),
+        (len(w), N, a.shape[1], R),
         (0.0, 0.0),
-        (*descriptors, rows_of_one(out, HALF.value), None),
+        (*descriptors, descriptor, descriptor),
+        KEEP_Z=True,
+        GLU=False,
         ACT="silu",
         LIMITED=False,
         INTERLEAVED=False,
+        ADAPTED=R > 0,
         GROUP=GROUP,
         STAGES=STAGES,
         num_warps=4,
