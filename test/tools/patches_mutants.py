@@ -125,10 +125,10 @@ PATCHES = [
     (EXPERTS, 'state = ("_liger_like_gate",)', "state = ()", "unpatching leaves the gate of experts behind"),
     (VIEWS, "a in below", "True", "a config above is named by attributes that no part of it has"),
     (VIEWS, " | {*_named(config)}", "", "a second patch forgets what the first one named"),
-    (VIEWS, "(*others, attribute) if name == NAME else others", "others", "a user cannot choose ours by its name"),
+    (VIEWS, "others | {attribute: name} if own else others", "others", "a user cannot choose ours by its name"),
     (
         VIEWS,
-        "        if name != NAME:\n            vars(self)[attribute] = name\n",
+        "        if not own:\n            vars(self)[attribute] = name\n",
         "",
         "the user's choice does not outlive the view",
     ),
