@@ -17,8 +17,9 @@ class GrowingLayer(DynamicLayer):  # type: ignore[no-untyped-call]
     """
 
     def update(self, key_states: Tensor, value_states: Tensor, *args: Any, **kwargs: Any) -> tuple[Tensor, Tensor]:
-        """Append keys and values, and return all; a gradient needs the copy that transformers makes."""
-        if torch.is_grad_enabled() and (key_states.requires_grad or value_states.requires_grad):
+        """Append keys and values, and return all; a gradient and a compiled model need the copy of transformers."""
+        wanted = torch.is_grad_enabled() and (key_states.requires_grad or value_states.requires_grad)
+        if wanted or torch.compiler.is_compiling():
             return super().update(key_states, value_states, *args, **kwargs)
         if not self.is_initialized:
             self.lazy_initialization(key_states, value_states)
