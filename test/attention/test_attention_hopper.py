@@ -23,7 +23,7 @@ KERNEL = "_attention_fwd_hopper_kernel"
 varlen, varlen_ref = map(with_longest, (ops.flash_attention_varlen, flash_attention_varlen_ref))
 # D, Dv, and the warp groups that share a block of keys; wider heads have two only
 KERNELS = (64, 64, 2), (64, 64, 3), (128, 128, 2), (128, 128, 3), (192, 128, 2), (256, 256, 2)
-HEADS = (64, 64, 3), (80, 80, 3), (96, 96, 2), (96, 96, 3), (128, 128, 3), (192, 128, 2), (144, 80, 2), (256, 256, 2)
+HEADS = *KERNELS[:2], (80, 80, 3), (96, 96, 2), (96, 96, 3), *KERNELS[3:5], (144, 80, 2), (136, 64, 2), KERNELS[5]
 each_width = pytest.mark.parametrize(("D", "Dv", "hopper"), KERNELS, indirect=["hopper"])
 
 
@@ -117,30 +117,33 @@ def test_descriptors_end_with_their_rows(packed):
                 assert (x.data_ptr() + address) % (1 << 64) == x[b, row, h, col].data_ptr()
 
 
-@pytest.mark.parametrize(("S", "SK", "groups"), [(200, 513, 3), (513, 200, 2)])
-def test_launches_take_warp_groups_by_their_keys(S, SK, groups, monkeypatch):
+# queries, keys, left, right of a window -> warp groups and keys in a block
+TILES_OF = {(200, 513, -1, -1): (3, 128), (513, 200, -1, -1): (2, 128), (128, 900, 9, 0): (2, 128)}
+TILES_OF |= {(2000, 2000, 600, 0): (3, 64), (2000, 2000, 607, 0): (3, 128)}
+
+
+@pytest.mark.parametrize("sizes", TILES_OF, ids=str)
+def test_launches_take_warp_groups_by_their_keys(sizes, monkeypatch):
     made = []
-    monkeypatch.setattr(hopper_forward, "launch", lambda *args, **options: made.append(options["GROUPS"]))
-    q, k, out, lse = heads(S=S), heads(S=SK), heads(S=S), torch.empty(2, 4, S)
-    masking = Masking(
-        **dict.fromkeys(Masking._fields) | {"max_seqlen_q": S, "max_seqlen_k": SK, "left": -1, "right": -1}
-    )
-    hopper_forward.attention_fwd_hopper(q, k, k, None, masking, out, lse)
-    assert made == [groups]
+    monkeypatch.setattr(hopper_forward, "launch", lambda *args, **options: made.append(options))
+    q, k, lse = heads(S=sizes[0]), heads(S=sizes[1]), torch.empty(2, 4, sizes[0])
+    masks = dict(zip(("max_seqlen_q", "max_seqlen_k", "left", "right"), sizes, strict=True))
+    hopper_forward.attention_fwd_hopper(q, k, k, None, Masking(**dict.fromkeys(Masking._fields) | masks), q, lse)
+    assert [(options["GROUPS"], options["BLOCK_N"]) for options in made] == [TILES_OF[sizes]]
 
 
 @pytest.fixture
 def hopper(request, launched, monkeypatch):
     """The names of what is launched, on the GPU for which these kernels are.
 
-    Parameter: the warp groups of calls for more than 128 queries without a softcap; others always have two.
+    Parameter: the warp groups of calls for more than 128 queries without a softcap; others have two, or some windows 3.
     """
     if architecture(torch.device("cuda")) != 9:
         pytest.skip("needs a Hopper GPU")
     if hasattr(request, "param"):
         least = {2: math.inf, 3: -math.inf}[request.param]
-        for widths, (two, three, _) in tiles.HOPPER_FORWARD.items():
-            monkeypatch.setitem(tiles.HOPPER_FORWARD, widths, (two, three, least))
+        for widths, (*options, _) in tiles.HOPPER_FORWARD.items():
+            monkeypatch.setitem(tiles.HOPPER_FORWARD, widths, (*options, least))
     return launched
 
 

@@ -121,18 +121,31 @@ def test_order_of_programs_does_not_matter(section, monkeypatch, device, poisone
         assert torch.equal(t, expected[name]), name
 
 
-def test_section_fits_the_cache():
-    k = v = torch.empty(1, 4096, 8, 128, dtype=torch.float16)
-    assert portable_forward.heads_in_l2(k, v, 4096, 4) == 8 * 4  # 2 MiB for each key head
-    assert portable_forward.heads_in_l2(k, v, 2**30, 4) == 4
-    assert portable_forward.heads_in_l2(k, v, 1, 4) == 8 * 4  # no more than all heads
-    assert portable_forward.heads_in_l2(k, v, 0, 1) > 0
-
-
 def masking_of(**options):
     """Return the options of a call, of 4096 queries without masks unless they are given."""
     some = {"max_seqlen_q": 4096, "max_seqlen_k": 4096, "scale": 1.0, "left": -1, "right": -1}
     return masks.Masking(**dict.fromkeys(masks.Masking._fields) | some | options)
+
+
+def test_section_fits_the_cache():
+    k = v = torch.empty(1, 4096, 8, 128, dtype=torch.float16)
+
+    def heads(group=4, **options):
+        return masks.heads_in_l2(masking_of(**options), k, v, group)
+
+    assert heads(max_seqlen_k=16384) == 2 * 4  # 8 MiB for each key head
+    assert heads(max_seqlen_k=2**30) == 4
+    assert heads(max_seqlen_k=1) == 8 * 4  # no more than all heads
+    assert heads(max_seqlen_k=0, group=1) > 0
+
+
+@pytest.mark.parametrize("options", [{"right": 0}, {"cu_seqlens_q": torch.zeros(3)}, {"spans": torch.zeros(1)}])
+def test_sections_of_uneven_blocks_are_wide_and_even(options):
+    """Else a last section of few heads would begin its longest blocks when all others end."""
+    k = v = torch.empty(1, 4096, 9, 128, dtype=torch.float16)
+    # 6.5 MiB for each key head: two in 16 MiB, four in 32, but three leave no small section
+    assert masks.heads_in_l2(masking_of(max_seqlen_k=13312), k, v, 2) == 2 * 2
+    assert masks.heads_in_l2(masking_of(max_seqlen_k=13312, **options), k, v, 2) == 3 * 2
 
 
 def test_sections_of_keys_fill_the_gpu(monkeypatch):
@@ -268,9 +281,10 @@ def test_many_keys_take_three_warp_groups(D, Dv, S, SK, options, fewer):
     assert groups(softcap=3.0) == 2
 
 
-@pytest.mark.parametrize(("left", "right", "groups"), [(606, 0, 2), (607, 0, 3), (300, 306, 2), (300, 307, 3)])
-def test_windows_take_warp_groups_by_the_keys_that_they_show(left, right, groups):
-    assert tiles.hopper_forward(64, 64, masking_of(left=left, right=right), 4096, 8192).groups == groups
+@pytest.mark.parametrize(("left", "right", "block"), [(606, 0, 64), (607, 0, 128), (300, 306, 64), (300, 307, 128)])
+def test_windows_take_blocks_by_the_keys_that_they_show(left, right, block):
+    tile = tiles.hopper_forward(64, 64, masking_of(left=left, right=right), 4096, 8192)
+    assert (tile.groups, tile.block_n) == (3, block)
 
 
 def test_windows_wider_than_the_sequence_take_warp_groups_as_none_do():
@@ -282,7 +296,9 @@ def test_windows_wider_than_the_sequence_take_warp_groups_as_none_do():
 @pytest.mark.parametrize(("D", "Dv", "block"), [(136, 64, 128), (192, 128, 128), (160, 160, 64), (256, 256, 64)])
 def test_wide_heads_always_take_two_warp_groups(D, Dv, block):
     for SK, options in ((1, {"right": 0}), (600, {"softcap": 3.0}), (1 << 20, {})):
-        assert tiles.hopper_forward(D, Dv, masking_of(**options), 4096, SK) == tiles.HopperForward(2, block, 2)
+        loaded = 0 if "softcap" in options else 1  # a softcap needs the registers of the queries
+        expected = tiles.HopperForward(2, block, 2, loaded=loaded)
+        assert tiles.hopper_forward(D, Dv, masking_of(**options), 4096, SK) == expected
 
 
 @pytest.mark.parametrize(

@@ -18,7 +18,7 @@ HOPPER_TESTS = {
     BUFFERS: SLICED,
     PRODUCTS: f"{SHARED} or {SLICED}",
     FORWARD: "test_attention_hopper and not hopper_backward and (window or documents or leaks or 4097)"
-    " and (64 or 96 or 144 or 192) or nan_stays",
+    " and (64 or 96 or 144 or 192 or 256) or nan_stays",
     BACKWARD: "hopper_backward and (gradients or few_key_heads or nan or far_below)"
     " and (64-64 or 128-128) and torch.bfloat16 or narrower_heads and (80 or 96)",
     BACKWARD_256: "hopper_backward and (gradients or few_key_heads or nan) and 256-256-torch.bfloat16",
@@ -91,9 +91,21 @@ HOPPER = [
     ),
     (
         FORWARD,
-        "first_hidden = row + ROWS + own.length_k",
-        "first_hidden = row + own.length_k",
+        "seen_end = gl.where(row < length_q, seen_end, 0)",
+        "seen_end = gl.where(row < length_q, seen_end - ROWS, 0)",
         "a warp group skips keys that it sees",
+    ),
+    (
+        FORWARD,
+        "start = gl.minimum(start + gl.maximum(seen_start - start, 0)",
+        "start = gl.minimum(start + gl.maximum(seen_start + BLOCK_N - start, 0)",
+        "a warp group skips the first keys of its window",
+    ),
+    (
+        FORWARD,
+        "problem, own.batch, row, length_q",
+        "problem, own.batch, own.row, length_q",
+        "all warp groups see the keys of the first",
     ),
     (
         FORWARD,
@@ -109,8 +121,8 @@ HOPPER = [
     ),
     (
         ROWS,
-        "b.to(gl.int64), B, S, row, last)",
-        "b.to(gl.int64), B, S, row, row)",
+        "problem.B, problem.S, row, last)",
+        "problem.B, problem.S, row, row)",
         "spans of the first row alone",
     ),
     (ROWS, "gl.maximum(starts, spans[0])", "starts", "where spans start is not looked at"),
@@ -141,15 +153,27 @@ HOPPER = [
     ),
     (
         FORWARD,
-        "if (n < own.inner_start) | (n + BLOCK_N > own.inner_end):",
-        "if n + BLOCK_N > own.inner_end:",
+        "if n < inner_start:",
+        "if n + s.shape[1] < inner_start:",
         "keys before the window are seen",
     ),
     (
         FORWARD,
-        "total * decay + gl.sum(p, 1)",
-        "total + gl.sum(p, 1)",
+        "times_rows((total,), decay)[0] + _sum_in_threads(p)",
+        "total + _sum_in_threads(p)",
         "sums of another unit are added up",
+    ),
+    (
+        FORWARD,
+        "gl.convert_layout(gl.sum(total, 1), rows_s)",
+        "gl.convert_layout(gl.max(total, 1), rows_s)",
+        "a row has the sum of one thread",
+    ),
+    (
+        FORWARD,
+        "LOADED, layout_s) + q_parts[LOADED:]",
+        "LOADED, layout_s) + q_parts[: len(q_parts) - LOADED]",
+        "the first features of wide queries stand for the others",
     ),
     (
         FORWARD,
@@ -189,9 +213,21 @@ HOPPER = [
     ),
     (
         FORWARD,
-        "(g * out_s.shape[0] + GROUPS - 1) // GROUPS",
-        "g * out_s.shape[0] // GROUPS",
-        "heads of 192 store a group's output over queries of the other",
+        "col = i * out_s.shape[-1]",
+        "col = 0 * out_s.shape[-1]",
+        "both halves of a wide output are stored as the left one",
+    ),
+    (
+        FORWARD,
+        "if acc[0].shape[1] > WIDTH:",
+        "if len(acc) == 1:",
+        "narrow values of wide heads are split",
+    ),
+    (
+        FORWARD,
+        "slice(i * acc[0].shape[1], acc[i]",
+        "slice(0, acc[i]",
+        "every slice of the output goes into the first columns",
     ),
     (FORWARD, "hk = own.head // (H // HK)", "hk = own.head % HK", "queries have the keys of another group"),
     (

@@ -85,11 +85,16 @@ def room_for(sequences: int) -> int:
     return room
 
 
-def heads_in_l2(k: Tensor, v: Tensor, keys: int, group: int) -> int:
-    """Return the number of query heads whose keys and values fit into 16 MiB of L2 together."""
+def heads_in_l2(masking: Masking, k: Tensor, v: Tensor, group: int) -> int:
+    """Return the number of query heads whose blocks run at the same time: their keys and values fit into 16 MiB of L2.
+
+    If blocks are uneven, up to twice as many take part, in even sections: each section begins with its longest blocks.
+    """
     B, _, HK, D = k.shape
-    each = keys * (D + v.shape[-1]) * k.element_size()
-    return min(max(1, (16 << 20) // max(1, each)), B * HK) * group
+    each = masking.max_seqlen_k * (D + v.shape[-1]) * k.element_size()
+    uneven = masking.uneven or masking.sequences > 0
+    heads = min(max(1, ((32 if uneven else 16) << 20) // max(1, each)), B * HK)
+    return (_even_section(heads, B * HK) if uneven else heads) * group
 
 
 def key_heads_together(masking: Masking, q: Tensor, k: Tensor, v: Tensor, block: int) -> int:

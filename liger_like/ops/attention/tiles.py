@@ -115,8 +115,9 @@ FP32: Tiles = {
 
 
 class HopperForward(NamedTuple):
-    """Warp groups of 64 queries, keys in a block, buffers for those, whether the groups multiply in turn, and whether p
-    times the values overlaps with the scores of the next block, which takes registers.
+    """Warp groups of 64 queries, keys in a block, buffers for those, whether the groups multiply in turn, whether p
+    times the values overlaps with the scores of the next block, which takes registers, and how many parts of the
+    queries stay in registers.
     """
 
     groups: int
@@ -124,6 +125,7 @@ class HopperForward(NamedTuple):
     stages: int
     turns: bool = False
     overlap: bool = True
+    loaded: int = 0
 
     def constants(self) -> dict[str, int]:
         """Return the constexprs and launch options of the kernel."""
@@ -133,20 +135,23 @@ class HopperForward(NamedTuple):
             "GROUPS": self.groups,
             "TURNS": self.turns,
             "OVERLAP": self.overlap,
+            "LOADED": self.loaded,
             "num_warps": 4,
         }
 
 
 TWO = HopperForward(2, 128, 2)
 THREE = HopperForward(3, 128, 2, turns=True, overlap=False)
-WIDE = TWO._replace(block_n=64)
-# widest head -> options of two warp groups, those of three, and the number of keys from which three are faster
+OVERLAPPED = THREE._replace(overlap=True)
+WITH_QUERIES = TWO._replace(loaded=1)
+WIDE = HopperForward(2, 64, 2, loaded=1)
+# widest head -> options of two warp groups, of three, and instead of two for windows; the keys from which three pay
 HOPPER_FORWARD = {
-    (64, 64): (TWO, THREE._replace(overlap=True), 512),
-    (96, 96): (TWO, THREE, 512),
-    (128, 128): (TWO, THREE, 4000),
-    (192, 128): (TWO, TWO, 0),
-    (256, 256): (WIDE, WIDE, 0),
+    (64, 64): (TWO, OVERLAPPED, OVERLAPPED._replace(block_n=64, stages=4), 512),
+    (96, 96): (TWO, THREE, TWO, 512),
+    (128, 128): (TWO, THREE, TWO, 4000),
+    (192, 128): (WITH_QUERIES, WITH_QUERIES, WITH_QUERIES, 0),
+    (256, 256): (WIDE, WIDE, WIDE, 0),
 }
 
 
@@ -155,16 +160,21 @@ def hopper_forward(D: int, Dv: int, masking: Masking, S: int, SK: int) -> Hopper
     packed sequences.
 
     Three warp groups share each block of keys. They pay if a query sees many keys on average, and if there are queries
-    for more than two groups; a softcap needs their registers.
+    for more than two groups; a softcap needs their registers, and those for queries.
     """
-    two, three, least = next(row for (width, width_v), row in HOPPER_FORWARD.items() if width >= D and width_v >= Dv)
+    rows = HOPPER_FORWARD.items()
+    two, three, window, least = next(row for (width, width_v), row in rows if width >= D and width_v >= Dv)
+    if masking.softcap is not None:
+        return two._replace(loaded=0)
+    if masking.max_seqlen_q <= 128:
+        return two
     documents = max(1, masking.sequences / 2)  # most tokens are in documents longer than the average
     seen = SK / documents
     if masking.right >= 0 or masking.spans is not None:
         seen -= S / documents / 2 + 96  # a tile of three groups also computes what few of its rows see
-    if masking.left >= 0 and masking.right >= 0:
-        seen = min(seen, masking.left + masking.right + 1 - 96)
-    return three if seen >= least and masking.max_seqlen_q > 128 and masking.softcap is None else two
+    if masking.left >= 0 and masking.right >= 0 and (shown := masking.left + masking.right + 1 - 96) < seen:
+        two, seen = window, shown
+    return three if seen >= least else two
 
 
 def tile_for(kernel: str, q: Tensor, v: Tensor, masking: Masking) -> Tile:

@@ -376,7 +376,7 @@ def make_dq(dout: Tensor, q: Tensor, k: Tensor, v: Tensor, stats: Tensor, maskin
         _attention_dq_hopper_kernel,
         (blocks * B * H,),
         (stats, dq, masking.cu_seqlens_q, masking.cu_seqlens_k, masking.spans),
-        (B, S, SK, stats.shape[3], masking.sequences, blocks, heads_in_l2(k, v, masking.max_seqlen_k, H // HK),
+        (B, S, SK, stats.shape[3], masking.sequences, blocks, heads_in_l2(masking, k, v, H // HK),
          masking.left, masking.right),
         (masking.scale,),
         (descriptor(q, BLOCK_M, width, masking), descriptor(k, BLOCK_N, width, masking),

@@ -78,9 +78,12 @@ def parts_of(bufs, s, COUNT: gl.constexpr):
 
 
 @triton.constexpr_function
-def product_widths(D, WIDTH):
-    """Return the widths of the slices in which products take D features that buffers hold in WIDTH columns each."""
-    return next((widths for widths in ((64,), (64, 16), (64, 32)) if D <= sum(widths) <= WIDTH), (WIDTH,))
+def product_widths(D, WIDTH, MOST=256):
+    """Return the widths, at most MOST, of the slices in which products take D features that buffers hold in WIDTH
+    columns each.
+    """
+    slices = (widths for widths in ((64,), (64, 16), (64, 32)) if D <= sum(widths) <= WIDTH)
+    return next(slices, (min(WIDTH, MOST),) * max(1, WIDTH // MOST))
 
 
 @triton.constexpr_function

@@ -4,10 +4,14 @@ A program takes tiles, 64 queries of a head for each warp group, until none is l
 block to the first, into rings of STAGES buffers. The first loads of a tile run while the tile before it is multiplied
 and stored.
 
-With TURNS, groups start their products in turn, so that one multiplies while the others exponentiate. With OVERLAP, the
-scores of a block are multiplied during the softmax of the block before, and its product with the values during the
-softmax of the next (Shah et al., arXiv:2407.08608). Without it, a group ends the product of a block with the values
-before it starts the next scores. Three groups hide that; with heads wider than 64 they have no registers for both.
+With TURNS, groups start their products in turn, so that one multiplies while the others exponentiate. With OVERLAP, a
+group starts the scores of a block together with the product of the block before with its values (Shah et al.,
+arXiv:2407.08608), and waits for both before the softmax: ptxas moves a later wait there anyway, but not what says that
+the buffers are empty. Without OVERLAP, a group ends the product of a block with the values before it starts the next
+scores. Three groups hide that; with heads wider than 64 they have no registers for both.
+
+Parts of the queries stay in registers (LOADED) where products with few keys at a time would wait for shared memory.
+Heads wider than 128 leave room for half of the output of a group: it is stored in two halves.
 
 Named barriers say that a buffer is empty: an mbarrier would first synchronise the warps of a group, for each block.
 """
@@ -27,13 +31,20 @@ from liger_like.ops.attention.hopper.buffers import (
     parts_of,
     product_widths,
 )
-from liger_like.ops.attention.hopper.products import start_add_product, start_contract, times_rows, zero_sums
+from liger_like.ops.attention.hopper.products import (
+    load_first,
+    start_add_product,
+    start_contract,
+    times_rows,
+    zero_sums,
+)
 from liger_like.ops.attention.hopper.rows import (
     Problem,
     TileQueue,
     bounds,
     draw_tile,
     hide,
+    keys_seen,
     read_tile,
     tile_of,
     tile_queue,
@@ -54,7 +65,7 @@ from liger_like.runtime.gluon import (
     tma_store_wait,
     warpgroup_mma_wait,
 )
-from liger_like.runtime.hopper import ROWS, Ring, barriers, buffers, buffers_in, sum_layout, wait_for, zero_sum
+from liger_like.runtime.hopper import ROWS, Ring, barriers, buffers, sum_layout, wait_for, zero_sum
 from liger_like.runtime.launcher import launch
 from liger_like.runtime.support import num_programs
 
@@ -135,20 +146,33 @@ def _load(
 
 
 @gluon.jit
-def _softmax(
-    s, row_max, total, n, limits, own, scale, SOFTCAP: gl.constexpr, STARTS: gl.constexpr, dtype: gl.constexpr
-):
-    """Return p of a block of products, the running maxima and sums, and the factors of the former sums."""
-    BLOCK_N: gl.constexpr = s.shape[1]
+def _sum_in_threads(p):
+    """Return the sums [ROWS, 4] over the columns of each of the four threads of a row, which exchange nothing."""
+    pairs = p.reshape([ROWS, p.shape[1] // 8, 4, 2])
+    return gl.sum(gl.sum(pairs, 3), 1)
+
+
+@gluon.jit
+def _masked(s, n, limits, inner_start, inner_end, scale, SOFTCAP: gl.constexpr, STARTS: gl.constexpr):
+    """Return the scores of a block of products, -inf where a query does not see the key."""
     s, _ = scores(s, None, scale, SOFTCAP, False)
-    unit = unit_of_scores(scale, SOFTCAP, False)
-    if (n < own.inner_start) | (n + BLOCK_N > own.inner_end):
-        s = hide(s, n, limits, STARTS, hidden=float("-inf"))
+    if n + s.shape[1] > inner_end:
+        s = hide(s, n, limits, STARTS=False, hidden=float("-inf"))
+    if STARTS:  # noqa: SIM102, the compiler needs a condition of its own to leave the block out
+        if n < inner_start:
+            s = hide(s, n, limits, ENDS=False, hidden=float("-inf"))
+    return s
+
+
+@gluon.jit
+def _softmax(s, row_max, total, unit, dtype: gl.constexpr):
+    """Return p of a block of scores, the running maxima and sums, and the factors of the former sums."""
     new_max = gl.maximum(row_max, gl.max(s, 1) * unit)
     finite = gl.where(new_max == float("-inf"), 0.0, new_max)
     p = gl.exp2(s * unit - finite[:, None])
     decay = gl.exp2(row_max - finite)
-    return p.to(dtype), new_max, total * decay + gl.sum(p, 1), decay
+    total = times_rows((total,), decay)[0] + _sum_in_threads(p)
+    return p.to(dtype), new_max, total, decay
 
 
 @gluon.jit
@@ -164,19 +188,36 @@ def _skip_block(g: gl.constexpr, shared, use, STAGES: gl.constexpr, GROUPS: gl.c
 
 
 @gluon.jit
-def _store(out, acc, factor):
-    """Store sums in parts, times a factor of each row, into the columns of a buffer."""
+def _narrow(acc, WIDTH: gl.constexpr):
+    """Return a sum in parts of at most WIDTH columns: one part of twice as many is split."""
+    if acc[0].shape[1] > WIDTH:
+        left, right = acc[0].reshape([ROWS, 2, WIDTH]).permute((0, 2, 1)).split()
+        return gl.convert_layout(left, sum_layout(WIDTH)), gl.convert_layout(right, sum_layout(WIDTH))
+    else:
+        return acc
+
+
+@gluon.jit
+def _send(acc, factor, buf, desc, sequence, h, row, col):
+    """Store a sum in parts, times a factor of each row, by TMA: through a buffer, once its last content has left it.
+
+    All parts but the last are equally wide.
+    """
+    tma_store_wait(0)
     for i in gl.static_range(len(acc)):
         f = gl.convert_layout(factor, gl.SliceLayout(1, acc[i].type.layout))[:, None]
         x = gl.where(f == 0.0, 0.0, acc[i] * f)  # a row that sees no key may have summed 0 times NaN
-        out[i].store(x.to(out[i].dtype))
+        out = buf.reshape([ROWS, buf.shape[-1]]).slice(i * acc[0].shape[1], acc[i].shape[1], dim=1)
+        out.store(x.to(buf.dtype))
+    fence_async_shared()
+    tma_store(desc, at(desc, sequence, h, row, col), buf)
 
 
 @gluon.jit
 def _attend(
     g: gl.constexpr, shared, outputs, H: gl.constexpr, D: gl.constexpr, DV: gl.constexpr, SOFTCAP: gl.constexpr,
     HAS_LEFT: gl.constexpr, HAS_RIGHT: gl.constexpr, SEQUENCES: gl.constexpr, BLOCK_N: gl.constexpr,
-    STAGES: gl.constexpr, GROUPS: gl.constexpr, ROOM: gl.constexpr, TURNS: gl.constexpr, OVERLAP: gl.constexpr,
+    STAGES: gl.constexpr, GROUPS: gl.constexpr, TURNS: gl.constexpr, OVERLAP: gl.constexpr, LOADED: gl.constexpr,
 ):  # fmt: skip
     out_desc, lse_ptr, sinks_ptr, scale, out_s = outputs
     problem = shared.problem
@@ -186,16 +227,17 @@ def _attend(
     v_full = shared.v_full
     VALUES_EMPTY: gl.constexpr = KEYS_EMPTY + STAGES
     READERS: gl.constexpr = GROUPS * 128 + 32  # with the loading warp
-    WIDTHS: gl.constexpr = product_widths(D, k.shape[-1])
+    WIDTHS: gl.constexpr = product_widths(D, k.shape[-1], 128)
     WIDTHS_V: gl.constexpr = product_widths(DV, v.shape[-1])
     PARTS_V: gl.constexpr = len(WIDTHS_V)
     dtype: gl.constexpr = out_desc.dtype
     STARTS: gl.constexpr = HAS_LEFT or problem.spans_ptr is not None
+    SKIPS: gl.constexpr = GROUPS > 2 or BLOCK_N < 2 * ROWS
     layout_s: gl.constexpr = sum_layout(BLOCK_N)
     rows_s: gl.constexpr = gl.SliceLayout(1, layout_s)
     zeros = zero_sum(BLOCK_N)
-    q = columns_of(parts_of(shared.q.buffers, g, GROUPS), WIDTHS)
-    out = out_s.index((g * out_s.shape[0] + GROUPS - 1) // GROUPS)  # the first that starts among its own queries
+    unit = unit_of_scores(scale, SOFTCAP, False)
+    q_parts = columns_of(parts_of(shared.q.buffers, g, GROUPS), WIDTHS)
     use = 0
     turn = 0
     read = 0
@@ -213,28 +255,30 @@ def _attend(
                 spans = load_spans(problem.spans_ptr, own.batch.to(gl.int64), problem.B, problem.S, queries[:, None])
             positions = (queries + own.length_k - length_q)[:, None]
             limits = bounds(positions, problem.left, problem.right, spans, own.length_k, HAS_LEFT, HAS_RIGHT)
+            start = own.start
             end = own.end
-            if GROUPS > 2:  # skip the blocks that only other groups see, except the last; two groups see the same
-                first_hidden = end
-                if HAS_RIGHT:
-                    first_hidden = row + ROWS + own.length_k - length_q + problem.right
-                first_hidden = gl.where(row < length_q, first_hidden, 0)
-                while end - BLOCK_N >= gl.maximum(first_hidden, own.start + BLOCK_N):
+            seen_start, seen_end, inner_start, inner_end = keys_seen(
+                problem, own.batch, row, length_q, own.length_k, HAS_LEFT, HAS_RIGHT, ROWS, BLOCK_N
+            )
+            if SKIPS:  # skip the blocks that only other groups see, but not all
+                seen_end = gl.where(row < length_q, seen_end, 0)
+                while end - BLOCK_N >= gl.maximum(seen_end, start + BLOCK_N):
                     _skip_block(g, shared, use, STAGES, GROUPS, TURNS)
                     end -= BLOCK_N
                     use += 1
+                start = gl.minimum(start + gl.maximum(seen_start - start, 0) // BLOCK_N * BLOCK_N, end - BLOCK_N)
             row_max = gl.full([ROWS], float("-inf"), gl.float32, rows_s)
-            total = gl.zeros([ROWS], gl.float32, rows_s)
+            total = _sum_in_threads(zeros)
             acc = zero_sums(columns_of(parts_of(v, 0, STAGES), WIDTHS_V))
             mbarrier.wait(shared.q.full.index(g), turn & 1)
             mbarrier.wait(k_full.index(use % STAGES), use // STAGES & 1)
+            q = load_first(q_parts, LOADED, layout_s) + q_parts[LOADED:]
             s = start_contract(q, columns_of(parts_of(k, use % STAGES, STAGES), WIDTHS), zeros)
             s = warpgroup_mma_wait(0, deps=(s,))
             arrive_at(KEYS_EMPTY + use % STAGES, READERS)
-            p, row_max, total, decay = _softmax(
-                s, row_max, total, end - BLOCK_N, limits, own, scale, SOFTCAP, STARTS, dtype
-            )
-            for n in range(end - 2 * BLOCK_N, own.start - BLOCK_N, -BLOCK_N):
+            s = _masked(s, end - BLOCK_N, limits, inner_start, inner_end, scale, SOFTCAP, STARTS)
+            p, row_max, total, decay = _softmax(s, row_max, total, unit, dtype)
+            for n in range(end - 2 * BLOCK_N, start - BLOCK_N, -BLOCK_N):
                 last = use
                 use += 1
                 if OVERLAP:
@@ -245,6 +289,9 @@ def _attend(
                     acc = start_add_product(acc, p, columns_of(parts_of(v, last % STAGES, STAGES), WIDTHS_V))
                     _pass_turn(g, GROUPS, TURNS)
                     s = warpgroup_mma_wait(PARTS_V, deps=(s,))
+                    arrive_at(KEYS_EMPTY + use % STAGES, READERS)
+                    acc = wait_for(acc, 0)
+                    arrive_at(VALUES_EMPTY + last % STAGES, READERS)
                 else:  # p leaves its registers before the scores take theirs
                     mbarrier.wait(v_full.index(last % STAGES), last // STAGES & 1)
                     mbarrier.wait(k_full.index(use % STAGES), use // STAGES & 1)
@@ -255,35 +302,37 @@ def _attend(
                     _pass_turn(g, GROUPS, TURNS)
                     arrive_at(VALUES_EMPTY + last % STAGES, READERS)
                     s = warpgroup_mma_wait(0, deps=(s,))
-                arrive_at(KEYS_EMPTY + use % STAGES, READERS)
-                p, row_max, total, decay = _softmax(s, row_max, total, n, limits, own, scale, SOFTCAP, STARTS, dtype)
-                if OVERLAP:
-                    acc = wait_for(acc, 0)
-                    arrive_at(VALUES_EMPTY + last % STAGES, READERS)
+                    arrive_at(KEYS_EMPTY + use % STAGES, READERS)
+                s = _masked(s, n, limits, inner_start, inner_end, scale, SOFTCAP, STARTS)
+                p, row_max, total, decay = _softmax(s, row_max, total, unit, dtype)
                 acc = times_rows(acc, decay)
-            if ROOM:
-                mbarrier.arrive(shared.q.empty.index(g), count=1)
+            mbarrier.arrive(shared.q.empty.index(g), count=1)
             last = use % STAGES
             mbarrier.wait(v_full.index(last), use // STAGES & 1)
             acc = start_add_product(acc, p, columns_of(parts_of(v, last, STAGES), WIDTHS_V))
             acc = wait_for(acc, 0)
             arrive_at(VALUES_EMPTY + last, READERS)
             use += 1
+            if SKIPS:
+                for _ in range(own.start, start, BLOCK_N):
+                    _skip_block(g, shared, use, STAGES, GROUPS, TURNS)
+                    use += 1
             turn += 1
             sink = None
             if sinks_ptr is not None:
                 sink = gl.load(sinks_ptr + own.head).to(gl.float32)
+            total = gl.convert_layout(gl.sum(total, 1), rows_s)
             factor, row_max, log_sum = finish(row_max * LN2, total, sink)
             lse_ptrs = lse_ptr + (own.batch.to(gl.int64) * H + own.head) * problem.S + own.start_q + queries
             gl.store(lse_ptrs, row_max + log_sum * LN2, mask=queries < length_q)
-            tma_store_wait(0)
-            _store(columns_of((out.reshape([ROWS, v.shape[-1]]),), WIDTHS_V), acc, factor)
-            fence_async_shared()
-            place = at(out_desc, Sequence(own.batch, own.start_q + length_q), own.head, own.start_q + row, 0)
-            tma_store(out_desc, place, out)
-            if not ROOM:
-                tma_store_wait(0)
-                mbarrier.arrive(shared.q.empty.index(g), count=1)
+            own_rows = Sequence(own.batch, own.start_q + length_q)
+            if out_s.shape[-1] == v.shape[-1]:
+                _send(acc, factor, out_s.index(g), out_desc, own_rows, own.head, own.start_q + row, 0)
+            else:  # the buffer holds half of the output
+                acc = _narrow(acc, out_s.shape[-1])
+                for i in gl.static_range(len(acc)):
+                    col = i * out_s.shape[-1]
+                    _send(acc[i : i + 1], factor, out_s.index(g), out_desc, own_rows, own.head, own.start_q + row, col)
         tile = read_tile(shared.queue, read)
         read += 1
     tma_store_wait(0)
@@ -295,14 +344,12 @@ def _attention_fwd_hopper_kernel(
     count, blocks, heads_together, tiles, left, right, scale, H: gl.constexpr, HK: gl.constexpr, D: gl.constexpr,
     DV: gl.constexpr, SOFTCAP: gl.constexpr, HAS_LEFT: gl.constexpr, HAS_RIGHT: gl.constexpr, SEQUENCES: gl.constexpr,
     BLOCK_N: gl.constexpr, STAGES: gl.constexpr, GROUPS: gl.constexpr, TURNS: gl.constexpr, OVERLAP: gl.constexpr,
+    LOADED: gl.constexpr,
 ):  # fmt: skip
     BLOCK_D: gl.constexpr = q_desc.block_type.shape[-1]
-    BLOCK_DV: gl.constexpr = v_desc.block_type.shape[-1]
     PARTS: gl.constexpr = -(-D // BLOCK_D)
-    # for the output beside the queries, of 226 KiB
-    ROOM: gl.constexpr = (GROUPS * ROWS + STAGES * BLOCK_N) * (PARTS * BLOCK_D + BLOCK_DV) <= 113 << 10
     q_s = buffers(q_desc, GROUPS * PARTS)
-    out_s = buffers(out_desc, GROUPS) if ROOM else buffers_in(out_desc, q_s)
+    out_s = buffers(out_desc, GROUPS)
     k_s = buffers(k_desc, STAGES * PARTS)
     v_s = buffers(v_desc, STAGES)
     q = Ring(q_s, barriers(GROUPS, 1), barriers(GROUPS, 1))
@@ -316,9 +363,9 @@ def _attention_fwd_hopper_kernel(
         gl.warp_specialize(
             [
                 (_attend, (0, shared, outputs, H, D, DV, SOFTCAP, HAS_LEFT, HAS_RIGHT, SEQUENCES, BLOCK_N, STAGES, 2,
-                           ROOM, TURNS, OVERLAP)),
+                           TURNS, OVERLAP, LOADED)),
                 (_attend, (1, shared, outputs, H, D, DV, SOFTCAP, HAS_LEFT, HAS_RIGHT, SEQUENCES, BLOCK_N, STAGES, 2,
-                           ROOM, TURNS, OVERLAP)),
+                           TURNS, OVERLAP, LOADED)),
                 (_load, (shared, sources, H, HK, HAS_LEFT, HAS_RIGHT, SEQUENCES, BLOCK_N, STAGES, 2)),
             ],
             worker_num_warps=[4, 1],
@@ -328,11 +375,11 @@ def _attention_fwd_hopper_kernel(
         gl.warp_specialize(
             [
                 (_attend, (0, shared, outputs, H, D, DV, SOFTCAP, HAS_LEFT, HAS_RIGHT, SEQUENCES, BLOCK_N, STAGES, 3,
-                           ROOM, TURNS, OVERLAP)),
+                           TURNS, OVERLAP, LOADED)),
                 (_attend, (1, shared, outputs, H, D, DV, SOFTCAP, HAS_LEFT, HAS_RIGHT, SEQUENCES, BLOCK_N, STAGES, 3,
-                           ROOM, TURNS, OVERLAP)),
+                           TURNS, OVERLAP, LOADED)),
                 (_attend, (2, shared, outputs, H, D, DV, SOFTCAP, HAS_LEFT, HAS_RIGHT, SEQUENCES, BLOCK_N, STAGES, 3,
-                           ROOM, TURNS, OVERLAP)),
+                           TURNS, OVERLAP, LOADED)),
                 (_load, (shared, sources, H, HK, HAS_LEFT, HAS_RIGHT, SEQUENCES, BLOCK_N, STAGES, 3)),
             ],
             worker_num_warps=[4, 4, 1],
@@ -355,11 +402,12 @@ def attention_fwd_hopper(
         _attention_fwd_hopper_kernel,
         (programs,),
         (lse, sinks, masking.cu_seqlens_q, masking.cu_seqlens_k, masking.spans, taken),
-        (B, S, SK, masking.sequences, blocks, heads_in_l2(k, v, masking.max_seqlen_k, H // HK), tiles, masking.left,
+        (B, S, SK, masking.sequences, blocks, heads_in_l2(masking, k, v, H // HK), tiles, masking.left,
          masking.right),
         (masking.scale,),
         (descriptor(q, 64, width, masking), descriptor(k, tile.block_n, width, masking),
-         descriptor(v, tile.block_n, width_v, masking), descriptor(out, 64, width_v, masking)),
+         descriptor(v, tile.block_n, width_v, masking),
+         descriptor(out, 64, width_v if width <= 128 else width_v // 2, masking)),
         H=H,
         HK=HK,
         D=D,

@@ -103,6 +103,20 @@ def find_packed_rows(
 
 
 @gluon.jit
+def keys_seen(
+    problem, batch, row, length_q, length_k, HAS_LEFT: gl.constexpr, HAS_RIGHT: gl.constexpr, COUNT: gl.constexpr,
+    BLOCK_N: gl.constexpr,
+):  # fmt: skip
+    """Return the range of keys that COUNT queries from ``row`` on see, and the inner range that needs no mask."""
+    shift = length_k - length_q
+    last = gl.minimum(row + COUNT, length_q) - 1
+    bounds = bounds_of_spans(problem.spans_ptr, batch.to(gl.int64), problem.B, problem.S, row, last)
+    return visible_range(
+        row + shift, last + shift, problem.left, problem.right, bounds, length_k, 0, 1, HAS_LEFT, HAS_RIGHT, BLOCK_N
+    )
+
+
+@gluon.jit
 def tile_of(
     tile, problem, H: gl.constexpr, HAS_LEFT: gl.constexpr, HAS_RIGHT: gl.constexpr, SEQUENCES: gl.constexpr,
     BLOCK_M: gl.constexpr, BLOCK_N: gl.constexpr,
@@ -122,11 +136,8 @@ def tile_of(
         row, start_q, length_q, start_k, length_k = find_packed_rows(
             block, problem.cu_q_ptr, problem.cu_k_ptr, problem.count, S, SK, BLOCK_M, SEQUENCES
         )
-    shift = length_k - length_q
-    last = gl.minimum(row + BLOCK_M, length_q) - 1
-    bounds = bounds_of_spans(problem.spans_ptr, b.to(gl.int64), B, S, row, last)
-    start, end, inner_start, inner_end = visible_range(
-        row + shift, last + shift, problem.left, problem.right, bounds, length_k, 0, 1, HAS_LEFT, HAS_RIGHT, BLOCK_N
+    start, end, inner_start, inner_end = keys_seen(
+        problem, b, row, length_q, length_k, HAS_LEFT, HAS_RIGHT, BLOCK_M, BLOCK_N
     )
     end = start + gl.maximum(gl.cdiv(end - start, BLOCK_N), 1) * BLOCK_N
     return QueryTile(b, head % H, row, start_q, length_q, start_k, length_k, start, end, inner_start, inner_end)

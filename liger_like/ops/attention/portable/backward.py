@@ -277,7 +277,7 @@ def make_dq(dout: Tensor, q: Tensor, k: Tensor, v: Tensor, stats: Tensor, maskin
         _attention_dq_kernel,
         (blocks * B * H,),
         (q, k, v, dout, stats, *masking.pointers(), dq),
-        (*sizes, blocks, heads_in_l2(k, v, masking.max_seqlen_k, H // HK), masking.left, masking.right),
+        (*sizes, blocks, heads_in_l2(masking, k, v, H // HK), masking.left, masking.right),
         (masking.scale,),
         **constants,
         **tile.constants(),

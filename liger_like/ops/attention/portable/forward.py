@@ -189,7 +189,7 @@ def fill_output(
         (blocks * heads, splits),
         (q, k, v, None if splits > 1 else sinks, *masking.pointers(), *outs),
         (*strides_of(q, k, v), *masking.bias_strides(), B, S, SK, masking.sequences, blocks,
-         heads_in_l2(k, v, masking.max_seqlen_k, H // HK // pack), splits, masking.left, masking.right),
+         heads_in_l2(masking, k, v, H // HK // pack), splits, masking.left, masking.right),
         (masking.scale,),
         **masking.constants(),
         **constants_of(q, k, v),
