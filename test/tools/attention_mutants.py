@@ -169,7 +169,7 @@ ATTENTION = [
         "packed sequences end with a small section of heads",
     ),
     (MASKING, "(32 if uneven else 16) << 20", "16 << 20", "uneven blocks have few heads at a time"),
-    (TILES, "two = window", "two = two", "windows have wide blocks of keys"),
+    (TILES, "two, seen = window, shown", "seen = shown", "windows have wide blocks of keys"),
     (MASKING, "not self.sequences and (self.spans", "(self.spans", "packed sequences count as uneven"),
     (MASKING, "and not 0 <= self.left < self.max_seqlen_k", "", "blocks of a window count as uneven"),
     (MASKING, "0 <= self.left < self.max_seqlen_k", "0 <= self.left", "a window that hides nothing counts as one"),
@@ -177,7 +177,12 @@ ATTENTION = [
     (TILES, "max(1, masking.sequences / 2)", "1", "all packed sequences are one for the forward"),
     (TILES, "masking.right + 1 - 96)", "masking.right - 96)", "a window has a key fewer"),
     (TILES, "masking.max_seqlen_q <= 128", "masking.max_seqlen_q < 128", "three warp groups for the queries of two"),
-    (TILES, " or masking.softcap is not None:", ":", "three warp groups lack registers for a softcap"),
+    (
+        TILES,
+        "if masking.softcap is not None:",
+        "if masking.softcap == 0:",
+        "three warp groups lack registers for a softcap",
+    ),
     (TILES, "width >= D and width_v >= Dv", "width >= D", "wide values take the warp groups of narrow heads"),
     (MASKING, "0 if n == 1 else t", "t", "a broadcast bias is read as a whole one"),
     (

@@ -164,15 +164,16 @@ def hopper_forward(D: int, Dv: int, masking: Masking, S: int, SK: int) -> Hopper
     """
     rows = HOPPER_FORWARD.items()
     two, three, window, least = next(row for (width, width_v), row in rows if width >= D and width_v >= Dv)
-    if masking.max_seqlen_q <= 128 or masking.softcap is not None:
-        return two._replace(loaded=0) if masking.softcap is not None else two
+    if masking.softcap is not None:
+        return two._replace(loaded=0)
+    if masking.max_seqlen_q <= 128:
+        return two
     documents = max(1, masking.sequences / 2)  # most tokens are in documents longer than the average
     seen = SK / documents
     if masking.right >= 0 or masking.spans is not None:
         seen -= S / documents / 2 + 96  # a tile of three groups also computes what few of its rows see
-    if masking.left >= 0 and masking.right >= 0:
-        two = window
-        seen = min(seen, masking.left + masking.right + 1 - 96)
+    if masking.left >= 0 and masking.right >= 0 and (shown := masking.left + masking.right + 1 - 96) < seen:
+        two, seen = window, shown
     return three if seen >= least else two
 
 
