@@ -92,6 +92,7 @@ def test_what_is_kept_and_made_again(in_checkpoint, device, calls):
         call = functools.partial(checkpoint, call, use_reentrant=False)
     with torch.autograd.graph.saved_tensors_hooks(lambda t: sizes.append(t.numel()) or t, lambda t: t):
         out = call(x)
+    sizes = [size for size in sizes if size]  # torch 2.11's checkpoint saves an empty tensor, too
     assert sizes[:1] == [T * H]
     assert set(sizes[1:]) <= {H * I, I * H}
     assert calls == [128, 128, 44]
