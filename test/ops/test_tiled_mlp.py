@@ -92,6 +92,7 @@ def test_what_is_kept_and_made_again(in_checkpoint, device, calls):
         call = functools.partial(checkpoint, call, use_reentrant=False)
     with torch.autograd.graph.saved_tensors_hooks(lambda t: sizes.append(t.numel()) or t, lambda t: t):
         out = call(x)
+    sizes = [size for size in sizes if size]  # torch 2.11's checkpoint saves an empty tensor, too
     assert sizes[:1] == [T * H]
     assert set(sizes[1:]) <= {H * I, I * H}
     assert calls == [128, 128, 44]
@@ -142,15 +143,17 @@ def test_twice(device):
 
 @pytest.mark.parametrize("change", ["few tokens", "dtype", "hook", "compiled"])
 def test_at_once(change, device, calls):
-    several, x = layers(device), tokens(device)
+    several, x, hooked = layers(device), tokens(device), []
     if change == "few tokens":
         x = tokens(device, shape=(TILE,))
     if change == "dtype":
         several, x = layers(device, torch.float64), tokens(device, torch.float64)
     if change == "hook":
-        several[0].register_forward_hook(lambda *_: None)
+        several[0].register_forward_hook(lambda *_: hooked.append(1))
     fn = torch.compile(in_tiles, backend="eager") if change == "compiled" else in_tiles
-    torch.testing.assert_close(fn(*several, x), at_once(*several, x))
+    out = fn(*several, x)
+    assert hooked == [1] * (change == "hook")
+    torch.testing.assert_close(out, at_once(*several, x))
     assert not calls
 
 
