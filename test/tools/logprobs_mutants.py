@@ -111,5 +111,5 @@ LOGPROBS = [
     (STEPS, "        dbias *= ratio\n", "", "dbias keeps its old unit"),
     (STEPS, "        db *= ratio\n", "", "db keeps its old unit"),
     (STEPS, "packed(ids), packed(dlogprob_at)", "ids, packed(dlogprob_at)", "strided ids are read as if they were not"),
-    (SUMS, "src.dtype == out.dtype and src.data_ptr()", "src.data_ptr()", "rows times 1 stay in their old dtype"),
+    (SUMS, "src.dtype == out.dtype and address(src)", "address(src)", "rows times 1 stay in their old dtype"),
 ]
