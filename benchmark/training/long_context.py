@@ -166,14 +166,14 @@ def copies() -> Row:
     pairs = {"out": (memory, on_gpu), "back": (on_gpu, memory)}
 
     def copy(pair: tuple[Tensor, Tensor]) -> None:
-        engine.wait(engine.start([pair]))
+        engine.wait(engine.start([pair], engine.current()), on_gpu)
 
     def products(pair: tuple[Tensor, Tensor] | None, count: int = 60) -> None:
-        end = engine.start([pair] * 2) if pair else None
+        end = engine.start([pair] * 2, engine.current()) if pair else None
         for _ in range(count):
             torch.mm(a, a, out=out)
         if end:
-            engine.wait(end)
+            engine.wait(end, on_gpu)
 
     row: Row = {}
     products(None)

@@ -15,7 +15,7 @@ from torch.utils.checkpoint import create_selective_checkpoint_contexts
 
 import liger_like.ops.tiled_mlp  # noqa: F401  # registers the ops
 from liger_like.parallel import offload
-from liger_like.parallel.offload import Kept
+from liger_like.parallel.offload import Kept, Stays
 
 _aten, _ours = torch.ops.aten, torch.ops.liger_like
 OPS: dict[str, tuple[OpOverload, ...]] = {
@@ -51,14 +51,30 @@ Given = dict[tuple[OpOverload, int], Callable[[], Any]]
 def _kept(results: Any, host: offload.CheckpointOffload) -> Callable[[], Any]:
     """Give the tensors of ``results`` to ``host``, and return a function that returns all of them again, or None."""
     leaves, structure = tree_flatten(results)
-    kept = [host.keep(t.detach(), needed=False) if isinstance(t, Tensor) else t for t in leaves]
+    # below autograd a detached tensor has a version of its own, unless this key is there, as torch has it, too
+    with torch._C._SetExcludeDispatchKeyGuard(torch._C.DispatchKey.ADInplaceOrView, False):
+        kept = [host.keep(t.detach(), needed=False) if isinstance(t, Tensor) else t for t in leaves]
 
     def again() -> Any:
         if any(isinstance(t, Kept) and t.lost for t in kept):
             return None
-        return tree_unflatten([host.load(t) if isinstance(t, Kept) else t for t in kept], structure)
+        # detached, since autograd gives the tensor that it gets a history
+        loaded = [t.load().detach() if isinstance(t, Kept | Stays) else t for t in kept]
+        return tree_unflatten(loaded, structure)
 
     return again
+
+
+def _aliases(op: OpOverload) -> bool:
+    """Return True if ``op`` modifies an argument, or returns memory of one."""
+    return any(value.alias_info for value in (*op._schema.arguments, *op._schema.returns))
+
+
+def _draws(op: OpOverload, args: Any, kwargs: Any) -> bool:
+    """Return True if the call draws random numbers, as its recomputation then must for the sake of later ones."""
+    names = [argument.name for argument in op._schema.arguments]
+    probability = (dict(zip(names, args, strict=False)) | kwargs).get("dropout_p", 0.0)
+    return torch.Tag.nondeterministic_seeded in op.tags and ("dropout_p" not in names or probability > 0)
 
 
 class _Outwards(TorchDispatchMode):
@@ -74,7 +90,7 @@ class _Outwards(TorchDispatchMode):
         if op in self.ops:
             call = op, self.calls[op]
             self.calls[op] += 1
-            if offload.ACTIVE:
+            if offload.ACTIVE and not _draws(op, args, kwargs or {}):
                 with _disable_current_modes():
                     self.given[call] = _kept(results, offload.ACTIVE[-1])
         return results
@@ -148,12 +164,13 @@ def checkpoint_policy(
 
     ``host`` names results that are kept in the host's memory instead, within ``offload_checkpoints``:
     ``checkpoint_policy((), host=("attention",))``. Only results of the last layers stay on the GPU. Where the host's
-    memory is full, without that context and under torch.compile, these results are recomputed.
+    memory is full, without that context, under torch.compile and with dropout, these results are recomputed.
 
     For Hugging Face models: ``model.gradient_checkpointing_enable({"use_reentrant": False, "context_fn":
     checkpoint_policy()})``. Do not put it into TrainingArguments, which some reports write as JSON.
 
-    Raises TypeError if ``save`` or ``host`` is not a tuple or list, ValueError for an unknown group or an op in both.
+    Raises TypeError if ``save`` or ``host`` is not a tuple or list, ValueError for an unknown group, an op in both, or
+    an op of ``host`` that modifies or returns a view of its arguments.
     See Chen et al., arXiv:1604.06174, and for selective recomputation Korthikanti et al., arXiv:2205.05198.
     """
     for argument, names in (("save", save), ("host", host)):
@@ -162,6 +179,8 @@ def checkpoint_policy(
         unknown = [name for name in names if not isinstance(name, OpOverload) and name not in OPS]
         if unknown:
             raise ValueError(f"{argument} must be out of {', '.join(OPS)}, or ops, got {unknown}")
+    if mixed := [op for op in _ops(tuple(host)) if _aliases(op)]:
+        raise ValueError(f"host must hold ops that return new tensors alone, got {', '.join(map(str, mixed))}")
     if both := {*_ops(tuple(save))} & {*_ops(tuple(host))}:
         raise ValueError(f"save and host must have no op in common, got {', '.join(sorted(map(str, both)))}")
     return functools.partial(_contexts, tuple(save), tuple(host))  # a partial can be pickled, or be a graph's constant

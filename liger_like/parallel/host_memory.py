@@ -12,17 +12,34 @@ from torch import Tensor
 
 PAGE, SLAB = 1 << 20, 1 << 30  # bytes: what a tensor takes multiples of, and what is pinned at once
 SHARE = 0.8  # of the host's free memory, unless the user gives a number
-MEMINFO, CGROUP = Path("/proc/meminfo"), Path("/sys/fs/cgroup")
+MEMINFO, CGROUP, OWN_CGROUP = Path("/proc/meminfo"), Path("/sys/fs/cgroup"), Path("/proc/self/cgroup")
+CAPTURED = "offload_checkpoints cannot run in a CUDA graph: capture the step without it"
 
 
 def free_bytes() -> int:
     """Return the memory of the host that is free for this process: its share of what the kernel and cgroup allow."""
     lines = dict(line.split(":", 1) for line in MEMINFO.read_text().splitlines())
     free = [int(lines["MemAvailable"].split()[0]) << 10]
-    limit = CGROUP / "memory.max"
-    if limit.exists() and (most := limit.read_text().strip()) != "max":
-        free.append(int(most) - int((CGROUP / "memory.current").read_text()))
-    return int(SHARE * min(free)) // int(os.environ.get("LOCAL_WORLD_SIZE", 1))
+    for limit, usage in _limits():
+        if limit.exists() and (most := limit.read_text().strip()) != "max":
+            free.append(int(most) - int(usage.read_text()))
+    return max(0, int(SHARE * min(free))) // int(os.environ.get("LOCAL_WORLD_SIZE", 1))
+
+
+def _limits() -> Iterator[tuple[Path, Path]]:
+    """Yield the files of limit and usage of each cgroup that this process is in, version 1 and 2, up to the root."""
+    for line in OWN_CGROUP.read_text().splitlines():
+        _, controllers, path = line.split(":", 2)
+        if controllers == "":
+            root, names = CGROUP, ("memory.max", "memory.current")
+        elif "memory" in controllers.split(","):
+            root, names = CGROUP / "memory", ("memory.limit_in_bytes", "memory.usage_in_bytes")
+        else:
+            continue
+        parts = Path(path).parts[1:]
+        for depth in range(len(parts) + 1):
+            group = root.joinpath(*parts[:depth])
+            yield group / names[0], group / names[1]
 
 
 class Budget:
@@ -49,23 +66,39 @@ class Copies:
 
     def memory(self, size: int) -> Tensor:
         """Return ``size`` bytes of pinned memory."""
-        return torch.empty(size, dtype=torch.uint8, pin_memory=True)
+        return torch.empty(size, dtype=torch.uint8, device="cpu", pin_memory=True)
 
-    def start(self, pairs: Iterable[tuple[Tensor, Tensor]]) -> Any:
-        """Copy each (target, source) after the work that the current stream has now; return the copies' end."""
-        self.stream.wait_stream(torch.cuda.current_stream(self.device))
+    def current(self) -> Any:
+        """Return the current stream of this thread. Raises RuntimeError within the capture of a CUDA graph."""
+        if torch.cuda.is_current_stream_capturing():
+            raise RuntimeError(CAPTURED)
+        return torch.cuda.current_stream(self.device)
+
+    def start(self, pairs: Iterable[tuple[Tensor, Tensor]], owner: Any) -> Any:
+        """Copy each (target, source) after the work that the current stream and ``owner`` have now; return the end.
+
+        ``owner`` is the stream that uses the GPU's memory of the copies, and may use it again once it is free.
+        """
+        for stream in (owner, self.current()):
+            self.stream.wait_stream(stream)
         with torch.cuda.stream(self.stream):
             for target, source in pairs:
                 target.copy_(source, non_blocking=True)
-            return self.stream.record_event()
+            return self.stream.record_event(), owner
 
-    def wait(self, end: Any) -> None:
-        """Let the current stream wait for the ``end`` of copies, and note how long it does."""
+    def wait(self, end: Any, tensor: Tensor) -> None:
+        """Let the current stream and the owner of ``tensor`` wait for the ``end`` of its copies, and note how long.
+
+        The tensor may be used on the current stream, and be freed, from now on.
+        """
         before, after = (torch.cuda.Event(enable_timing=True) for _ in range(2))  # type: ignore[no-untyped-call]
-        stream = torch.cuda.current_stream(self.device)
+        stream, (event, owner) = self.current(), end
         before.record(stream)
-        stream.wait_event(end)
+        stream.wait_event(event)
         after.record(stream)
+        if stream != owner:  # as in a backward whose thread has another current stream
+            owner.wait_event(event)
+            tensor.record_stream(stream)
         self.waits.append((before, after))
         self._count(wait=False)
 
@@ -97,18 +130,23 @@ class Pages:
         """Return pages for ``size`` bytes, the lowest that are free, or None if the budget does not allow them."""
         count = -(-size // PAGE)
         while len(self.free) < count and (slab := self.budget.slab()):
-            pages = range(len(self.places), len(self.places) + slab // PAGE)
-            self.places += [(len(self.slabs), offset) for offset in range(0, slab, PAGE)]
             self.slabs.append(self.copies.memory(slab))
-            self.free += pages
+            pages = range(len(self.places), len(self.places) + slab // PAGE)
+            self.places += [(len(self.slabs) - 1, offset) for offset in range(0, slab, PAGE)]
+            self.free.extend(pages)
         if len(self.free) < count:
             return None
-        taken, self.free = self.free[:count], self.free[count:]
+        self.free.sort()
+        taken = self.free[:count]
+        del self.free[:count]
         return taken
 
     def give(self, pages: list[int]) -> None:
-        """Take back pages; copies that were started before are done before the next copies of this device."""
-        self.free = sorted(self.free + pages)
+        """Take back pages; copies that were started before are done before the next copies of this device.
+
+        Any thread may call this at any time, as Python does when it collects garbage, so it is one step.
+        """
+        self.free.extend(pages)
 
     def parts(self, pages: list[int], size: int) -> Iterator[tuple[int, Tensor]]:
         """Yield the memory of ``size`` bytes in pieces that adjoin, each with the number of bytes before it."""

@@ -60,7 +60,7 @@ def tokens(device, dtype=torch.float32, shape=(3, T // 3)):
 
 def assert_exact(got, several, x, **options):
     """The comparison rule against torch in the same dtype and in float64."""
-    wide = [None if layer is None else copy.deepcopy(layer).double() for layer in several]
+    wide = [None if layer is None else layer.double() for layer in copy.deepcopy(several)]
     expected, exact = (
         outcome(in_torch, several, x, **options),
         outcome(in_torch, wide, x.double().detach().requires_grad_(x.requires_grad), **options),
@@ -139,6 +139,30 @@ def test_twice(device):
     out = in_tiles(*several, x)
     first, again = (torch.autograd.grad(out.sum(), x, retain_graph=True) for _ in range(2))
     torch.testing.assert_close(first, again, rtol=0, atol=0)
+
+
+@pytest.mark.parametrize("shape", [(129,), (2, 97), (1, 257), (3, 1, 131)])
+def test_shapes_and_strides(shape, device, poisoned):
+    """x is part of larger memory, and transposed."""
+    several = layers(device, bias=True)
+    for x in (tokens(device, shape=(*shape, 2))[..., 1, :], tokens(device, shape=shape[::-1]).transpose(0, -2)):
+        assert_exact(outcome(in_tiles, several, x), several, x)
+
+
+def test_shared_weights(device):
+    several, x = layers(device), tokens(device)
+    several[1].weight = several[0].weight
+    assert_exact(outcome(in_tiles, several, x), several, x)
+
+
+@pytest.mark.parametrize("in_checkpoint", [False, True])
+def test_a_second_derivative_is_refused(in_checkpoint, device):
+    several, x = layers(device), tokens(device)
+    call = functools.partial(in_tiles, *several)
+    out = checkpoint(call, x, use_reentrant=False) if in_checkpoint else call(x)
+    (dx,) = torch.autograd.grad(out.sum(), x, create_graph=True)
+    with pytest.raises(RuntimeError, match="trying to differentiate twice"):
+        dx.sum().backward()
 
 
 @pytest.mark.parametrize("change", ["few tokens", "dtype", "hook", "compiled"])

@@ -1,5 +1,7 @@
 """Attention's results on the host: read back in the recomputation, or computed again where the host is full."""
 
+import contextlib
+
 import pytest
 import torch
 import torch.utils.checkpoint as of_torch
@@ -80,6 +82,36 @@ def test_other_ops(backwards):
     same(got, torch.autograd.grad(block(block(block(x))).sum(), (x, weight)))
 
 
+def test_random_results_are_computed_again():
+    """A mask that came from the host would leave the next one to other random numbers."""
+    policy = checkpoint_policy((), host=(torch.ops.aten.native_dropout.default,))
+    x = torch.randn(3, 16, 16, requires_grad=True)
+
+    def block(h):
+        return torch.native_dropout(torch.native_dropout(h.sin(), 0.5, True)[0].cos(), 0.5, True)[0]
+
+    found = []
+    for host in (None, offload_checkpoints()):
+        torch.manual_seed(0)
+        with host or contextlib.nullcontext():
+            y = x
+            for _ in range(3):
+                options = {} if host is None else {"context_fn": policy}
+                y = of_torch.checkpoint(block, y, use_reentrant=False, **options)
+            found.append(torch.autograd.grad(y.sum(), x))
+    same(*found)
+
+
+def test_a_result_that_is_modified():
+    """Raises: its recomputation would take the changed values. The results that are given out have no history."""
+    policy = checkpoint_policy((), host=(torch.ops.aten.mm.default,))
+    x = torch.randn(16, 16, requires_grad=True)
+    with offload_checkpoints():
+        y = of_torch.checkpoint(lambda h: (h @ h).mul_(2).sin(), x * 1, use_reentrant=False, context_fn=policy)
+        with pytest.raises(RuntimeError, match="was modified in place after it was saved"):
+            y.sum().backward()
+
+
 def test_the_order_of_copies(model):
     """Input and result of a layer leave together while the next one runs, and come back a layer ahead."""
     checkpointed(model, HOST)
@@ -94,6 +126,8 @@ def test_the_order_of_copies(model):
 def test_names():
     with pytest.raises(ValueError, match=r"host must be out of matmul, .* got \['attn'\]"):
         checkpoint_policy((), host=("attn",))
+    with pytest.raises(ValueError, match=r"host must hold ops that return new tensors alone, got aten.add_.Tensor"):
+        checkpoint_policy((), host=(torch.ops.aten.add_.Tensor,))
     with pytest.raises(ValueError, match=r"save and host must have no op in common, got .*attention_fwd"):
         checkpoint_policy(("attention",), host=("attention",))
     with pytest.raises(TypeError, match="host must be a tuple of groups or ops, got str"):

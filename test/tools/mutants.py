@@ -56,6 +56,7 @@ FILES = (
     "test/ops/test_glu_linear.py",
     "test/ops/test_tiled_mlp.py",
     "test/patches/test_patches_mlp.py",
+    "test/parallel/test_parallel_host_memory.py",
     "test/parallel/test_parallel_offload.py",
     "test/parallel/test_parallel_offload_results.py",
     "test/ops/test_token_loss.py",
@@ -166,7 +167,7 @@ TESTS = {
     "patches/forms.py": "recognition",
     **{file: "test_parallel_moe" for file, *_ in PARALLEL},
     **{
-        f"parallel/{file}.py": "test_parallel_offload and not fsdp2"
+        f"parallel/{file}.py": "(test_parallel_offload or test_parallel_host_memory) and not fsdp2"
         for file in ("offload", "host_memory", "checkpoint")
     },
     "ops/tiled_mlp.py": "test_tiled_mlp",
