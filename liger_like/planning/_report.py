@@ -33,7 +33,7 @@ def table(plan: "Plan") -> str:
         lack = best.needs - plan.gpu.memory / GIB
         lines.append(f"nothing fits: the nearest, {best.setting.text()}, lacks {lack:.1f} GiB")
     else:
-        lines.append(f"start 1: {start(best)}")
+        lines.append(f"start 1, with this model: {start(best)}")
     return "\n".join(lines)
 
 

@@ -50,15 +50,20 @@ def attention(
     q: Tensor, k: Tensor, v: Tensor, attn_mask: Tensor | None = None, dropout_p: float = 0.0, is_causal: bool = False,
     scale: float | None = None, enable_gqa: bool = False,
 ) -> Tensor:  # fmt: skip
-    """Run ``scaled_dot_product_attention`` by the kernel that a GPU takes: flash attention, or with a mask or heads of
-    different or more than 256 features the memory-efficient one.
+    """Run ``scaled_dot_product_attention`` by the kernel that a Hopper GPU takes.
+
+    That is flash attention, cuDNN's for values of another width than keys, whose results have the layout of ``q``, and
+    with a mask or more than 256 features the memory-efficient one.
     """
-    D, wide = q.shape[-1], max(q.shape[-1], v.shape[-1]) > 256 or q.shape[-1] != v.shape[-1]
-    if attn_mask is None and not wide:
-        scale = D**-0.5 if scale is None else scale
+    D, Dv = q.shape[-1], v.shape[-1]
+    scale = D**-0.5 if scale is None else scale
+    if attn_mask is None and D == Dv <= 256:
         return _flash(q, k, v, dropout_p, is_causal, scale)
     if k.shape[1] != q.shape[1]:
         k, v = (t.repeat_interleave(q.shape[1] // t.shape[1], 1) for t in (k, v))
+    if attn_mask is None and max(D, Dv) <= 256:
+        args = q, k, v, None, True, dropout_p, is_causal, False
+        return _aten._scaled_dot_product_cudnn_attention(*args, scale=scale)[0]  # type: ignore[no-any-return]
     mask = None if attn_mask is None else attn_mask.expand(q.shape[0], q.shape[1], -1, -1)
     if mask is not None and mask.dtype == torch.bool:
         mask = torch.zeros_like(mask, dtype=q.dtype).masked_fill_(~mask, -torch.inf)

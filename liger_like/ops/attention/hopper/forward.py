@@ -223,8 +223,6 @@ def _attend(
     problem = shared.problem
     k = shared.k
     v = shared.v
-    k_full = shared.k_full
-    v_full = shared.v_full
     VALUES_EMPTY: gl.constexpr = KEYS_EMPTY + STAGES
     READERS: gl.constexpr = GROUPS * 128 + 32  # with the loading warp
     WIDTHS: gl.constexpr = product_widths(D, k.shape[-1], 128)
@@ -271,7 +269,7 @@ def _attend(
             total = _sum_in_threads(zeros)
             acc = zero_sums(columns_of(parts_of(v, 0, STAGES), WIDTHS_V))
             mbarrier.wait(shared.q.full.index(g), turn & 1)
-            mbarrier.wait(k_full.index(use % STAGES), use // STAGES & 1)
+            mbarrier.wait(shared.k_full.index(use % STAGES), use // STAGES & 1)
             q = load_first(q_parts, LOADED, layout_s) + q_parts[LOADED:]
             s = start_contract(q, columns_of(parts_of(k, use % STAGES, STAGES), WIDTHS), zeros)
             s = warpgroup_mma_wait(0, deps=(s,))
@@ -282,10 +280,10 @@ def _attend(
                 last = use
                 use += 1
                 if OVERLAP:
-                    mbarrier.wait(k_full.index(use % STAGES), use // STAGES & 1)
+                    mbarrier.wait(shared.k_full.index(use % STAGES), use // STAGES & 1)
                     _take_turn(g, TURNS)
                     s = start_contract(q, columns_of(parts_of(k, use % STAGES, STAGES), WIDTHS), zeros)
-                    mbarrier.wait(v_full.index(last % STAGES), last // STAGES & 1)
+                    mbarrier.wait(shared.v_full.index(last % STAGES), last // STAGES & 1)
                     acc = start_add_product(acc, p, columns_of(parts_of(v, last % STAGES, STAGES), WIDTHS_V))
                     _pass_turn(g, GROUPS, TURNS)
                     s = warpgroup_mma_wait(PARTS_V, deps=(s,))
@@ -293,8 +291,8 @@ def _attend(
                     acc = wait_for(acc, 0)
                     arrive_at(VALUES_EMPTY + last % STAGES, READERS)
                 else:  # p leaves its registers before the scores take theirs
-                    mbarrier.wait(v_full.index(last % STAGES), last // STAGES & 1)
-                    mbarrier.wait(k_full.index(use % STAGES), use // STAGES & 1)
+                    mbarrier.wait(shared.v_full.index(last % STAGES), last // STAGES & 1)
+                    mbarrier.wait(shared.k_full.index(use % STAGES), use // STAGES & 1)
                     _take_turn(g, TURNS)
                     acc = start_add_product(acc, p, columns_of(parts_of(v, last % STAGES, STAGES), WIDTHS_V))
                     acc = wait_for(acc, 0)
@@ -308,7 +306,7 @@ def _attend(
                 acc = times_rows(acc, decay)
             mbarrier.arrive(shared.q.empty.index(g), count=1)
             last = use % STAGES
-            mbarrier.wait(v_full.index(last), use // STAGES & 1)
+            mbarrier.wait(shared.v_full.index(last), use // STAGES & 1)
             acc = start_add_product(acc, p, columns_of(parts_of(v, last, STAGES), WIDTHS_V))
             acc = wait_for(acc, 0)
             arrive_at(VALUES_EMPTY + last, READERS)
