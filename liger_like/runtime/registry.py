@@ -114,8 +114,6 @@ def _changing(in_cuda_graph: Callable[[tuple[Any, ...]], tuple[Any, ...]]) -> Ca
     def rule(mode: Any, op: Any, types: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         from torch._inductor import config  # this import takes long
 
-        if not {FunctionalTensor, FakeTensor, Tensor}.issuperset(types):
-            return NotImplemented
         args = in_cuda_graph(args) if config.triton.cudagraphs else args
         return mode.__torch_dispatch__(op, types, args, kwargs)
 

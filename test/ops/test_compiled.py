@@ -1,5 +1,6 @@
 """Compiled graphs hold plain torch or launches of kernels where they can, not library ops."""
 
+import contextlib
 import os
 import re
 import subprocess
@@ -15,6 +16,7 @@ from torch._dynamo.utils import counters
 from torch._inductor import config
 from torch._inductor.utils import run_and_get_code
 from torch.fx.experimental.symbolic_shapes import ShapeEnv
+from torch.testing._internal.two_tensor import TwoTensor
 from torch.utils._pytree import tree_leaves
 
 from liger_like.ops.attention.choice import is_small
@@ -36,13 +38,13 @@ class NotRunError(Exception):
     """A graph that is only looked at was called."""
 
 
-def graphs_of(call):
-    """Return the graphs of a call that is compiled and of its backward, which do not run."""
+def graphs_of(call, runs=False):
+    """Return the graphs of a call that is compiled and of its backward, which run only if ``runs``."""
     graphs = []
 
     def keep(graph, inputs):
         graphs.append(graph.graph)
-        return refuse
+        return graph if runs else refuse
 
     def refuse(*args):
         raise NotRunError
@@ -50,7 +52,8 @@ def graphs_of(call):
     torch._dynamo.reset()
     partition = min_cut_rematerialization_partition
     # both graphs before the first is called
-    with torch._functorch.config.patch(force_non_lazy_backward_lowering=True), pytest.raises(NotRunError):
+    end = contextlib.nullcontext() if runs else pytest.raises(NotRunError)
+    with torch._functorch.config.patch(force_non_lazy_backward_lowering=True), end:
         call(aot_autograd(fw_compiler=keep, bw_compiler=keep, partition_fn=partition))
     return graphs
 
@@ -158,7 +161,8 @@ def test_in_a_cuda_graph_the_host_reads_no_count(name, options, in_cuda_graph, d
         graphs = graphs_of(
             lambda backend: outputs.append(
                 run(torch.compile(spec.fn, backend=backend, fullgraph=True), inputs, options)
-            )
+            ),
+            runs=True,
         )
     bounds = [
         node.meta["val"][7] for graph in graphs for node in graph.nodes
@@ -167,6 +171,22 @@ def test_in_a_cuda_graph_the_host_reads_no_count(name, options, in_cuda_graph, d
     assert [(len(t), t.device.type) for t in bounds] == [(0, device) if in_cuda_graph else (3, "cpu")]
     assert sorts == [not in_cuda_graph]
     torch.testing.assert_close(outputs[0], expected)
+
+
+@pytest.mark.parametrize("in_cuda_graph", [False, True])
+def test_a_tensor_subclass_keeps_the_op(in_cuda_graph, device):
+    """AOTAutograd traces the op once for the subclass and then for each of its two tensors."""
+    spec = BY_NAME["fused_linear_cross_entropy"]
+    inputs = spec.inputs(torch.float32, device, **{**spec.test_shapes[0], "lead": (10,)})
+    pairs = {name: TwoTensor(t.detach(), t.detach().clone()) for name, t in inputs.items()}
+    with config.patch({"triton.cudagraphs": in_cuda_graph}):
+        graphs = graphs_of(
+            lambda backend: torch.compile(spec.fn, backend=backend, fullgraph=True)(**pairs, chunk_rows=4)
+        )
+    results = [
+        node.meta["val"] for graph in graphs for node in graph.nodes if "linear_cross_entropy" in str(node.target)
+    ]
+    assert [len(outs[7]) for outs in results] == [0 if in_cuda_graph else 3] * 2
 
 
 @pytest.mark.parametrize("tokens", [0, 1, 127, 128, 129, 500, 512, 513, 640, 1000])

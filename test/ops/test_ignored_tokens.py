@@ -4,10 +4,12 @@ import pytest
 import torch
 
 from liger_like import ops
+from liger_like.ops.losses import chunks, dw_sum, linear_cross_entropy, linear_divergence, linear_logprobs
 from liger_like.ops.losses.linear_cross_entropy import fused_linear_cross_entropy_ref
 from liger_like.ops.losses.linear_divergence import fused_linear_divergence_ref
 from liger_like.ops.losses.linear_logprobs import fused_linear_logprobs_ref
 from liger_like.ops.losses.linear_token_loss import fused_linear_token_loss_ref
+from liger_like.ops.losses.vocab_shards import Shard
 from liger_like.runtime import support
 
 T, H, V, RANK = 24, 8, 40, 3
@@ -64,3 +66,83 @@ def test_nan_of_ignored_tokens(case, device):
             support._as_in_graph = False
         for other in results[1:]:
             torch.testing.assert_close(other, results[0], rtol=1e-4, atol=1e-4)
+
+
+def without_counts(monkeypatch):
+    """Let the ops read no count, as in graphs of torch.compile that become CUDA graphs."""
+    for module in (linear_cross_entropy, linear_logprobs, linear_divergence):
+        name = f"{module.__name__.rpartition('.')[2]}_fwd"
+        fwd = getattr(module, name)
+        monkeypatch.setattr(module, name, lambda *args, fwd=fwd: fwd(*chunks.all_tokens(args)))
+
+
+UNCOUNTED = {
+    "loss": (LOSSES, {"class_weight": torch.rand(V), "label_smoothing": 0.1}),
+    "loss, made again": (LOSSES, {"recompute": True, "softcap": 2.0}),
+    "logprobs, all kept": (LOGPROBS, {"keep_logits": 2**20}),
+    "logprobs, some kept": (LOGPROBS, {"keep_logits": 10 * 48 * 4}),
+    "logprobs, frozen": (LOGPROBS, {"frozen": True}),
+    "divergence": (DIVERGENCES, {"beta": 0.5}),
+    "divergence, made again": (DIVERGENCES, {"reduction": "none"}),
+    "divergence, frozen": (DIVERGENCES, {"reduction": "none", "frozen": True}),
+}
+
+
+@pytest.mark.parametrize("case", UNCOUNTED)
+def test_no_count_is_read(case, device, monkeypatch):
+    """All tokens in chunks, of which ignored ones hold NaN, against those that count."""
+    (fn, _), options = UNCOUNTED[case]
+    options = {name: t.to(device) if isinstance(t, torch.Tensor) else t for name, t in options.items()}
+    frozen = options.pop("frozen", False)
+    shapes = (T, H), (T, RANK), (V, H), (V, RANK)
+    x, u, w, b = (torch.randn(shape, device=device) for shape in shapes)
+    y = torch.randint(0, V, (T,), device=device)
+    for chunk_rows, ignored in ((8, [0, 9, 17, 23]), (8, range(T)), (100, range(8))):
+        results = []
+        labels = y.clone()
+        labels[list(ignored)] = -100
+        for value in (0.0, torch.nan):
+            leaves = [t.clone().requires_grad_(i < 2 or not frozen) for i, t in enumerate((x, u, w, b))]
+            for rows in leaves[:2]:
+                rows.data[list(ignored)] = value
+            before = [t.detach().clone() for t in leaves]
+            with monkeypatch.context() as patches:
+                if value:
+                    without_counts(patches)
+                loss = fn(
+                    *(leaves[0], leaves[2], labels), lora=(leaves[1], leaves[3]), chunk_rows=chunk_rows, **options
+                )
+                grads = torch.autograd.grad(loss, [t for t in leaves if t.requires_grad])
+            torch.testing.assert_close(leaves, before, rtol=0, atol=0, equal_nan=True)
+            results.append((loss.detach(), *grads))
+        torch.testing.assert_close(results[1], results[0], rtol=1e-4, atol=1e-4)
+
+
+@pytest.mark.parametrize("released", [False, True])
+@pytest.mark.parametrize("wide", [False, True])
+def test_no_count_is_read_for_a_gradient_in_16_bits(wide, released, device, monkeypatch):
+    """The backward finds the last chunk itself; with logits in fp32, whose gradient takes half of their memory."""
+    monkeypatch.setattr(dw_sum, "architecture", lambda device: 10)
+    shard = Shard(released=released)
+    for tokens, trains_x in ((T, True), (T, False), (3, True), (0, True)):
+        x, w = torch.randn(tokens, H, device=device), torch.randn(V, H, device=device, dtype=torch.bfloat16)
+        y = torch.randint(0, V, (tokens,), device=device)
+        y[2::7] = -100
+        results = []
+        for value, counted in ((0.0, True), (0.0, False), (torch.nan, False)):
+            leaf, weight = x.clone().requires_grad_(trains_x), w.clone().requires_grad_()
+            leaf.data[y == -100] = value
+            with monkeypatch.context() as patches, torch.autocast(device, torch.float16):
+                if not counted:
+                    without_counts(patches)
+                if wide:  # the loss has no fp32 logits
+                    operands = leaf, weight, x.roll(1, -1), w, y != -100
+                    loss = ops.fused_linear_divergence(*operands, chunk_rows=8, shard=shard)
+                else:
+                    loss = ops.fused_linear_cross_entropy(leaf, weight, y, chunk_rows=8, shard=shard)
+            if released:
+                weight.untyped_storage().resize_(0)
+            loss.backward()
+            results.append([loss.detach(), weight.grad, *([leaf.grad] if trains_x else [])])
+        torch.testing.assert_close(results[1], results[0], rtol=1e-2, atol=1e-3)
+        torch.testing.assert_close(results[2], results[1], rtol=0, atol=0)
