@@ -44,8 +44,8 @@ class Row:
 
     ``status`` is "patched", "already patched", "skipped" (the module looks like the pattern but was left alone for
     ``reason``) or "absent" (the model has no such module, or liger_like has no kernel for it). ``error`` is the largest
-    relative difference between original and replacement that verify="numeric" found. It is None where nothing is compared:
-    for modules left alone, TRL's head, and generation, which runs the ops of attention.
+    relative difference between original and replacement that verify="numeric" found. It is None where nothing is
+    compared: for modules left alone, TRL's head, and generation, which runs the ops of attention.
     """
 
     pattern: str
