@@ -44,7 +44,8 @@ class Row:
 
     ``status`` is "patched", "already patched", "skipped" (the module looks like the pattern but was left alone for
     ``reason``) or "absent" (the model has no such module, or liger_like has no kernel for it). ``error`` is the largest
-    relative difference between original and replacement that verify="numeric" found.
+    relative difference between original and replacement that verify="numeric" found. It is None where nothing is
+    compared: for modules left alone, TRL's head, and generation, which runs the ops of attention.
     """
 
     pattern: str
@@ -380,8 +381,10 @@ def _examine_generation(model: nn.Module, interfaces: list[tuple[Recogniser, _Fo
     found = [found for recogniser, found in interfaces if recogniser is ATTENTION and found.configs]
     rows = {}
     for module in (module for module in model.modules() if found and generation.generates(module)):
-        text: Any = module.config.get_text_config()  # type: ignore[union-attr, operator]
-        named = found[0].configs.get(id(text)) or text._attn_implementation == attention.NAME
+        text = generation.text_config(module)
+        if id(text) not in found[0].configs:  # there is attention in other parts alone
+            continue
+        named = found[0].configs[id(text)] or text._attn_implementation == attention.NAME
         status = SKIPPED if not named else ALREADY if generation.is_hooked(type(module)) else PATCHED
         reason = "" if named else "its attention runs no kernel"
         rows[module] = Row(generation.PATTERN, type(module).__name__, generation.VARIANT, 1, status, reason)

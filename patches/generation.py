@@ -107,9 +107,15 @@ def _instance(make: Callable[..., Any], args: tuple[Any, ...]) -> Any:
     return module
 
 
+def text_config(model: Any) -> Any:
+    """Return the config of the part of ``model`` that writes text, or that of ``model``: the part has a module."""
+    text = model.config.get_text_config(decoder=True)  # for some models it is a new copy
+    return text if any(vars(part).get("config") is text for part in model.modules()) else model.config
+
+
 def _configs(model: Any) -> list[Any]:
     """Return the config of ``model``, and that of its text part if that is another."""
-    text = model.config.get_text_config()
+    text = text_config(model)
     return [model.config] if text is model.config else [model.config, text]
 
 
@@ -153,7 +159,7 @@ def _start(model: Any, start: Callable[..., Any], generation_config: Any, asked:
     manager._original_attn_impl = {**names, "": NAME}  # stop() sets these
     _managers.add(manager)
     if manager.batch_processor is None:  # else it was kept, with its cache
-        if not _has_windows(model.config.get_text_config()):
+        if not _has_windows(text_config(model)):
             manager.continuous_batching_config.max_blocks_per_request = resolved.max_blocks_per_request
         create = manager._create_batch_processor
         manager._create_batch_processor = lambda: _with_our_cache(create())

@@ -1,44 +1,76 @@
 """Layer of transformers' dynamic cache that does not copy itself for each token."""
 
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 from transformers.cache_utils import DynamicLayer
 
-ROOM = 256  # tokens: copies then are less than 1 % of what attention reads of so many steps
+ROOM = 32  # tokens, or an eighth of the cache if that is more: then few steps copy, and little memory is unused
 
 
 class GrowingLayer(DynamicLayer):  # type: ignore[no-untyped-call]
     """Layer whose keys and values [B, Hk, S, D] are the beginning of larger tensors, which take the next tokens.
 
-    All other methods are those of transformers. They replace keys and values by others or by a beginning of them, which
-    the next ``update`` notices.
+    Tokens are appended in place only behind the tensors that the last ``update`` of this memory returned. All other
+    methods are those of transformers: they set other keys and values, which the next ``update`` copies. So tensors that
+    an update has returned never change, and copies of a layer go on apart.
     """
 
+    _memory: "list[_Memory] | None" = None  # of keys and values; a list, which the copies of a layer share
+
     def update(self, key_states: Tensor, value_states: Tensor, *args: Any, **kwargs: Any) -> tuple[Tensor, Tensor]:
-        """Append keys and values, and return all; a gradient and a compiled model need the copy of transformers."""
-        wanted = torch.is_grad_enabled() and (key_states.requires_grad or value_states.requires_grad)
-        if wanted or torch.compiler.is_compiling():
+        """Append keys and values, and return all; graphs, and tensors that torch.cat converts, need its copy."""
+        if torch.compiler.is_compiling():
             return super().update(key_states, value_states, *args, **kwargs)
         if not self.is_initialized:
             self.lazy_initialization(key_states, value_states)
-        self._keys, self.keys = _appended(self.keys, key_states, vars(self).get("_keys"))
-        self._values, self.values = _appended(self.values, value_states, vars(self).get("_values"))
+        new, held = (key_states, value_states), (self.keys, self.values)
+        if torch.is_grad_enabled() or not all(map(_alike, held, new)):
+            self._memory = None
+            return super().update(key_states, value_states, *args, **kwargs)
+        if self._memory is None or not all(map(_has_room, self._memory, held, new)):
+            self._memory = None  # frees what no other layer holds
+            self._memory = [_larger(*each) for each in zip(held, new, strict=True)]
+        self._memory[:] = [_append(*each) for each in zip(self._memory, new, strict=True)]
+        self.keys, self.values = (memory.used for memory in self._memory)
         return self.keys, self.values
 
 
-def _appended(held: Any, new: Tensor, memory: Tensor | None) -> tuple[Tensor, Tensor]:
-    """Return ``held`` and after it ``new`` as the beginning of a tensor: of ``memory``, if it has them and room."""
-    length = held.shape[-2] if held.dim() == new.dim() else 0
-    total = length + new.shape[-2]
-    mine = memory is not None and held.data_ptr() == memory.data_ptr() and held.stride() == memory.stride()
-    if memory is None or not mine or memory.shape[-2] < total:
-        memory = new.new_empty(*new.shape[:2], total + ROOM, new.shape[-1])
-        if length:
-            memory[:, :, :length] = held
-    memory[:, :, length:total] = new
-    return memory, memory[:, :, :total]
+class _Memory(NamedTuple):
+    """Tensor ``rows`` [B, Hk, R, D] and its beginning ``used``, the result of the last update."""
+
+    rows: Tensor
+    used: Tensor
+
+
+def _alike(held: Tensor, new: Tensor) -> bool:
+    """Return True if both are plain tensors that differ in their number of tokens alone; ``held`` may be empty."""
+    sizes = [(*t.shape[:2], *t.shape[3:], t.dtype, t.device) for t in (held if held.numel() else new[:, :, :0], new)]
+    return type(new) is Tensor and new.dim() == 4 and held.dtype == new.dtype and sizes[0] == sizes[1]
+
+
+def _has_room(memory: _Memory, held: Tensor, new: Tensor) -> bool:
+    writable = torch.is_inference_mode_enabled() or not memory.rows.is_inference()
+    return memory.used is held and writable and held.shape[2] + new.shape[2] <= memory.rows.shape[2]
+
+
+def _larger(held: Tensor, new: Tensor) -> _Memory:
+    """Return a copy of ``held`` with room for ``new`` and more."""
+    length = held.shape[2] if held.numel() else 0
+    total = length + new.shape[2]
+    rows = new.new_empty(*new.shape[:2], total + max(ROOM, total // 8), new.shape[3])
+    used = rows[:, :, :length]
+    if length:
+        used.copy_(held)
+    return _Memory(rows, used)
+
+
+def _append(memory: _Memory, new: Tensor) -> _Memory:
+    length = memory.used.shape[2]
+    total = length + new.shape[2]
+    memory.rows[:, :, length:total] = new
+    return memory._replace(used=memory.rows[:, :, :total])
 
 
 def let_grow(cache: Any) -> None:

@@ -20,6 +20,7 @@ from torch.utils._pytree import tree_leaves, tree_map_only
 from transformers.models.auto import modeling_auto
 
 from liger_like.doctor import tiny
+from liger_like.patches import generation
 from liger_like.patches.catalogue import INTERFACES, RECOGNISERS
 from liger_like.patches.heads import FORWARDS
 from liger_like.patches.lm_head import LMHead
@@ -91,7 +92,8 @@ def examine(path: Path) -> Diagnosis:
     report.unpatch()
     dropping = _left_for_dropout(cls, config)
     together = Row(TOGETHER, cls.__name__, "", 1, PATCHED)
-    rows = [dataclasses.asdict(dropping.get((row.pattern, row.cls), row)) for row in (*report.rows, together)]
+    examined = [row for row in report.rows if row.pattern != generation.PATTERN]  # training alone
+    rows = [dataclasses.asdict(dropping.get((row.pattern, row.cls), row)) for row in (*examined, together)]
     warnings += _unfused(report.rows, config)
     try:
         inputs, same = tiny.first_that_run(tiny.without_dropout(model))

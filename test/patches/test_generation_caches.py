@@ -93,8 +93,8 @@ def test_steps_copy_nothing():
     layer = made.layers[0]
     assert type(layer) is GrowingLayer
     assert layer.keys.shape[-2] == 15 + 8 - 1
-    assert layer.keys.data_ptr() == layer._keys.data_ptr()
-    assert layer._keys.shape[-2] == 15 + ROOM
+    assert layer.keys.data_ptr() == layer._memory[0].rows.data_ptr()
+    assert layer._memory[0].rows.shape[-2] == 15 + ROOM
     own = DynamicCache(config=model.config)
     model.generate(**inputs, past_key_values=own, generation_config=options())
     assert type(own.layers[0]) is DynamicLayer
@@ -129,7 +129,8 @@ def test_a_growing_layer_does_as_the_dynamic_one(way):
             continue
         batch = 2 if not caches[0].layers[0].is_initialized else len(caches[0].layers[0].keys)
         keys, values = torch.randn(2, batch, 2, rows, 8)
-        (k0, v0), (k1, v1) = [cache.update(keys, values, 0) for cache in caches]
+        with torch.no_grad():
+            (k0, v0), (k1, v1) = [cache.update(keys, values, 0) for cache in caches]
         assert torch.equal(k0, k1)
         assert torch.equal(v0, v1)
         assert caches[0].get_seq_length() == caches[1].get_seq_length()
@@ -143,3 +144,27 @@ def test_gradients_flow_through_a_growing_layer():
         keys, _ = cache.update(part, part, 0)
     keys.sum().backward()
     assert all(torch.equal(part.grad, torch.ones_like(part)) for part in parts)
+
+
+@torch.no_grad()
+@pytest.mark.parametrize("copied", ["layer", "crop", "rows", "inference"])
+def test_returned_tensors_never_change(copied):
+    """A shallow copy, a crop and a part of the rows go on in memory of their own; so does an inference tensor."""
+    cache = DynamicCache(config=model_of("Llama").config)
+    let_grow(cache)
+    layer = cache.layers[0]
+    parts = torch.randn(3, 2, 2, 4, 8)
+    with torch.inference_mode(copied == "inference"):
+        layer.update(parts[0], parts[0])
+    before, other = layer.keys, copy.copy(layer)
+    saved = before.clone()
+    if copied == "crop":
+        layer.crop(-2)
+    elif copied == "rows":
+        layer.keys, layer.values = layer.keys[:1], layer.values[:1]
+    held = layer.keys
+    mine, _ = layer.update(parts[1][: len(held)], parts[1][: len(held)])
+    others, _ = other.update(parts[2], parts[2])
+    assert torch.equal(mine, torch.cat((held, parts[1][: len(held)]), 2))
+    assert torch.equal(others, torch.cat((saved, parts[2]), 2))
+    assert torch.equal(before, saved)

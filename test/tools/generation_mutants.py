@@ -55,11 +55,11 @@ GENERATING = [
     ),
     (
         GROWING,
-        "memory is not None and held.data_ptr() == memory.data_ptr() and held.stride() == memory.stride()",
-        "memory is not None",
-        "reordered keys are taken for those in memory",
+        "memory.used is held and writable",
+        "writable",
+        "changed keys are taken for those in memory, and copies of a layer write over each other",
     ),
-    (GROWING, "memory[:, :, :length] = held", "pass", "a layer that grows loses its keys"),
+    (GROWING, "        used.copy_(held)", "        pass", "a layer that grows loses its keys"),
     (GROWING, "layer.__class__ = GrowingLayer", "pass", "each step copies the cache"),
     (
         ATTENTION,
