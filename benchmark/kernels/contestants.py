@@ -382,7 +382,12 @@ OPS: dict[str, Plain | Attention] = {
         others={"torch, loop": named(experts.torch_experts_loop), experts.BOUND: experts.equal_experts},
     ),
     "moe_experts_lora": Plain(
-        replace(SPECS["moe_experts"], inputs=experts.adapted_inputs, cost=experts.adapted_cost),
+        replace(
+            SPECS["moe_experts"],
+            inputs=experts.adapted_inputs,
+            cost=experts.adapted_cost,
+            bench_shapes=tuple({**shape, "rank": 16} for shape in SPECS["moe_experts"].bench_shapes),
+        ),
         experts.torch_adapted_experts,
         {"transformers": experts.transformers_adapted_experts},
     ),

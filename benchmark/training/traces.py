@@ -99,12 +99,26 @@ def _recorded(group: str, function: Callable[..., Any]) -> Callable[..., Any]:
 
 
 @contextmanager
+def _rotating(forward: Any, name: str = "apply_rotary_pos_emb") -> Iterator[None]:
+    """Record the rotary function of ``forward``: a global, or a free variable where patched."""
+    free = dict(zip(forward.__code__.co_freevars, forward.__closure__ or (), strict=True))
+    if name not in free:
+        with mock.patch.dict(forward.__globals__, {name: _recorded("RoPE", forward.__globals__[name])}):
+            yield
+        return
+    rotate = free[name].cell_contents
+    free[name].cell_contents = _recorded("RoPE", rotate)
+    try:
+        yield
+    finally:
+        free[name].cell_contents = rotate
+
+
+@contextmanager
 def grouped(model: PreTrainedModel) -> Iterator[None]:
     """Let the profiler see to which group the work of each module of ``model`` and of its rotary function belongs."""
     modules = [(GROUP_OF.get(name.rpartition(".")[2]), module) for name, module in model.named_modules()]
-    names = inspect.unwrap(type(model.model.layers[0].self_attn).forward).__globals__
-    rotate = "apply_rotary_pos_emb"
-    with mock.patch.dict(names, {rotate: _recorded("RoPE", names[rotate])}):
+    with _rotating(inspect.unwrap(type(model.model.layers[0].self_attn).forward)):
         for group, module in modules:
             if group:
                 module.forward = _recorded(group, module.forward)

@@ -43,6 +43,7 @@ def test_families(tmp_path):
         "glu_mlp": 2,
         "lm_head": 2,
         "attention": 2,
+        "generation": 1,
     }
     assert rows["LlamaForCausalLM"]["left"] == []
 

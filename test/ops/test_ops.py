@@ -297,7 +297,8 @@ def test_torch_fills_nothing_large(spec, options, device):
     with mode:
         torch.autograd.grad(outputs, leaves, upstream)
     large = min(t.numel() for t in leaves if t.dim() > 1)
-    assert not [(name, size) for name, size in mode.filled if size >= large]
+    # a chunk of x has zeros in the rows of ignored tokens, lest their NaN gets into gradients
+    assert {name for name, size in mode.filled if size >= large} <= {"aten::masked_fill_.Scalar"}
 
 
 class _Calls(TorchDispatchMode):
