@@ -25,7 +25,8 @@ class GrowingLayer(DynamicLayer):  # type: ignore[no-untyped-call]
             return super().update(key_states, value_states, *args, **kwargs)
         if not self.is_initialized:
             self.lazy_initialization(key_states, value_states)
-        new, held = (key_states, value_states), (self.keys, self.values)
+        new: tuple[Tensor, ...] = (key_states, value_states)
+        held: tuple[Any, ...] = (self.keys, self.values)
         if torch.is_grad_enabled() or not all(map(_alike, held, new)):
             self._memory = None
             return super().update(key_states, value_states, *args, **kwargs)
