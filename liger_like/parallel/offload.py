@@ -42,7 +42,9 @@ class Stays:
     """A tensor that stays where it is until the backward. torch does not watch what passes hooks, so this does."""
 
     def __init__(self, tensor: Tensor) -> None:
-        self.tensor, self.version = tensor, tensor._version
+        # a tensor that held its own graph would never be freed
+        self.tensor = tensor if tensor.is_leaf else tensor.detach()
+        self.version = self.tensor._version
 
     def load(self) -> Tensor:
         """Return the tensor. Raises RuntimeError if it was modified."""

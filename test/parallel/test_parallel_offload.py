@@ -326,6 +326,15 @@ def test_what_the_loss_saves_stays():
     assert host.out == INPUT
 
 
+def test_a_graph_without_backward_is_freed():
+    x = torch.randn(3, requires_grad=True)
+    with pytest.raises(RuntimeError, match="no checkpoint"), offload_checkpoints(1):
+        y = x.exp()  # saves its result
+    saved = StorageWeakRef(y.untyped_storage())
+    del y
+    assert saved.expired()
+
+
 def test_no_checkpoint():
     with pytest.raises(RuntimeError, match="found no checkpoint: call "), offload_checkpoints():
         torch.nn.Linear(4, 4)(torch.ones(4)).sum().backward()

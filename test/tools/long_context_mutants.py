@@ -22,6 +22,7 @@ LONG_CONTEXT = [
     (OFFLOAD, "        and tensor.untyped_storage().nbytes() == alone\n", "", "a part of larger memory leaves"),
     (OFFLOAD, "        frame = frame.f_back\n", "        pass\n", "inputs saved through a Function stay"),
     (OFFLOAD, "    if not _by_checkpoint():", "    if False:", "what the loss saves leaves"),
+    (OFFLOAD, "tensor if tensor.is_leaf else tensor.detach()", "tensor", "what stays holds its own graph"),
     (
         MEMORY,
         "del self.free[:count]",
