@@ -40,7 +40,8 @@ def test_loss_and_gradients_are_exact(family, device):
 def test_every_pattern_of_a_family_is_patched(family, device):
     report = patch(tiny(family, device))
     rotary = "qk_norm_rope" if family == "Qwen3" else "rope"
-    assert {row.pattern for row in report.patched} == {"rms_norm", rotary, "glu_mlp", "attention", "lm_head"}
+    expected = {"rms_norm", rotary, "glu_mlp", "attention", "lm_head", "generation"}
+    assert {row.pattern for row in report.patched} == expected
     assert not report.skipped
 
 

@@ -76,7 +76,8 @@ def test_hooks_are_removed(restore_first, device, tmp_path):
 def test_verified_numerically(device, tmp_path):
     original = tiny("Llama", device, num_hidden_layers=1)
     model = PLACED["device_map"](copy.deepcopy(original), device, tmp_path)
-    assert all(row.error is not None for row in patch(model, verify="numeric", strict=True).patched)
+    report = patch(model, verify="numeric", strict=True)
+    assert all(row.error is not None for row in report.patched if row.pattern != "generation")
     offloaded = PLACED["cpu_offload"](original, device, tmp_path)
     with pytest.warns(UserWarning, match="no module of LlamaForCausalLM runs a kernel"):
         report = patch(offloaded, verify="numeric")

@@ -137,7 +137,7 @@ def test_experts_and_attention_share_a_view(device):
     model = model_of("Mixtral", device)
     report = patch(model)
     found = {row.pattern for row in report.patched}
-    assert found == {"rms_norm", "rope", "experts", "router", "attention", "lm_head"}
+    assert found == {"rms_norm", "rope", "experts", "router", "attention", "lm_head", "generation"}
     assert model.config is experts_of(model)[0].config
     names = lambda: (model.config._attn_implementation, model.config._experts_implementation)  # noqa: E731
     assert names() == ("liger_like", "liger_like")

@@ -114,7 +114,7 @@ def test_verified_numerically(device):
     for adapters in ("head and projections", "head as a copy"):
         model = adapted(tiny("Llama", device, num_hidden_layers=1), **ADAPTERS[adapters])
         report = patch(model, verify="numeric", strict=True)
-        assert all(row.error is not None for row in report.patched)
+        assert all(row.error is not None for row in report.patched if row.pattern != "generation")
         assert model(**batch(device)).logits is None
 
 

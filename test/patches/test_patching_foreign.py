@@ -40,7 +40,7 @@ def test_a_loss_of_torch_that_was_replaced_for_the_process_is_reported(reporting
         "trying it raised RuntimeError: 0 active drivers ([]). There should only be one.; "
         "torch.nn.functional.cross_entropy was replaced by test_patching_foreign.launch_kernel"
     )
-    assert {row.pattern for row in report.patched} == {"rms_norm", "rope", "glu_mlp", "attention"}
+    assert {row.pattern for row in report.patched} == {"rms_norm", "rope", "glu_mlp", "attention", "generation"}
 
 
 def test_a_replaced_loss_that_computes_something_else_is_named(reporting, monkeypatch, device):
