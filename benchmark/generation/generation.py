@@ -114,7 +114,7 @@ def nothing(model: PreTrainedModel) -> None:
 
 
 class Contestant(NamedTuple):
-    """How a model is changed, and what generates."""
+    """Contestant: a change of the model, and the function that generates."""
 
     prepare: Callable[[PreTrainedModel], Any]
     generate: Callable[[PreTrainedModel, Setting], Generate]

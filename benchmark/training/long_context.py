@@ -40,7 +40,7 @@ PREFIX, COPIED = "long-context", 1 << 30  # bytes of a timed copy
 
 
 class Contestant(NamedTuple):
-    """What is patched, whether checkpoints go to the host, and which results go there, too."""
+    """Contestant: what patches the model, and which checkpoints and results go to the host."""
 
     patch: dict[str, Any] | None = None
     offload: bool = False
@@ -73,7 +73,7 @@ OPTIMIZERS: dict[str, Callable[[Any], torch.optim.Optimizer]] = {
 
 
 class Setting(NamedTuple):
-    """How many layers of the model train, on how many tokens, by which optimizer."""
+    """Step to measure: the number of layers, the tokens of its sequence, and the optimizer."""
 
     layers: int
     tokens: int

@@ -107,6 +107,7 @@ def examine(path: Path) -> Diagnosis:
 
 
 def read(file: Path) -> dict[str, Any]:
+    """Return the fields of a config.json. Raises NotExaminedError if it cannot be read or holds no object."""
     try:
         fields = json.loads(file.read_text())
     except (OSError, ValueError) as error:

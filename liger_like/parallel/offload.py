@@ -27,7 +27,7 @@ ACTIVE: "list[CheckpointOffload]" = []  # the innermost one is last
 
 
 class Layer:
-    """What a checkpoint keeps, its input and results of ops, which live as long as the graph does."""
+    """Tensors that a checkpoint keeps: its input and results of ops. They live as long as the graph does."""
 
     def __init__(self, before: "Layer | None") -> None:
         self.kept: list[weakref.ref[Kept]] = []

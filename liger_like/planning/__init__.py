@@ -1,4 +1,4 @@
-"""What a training step needs, before there is a GPU: its peak memory by a trace of tensors without data.
+"""Peak memory and time of a training step before there is a GPU, by a trace of tensors without data.
 
 ``predict`` traces a model from its config; ``traced`` is a context for a step of one's own. Both run on any CPU.
 """

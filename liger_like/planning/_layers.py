@@ -166,7 +166,7 @@ def _in_backward() -> bool:
 
 
 class Segment(NamedTuple):
-    """What happens from one mark to the next."""
+    """Events of a trace from one mark to the next."""
 
     changes: list[Change]
     times: dict[str, float]

@@ -1,4 +1,4 @@
-"""What a trace says: the peak and what it is made of."""
+"""Result of a trace: the peak, and the kinds, layers and modules that it is made of."""
 
 import re
 from collections import Counter

@@ -76,8 +76,8 @@ def searched(
 ) -> tuple[Candidate, ...]:
     """Return the candidates, the fastest that fits first. Raises ValueError if no mesh divides ``batch``.
 
-    Of a mesh and a checkpointing the largest micro-batch that fits is found by bisection. ``cp`` GPUs share rows only
-    if nothing fits without, since that sends keys and values.
+    Bisection finds the largest micro-batch that fits a mesh and a checkpointing. ``cp`` GPUs share rows only if nothing
+    fits without, since that sends keys and values.
     """
     found: list[Candidate] = []
     for mesh in meshes(gpus, batch, seq, fix):

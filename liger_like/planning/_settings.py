@@ -1,4 +1,4 @@
-"""What a step is planned with: one way to train, and the errors that name its fields."""
+"""Settings of a step: one way to train, and the errors that name its fields."""
 
 from dataclasses import dataclass, fields
 from typing import Any

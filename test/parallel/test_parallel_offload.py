@@ -97,13 +97,18 @@ class Net(torch.nn.Module):
         return [i for i, storage in enumerate(self.inputs) if not storage.expired()]
 
 
-@pytest.fixture(autouse=True)
-def _late(monkeypatch):
+def copy_late(monkeypatch, page, slab):
+    """Let tensors on the CPU leave by late copies, in pages and slabs of so many bytes."""
     monkeypatch.setitem(host_memory.ENGINES, "cpu", Late)
     monkeypatch.setattr(Late, "log", [])
-    monkeypatch.setattr(host_memory, "SLAB", SLAB)
+    monkeypatch.setattr(host_memory, "SLAB", slab)
     for module in (host_memory, offload):
-        monkeypatch.setattr(module, "PAGE", PAGE)
+        monkeypatch.setattr(module, "PAGE", page)
+
+
+@pytest.fixture(autouse=True)
+def _late(monkeypatch):
+    copy_late(monkeypatch, PAGE, SLAB)
 
 
 def inputs(rows=ROWS):

@@ -6,10 +6,10 @@ import pytest
 import torch
 import torch.utils.checkpoint as of_torch
 from test_parallel_checkpoint import Count
-from test_parallel_offload import GIB, Late, same
+from test_parallel_offload import GIB, Late, copy_late, same
 from tiny_models import batch, results, tiny
 
-from liger_like.parallel import checkpoint_policy, host_memory, offload, offload_checkpoints
+from liger_like.parallel import checkpoint_policy, offload_checkpoints
 
 PAGE, SLAB, LAYERS = 512, 4096, 4
 SIZE = 2 * 12 * 32 * 4  # bytes of a layer's input, as of attention's output: 3072, six pages
@@ -17,11 +17,7 @@ SIZE = 2 * 12 * 32 * 4  # bytes of a layer's input, as of attention's output: 30
 
 @pytest.fixture(autouse=True)
 def _late(monkeypatch):
-    monkeypatch.setitem(host_memory.ENGINES, "cpu", Late)
-    monkeypatch.setattr(Late, "log", [])
-    monkeypatch.setattr(host_memory, "SLAB", SLAB)
-    for module in (host_memory, offload):
-        monkeypatch.setattr(module, "PAGE", PAGE)
+    copy_late(monkeypatch, PAGE, SLAB)
 
 
 HOST = checkpoint_policy((), host=("attention",))

@@ -118,6 +118,7 @@ LOGPROBS = [
         "start == 0 or not call.reads_count",
         "of a captured chunk's ignored tokens a NaN gets out",
     ),
+    (CHUNKS, "not call.reads_count or in_graph", "in_graph", "without a count a NaN of an ignored token gets out"),
     (SLICES, "last_start == 0 or in_graph(target)", "last_start == 0", "of ignored tokens under capture"),
     (SLICES, "last_start == 0 or in_graph(target)", "in_graph(target)", "of ignored tokens of a single chunk"),
     ("ops/losses/operands.py", "x if ignored is None else", "x if True else", "a NaN of an ignored token in dA"),

@@ -83,7 +83,7 @@ def logits_ref(
 ) -> Tensor:  # fmt: skip
     """Return the logits [..., V] in at least ``logits_dtype``, whose gradient is rounded to the dtype of ``x``.
 
-    Those of ``ignored`` tokens [...] send no NaN to any gradient. The logits of a ``shard`` are gathered.
+    A NaN of ``ignored`` tokens [...] gets into no gradient. The logits of a ``shard`` are gathered.
     """
     dtype, outside = torch.promote_types(x.dtype, logits_dtype), ignored.unsqueeze(-1)
     x = x.masked_fill(outside, 0)
