@@ -8,6 +8,7 @@ import pytest
 import torch
 from conftest import DEVICE
 from torch._dynamo.testing import CompileCounterWithBackend
+from torch.autograd import forward_ad
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 from torch.utils.checkpoint import checkpoint
@@ -195,8 +196,19 @@ def test_no_grad_gives_the_same_and_keeps_no_graph(spec, device):
             got = spec.fn(**inputs, **options)
         got = [t for t in (got if isinstance(got, tuple) else (got,)) if t is not None]
         assert not any(t.requires_grad for t in got)
+        assert not {t.data_ptr() for t in got} & {t.data_ptr() for t in inputs.values() if isinstance(t, torch.Tensor)}
         for i, t in enumerate(got):
             torch.testing.assert_close(t, expected[f"out{i}"], rtol=0, atol=0)
+
+
+def test_no_grad_leaves_other_derivatives_alone(device):
+    """A derivative that an autograd function refuses must not be lost in silence where no backward follows."""
+    x, weight = torch.randn(3, 8, device=device), torch.ones(8, device=device)
+    with torch.no_grad():
+        with forward_ad.dual_level(), pytest.raises((NotImplementedError, RuntimeError), match="jvp"):
+            ops.rms_norm(forward_ad.make_dual(x, x), weight)
+        with pytest.raises(RuntimeError, match="functorch"):
+            torch.func.vmap(ops.rms_norm, (0, None))(x[None], weight)
 
 
 @each_differentiable_op
