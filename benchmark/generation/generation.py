@@ -11,8 +11,9 @@ Decode steps are replays of a CUDA graph, and each contestant of a shape has the
 have a process each: a first call that compiles and captures, whose seconds are reported as "cold", then a warm one. By
 ``generate`` the time to the first token is that of a generation of one token, and a step's time what the other tokens
 take, divided by their number. Continuous batching says when it had each token: the first one is that of the last
-prompt, and a step the median from there on. A step's GPU time is the sum of its kernels by torch's profiler. Tokens/s
-count the whole call, and so the garbage collection with which transformers ends it. Results are written at once.
+prompt, and a step the median of those that give each sequence a token. A step's GPU time is the sum of its kernels by
+torch's profiler, of a generation less that of one of fewer tokens. Tokens/s count the whole call, and so the garbage
+collection with which transformers ends it. Results are written at once.
 """
 
 import argparse
@@ -103,7 +104,8 @@ def by_batch(model: PreTrainedModel, setting: Setting, **options: Any) -> Genera
         if made != [new] * setting.batch:
             raise RuntimeError(f"{new} tokens for each of {setting.batch} prompts were expected, got {made}")
         last = max(outputs, key=lambda output: output.timestamps[0]).timestamps  # prompts take several steps
-        steps = [end - begin for begin, end in itertools.pairwise(last)]
+        end = min(output.timestamps[-1] for output in outputs)  # from here on some have all their tokens
+        steps = [after - before for before, after in itertools.pairwise(last) if after <= end]
         return {"first_s": last[0] - start} | ({"ms": statistics.median(steps) * 1e3} if steps else {})
 
     return generate
@@ -209,7 +211,7 @@ def contend(name: str, setting: Setting) -> Row:
     if GPU:
         row["gib"] = torch.cuda.max_memory_allocated() / 2**30
         steps = min(PROFILED, new - 1)
-        row["gpu_ms"] = (gpu_seconds(generate, steps + 1) - gpu_seconds(generate, 1)) / steps * 1e3
+        row["gpu_ms"] = (gpu_seconds(generate, new) - gpu_seconds(generate, new - steps)) / steps * 1e3
     return row
 
 
