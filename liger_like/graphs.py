@@ -323,7 +323,11 @@ def _check_optimizer(optimizer: torch.optim.Optimizer, device: torch.device) -> 
 
 
 def _check_graphs(model: nn.Module) -> None:
-    """Raise if a backward graph is alive: autograd adds gradients on its stream, which no capture may wait for."""
+    """Raise if a backward graph is alive: autograd adds gradients on its stream, which no capture may wait for.
+
+    The casts that autocast keeps hold graphs too, even those of a forward without gradients: drop them.
+    """
+    torch.clear_autocast_cache()
     for name, p in model.named_parameters():
         if p.requires_grad:
             for _ in range(2):

@@ -1,7 +1,10 @@
-"""A NaN in the states of tokens that do not count gets into no gradient of the fused losses: 0 times NaN is NaN."""
+"""Tokens that do not count in the fused losses: a NaN in their states gets into no gradient (0 times NaN is NaN), and
+CUDA graphs compute them too.
+"""
 
 import pytest
 import torch
+from test_gpu import LINEAR, capture, forward_backward, redraw
 
 from liger_like import ops
 from liger_like.ops.losses import chunks, dw_sum, linear_cross_entropy, linear_divergence, linear_logprobs
@@ -11,7 +14,9 @@ from liger_like.ops.losses.linear_logprobs import fused_linear_logprobs_ref
 from liger_like.ops.losses.linear_token_loss import fused_linear_token_loss_ref
 from liger_like.ops.losses.vocab_shards import Shard
 from liger_like.runtime import support
+from liger_like.testing import SPECS
 
+DIVERGENCE = next(spec for spec in SPECS if spec.name == "fused_linear_divergence")
 T, H, V, RANK = 24, 8, 40, 3
 TEACHER = torch.randn(T, 4), torch.randn(V, 4)
 
@@ -146,3 +151,32 @@ def test_no_count_is_read_for_a_gradient_in_16_bits(wide, released, device, monk
             results.append([loss.detach(), weight.grad, *([leaf.grad] if trains_x else [])])
         torch.testing.assert_close(results[1], results[0], rtol=1e-2, atol=1e-3)
         torch.testing.assert_close(results[2], results[1], rtol=0, atol=0)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize(
+    "options",
+    [{}, {"recompute": True}, {"reduction": "none"}, {"beta": 0.5}, {"beta": 1.0, "reduction": "none"}],
+    ids=str,
+)
+def test_cuda_graph_with_ignored_tokens(options):
+    spec = DIVERGENCE if "beta" in options else LINEAR
+    shape = {"Ht": 48, "mask": True} if spec is DIVERGENCE else {}
+    inputs = spec.inputs(torch.bfloat16, "cuda", lead=(300,), H=64, V=1000, **shape)
+    options = {**options, "chunk_rows": 64}
+    labels = None if spec is DIVERGENCE else inputs["target"].clamp(min=0)
+    graph, captured, upstream = capture(spec, inputs, options)
+    for share in (0.0, 0.5, 0.9, 1.0):  # each replay ignores another share
+        redraw(inputs, upstream)
+        ignored = torch.rand(300, device="cuda") < share
+        if labels is None:
+            inputs["mask"].copy_(~ignored)
+        else:
+            inputs["target"].copy_(labels.masked_fill(ignored, -100))
+        graph.replay()
+        eager, _ = forward_backward(spec, inputs, options, upstream)
+        with support.as_in_graph():
+            same, _ = forward_backward(spec, inputs, options, upstream)
+        for a, b, c in zip(captured, eager, same, strict=True):
+            assert (a - b).norm() <= 5e-3 * b.norm()
+            assert torch.equal(a, c)

@@ -83,6 +83,10 @@ def test_backward_graphs_that_are_alive():
             _check_graphs(model)
     del loss
     _check_graphs(model)
+    with torch.autocast("cpu", torch.bfloat16):
+        with torch.no_grad():
+            model(torch.randn(3, 4))
+        _check_graphs(model)  # not the casts of weights that autocast keeps
 
 
 @pytest.mark.gpu

@@ -104,7 +104,7 @@ def fused_linear_divergence_ref(
     rows, *entropies = (t.masked_fill(ignored, 0) for t in (rows, *entropies))
     loss = rows if reduction == "none" else rows.sum()
     results = loss, rows.detach(), *entropies, agree & ~ignored
-    return _finish(results, target, shape, reduction, num_items, outputs)
+    return _finish(results, target, mask, shape, reduction, num_items, outputs)
 
 
 def _expected(p: Tensor, values: Tensor) -> Tensor:
@@ -121,6 +121,7 @@ def _labels(x: Tensor, mask: Tensor | None) -> Tensor:
 def _finish(
     results: tuple[Tensor, ...],
     target: Tensor,
+    mask: Tensor | None,
     shape: torch.Size,
     reduction: str,
     num_items: float | Tensor | None,
@@ -128,6 +129,8 @@ def _finish(
 ) -> Tensor | DivergenceOutput:
     """Return the reduced loss, and the ``outputs`` among ``results``, the fields of ``DivergenceOutput``."""
     loss = results[0]
+    if mask is None and num_items is None:
+        num_items = len(target)  # a compiled graph would sum constants beside the loss, which Triton 3.6 fails on
     loss = loss.view(shape) if reduction == "none" else reduce_loss(loss, reduction, target, None, IGNORED, num_items)
     if not outputs:
         return loss
@@ -369,4 +372,4 @@ def fused_linear_divergence(
     )  # fmt: skip
     options = tempered(options, temperature)
     results = _fused(x, weight, bias, lora, target, mask is not None, teacher, settings, shard, options)
-    return _finish(results, target, x.shape[:-1], reduction, num_items, outputs)
+    return _finish(results, target, mask, x.shape[:-1], reduction, num_items, outputs)
