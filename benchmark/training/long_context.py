@@ -260,7 +260,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
     if not GPU and not options.quick:
         parser.error("needs a GPU (all but --quick and --report)")
     result: Row = environment("transformers", "Liger") | {"settings": {}}
-    if GPU:
+    if GPU and (options.copies or len(options.settings) == len(SETTINGS)):
         (result["copies"],) = Processes(1, 60).run(copies)
         if "reason" in result["copies"]:
             raise ToldError(result["copies"]["reason"])
