@@ -96,7 +96,7 @@ SETTINGS = (
     *(Setting(4, tokens, tuple(CONTESTANTS), 3, 3, 300) for tokens in (16384, 32768, 65536)),
     Setting(8, 131072, ("transformers", "liger_like, tiled", TILED, KEPT, "Liger"), 1, 1, 150),
     Setting(8, 262144, ("liger_like, tiled", KEPT), 1, 1, 150),
-    Setting(4, 655360, (KEPT,), 1, 1, 150),
+    Setting(4, 655360, (KEPT,), 1, 1, 200),
     Setting(2, 1310720, (KEPT,), 1, 1, 300),
     Setting(32, 131072, (KEPT,), 1, 1, 200),
 )
