@@ -16,6 +16,10 @@ def adam(parameters):
     return torch.optim.AdamW(parameters, lr=1e-2)
 
 
+def adam_in_8_bits(parameters):
+    return pytest.importorskip("bitsandbytes").optim.AdamW8bit(parameters, lr=1e-2, min_8bit_size=1)
+
+
 def stepped(model, optimizer, inputs):
     """Return losses and parameters of three steps; without ``optimizer`` the backward steps."""
     losses = []
@@ -34,8 +38,8 @@ def same(got, expected):
     torch.testing.assert_close(got, expected, rtol=0, atol=0)
 
 
-@pytest.mark.parametrize("tied", [False, True])
-def test_updates(tied):
+@pytest.mark.parametrize(("tied", "optimizer"), [(False, adam), (True, adam), (False, adam_in_8_bits)])
+def test_updates(tied, optimizer):
     """Those of one optimizer, bit for bit, where at most one parameter has a gradient at a time."""
     model, inputs = tiny("Llama", tie_word_embeddings=tied), batch()
     model.gradient_checkpointing_enable({"use_reentrant": False})
@@ -46,13 +50,13 @@ def test_updates(tied):
         alive.append(sum(p.grad is not None for p in other.parameters()))
 
     def make(parameters):
-        optimizer = adam(parameters)
-        optimizer.register_step_pre_hook(note)
-        return optimizer
+        one = optimizer(parameters)
+        one.register_step_pre_hook(note)
+        return one
 
     optimizers = step_in_backward(other, make)
     assert [*optimizers] == [name for name, p in model.named_parameters() if p.requires_grad]
-    same(stepped(other, None, inputs), stepped(model, adam(model.parameters()), inputs))
+    same(stepped(other, None, inputs), stepped(model, optimizer(model.parameters()), inputs))
     assert alive == [1] * 3 * len(optimizers)
 
 
