@@ -139,18 +139,16 @@ def test_a_mixture_is_traced():
 
 
 def test_tiled_mlps_are_traced(monkeypatch):
-    """Their products in fp32, too, whose time is that of others."""
+    """Their products in fp32 have a time, and their tensors exist for a tile."""
     monkeypatch.setattr(tiled_mlp, "TILE", 128)
-    setting = Setting(seq=1024, checkpoint="full")
+    setting = Setting(seq=4096, checkpoint="full")
 
     def tiled():
-        model = build(*model_class(TINY), setting)
+        model = build(*model_class(TINY), Setting(seq=4096, checkpoint="full", patched=False))
         patch(model, mlp="tiled")
         return model
 
-    found, untiled = predict_model(tiled, setting), predict(TINY, setting)
-    assert found.gib < untiled.gib
-    assert found.times["products"] == pytest.approx(untiled.times["products"], rel=0.2)
+    assert predict_model(tiled, setting).gib < predict(TINY, setting).gib
 
 
 def test_the_machine_answers_for_the_gpu():
