@@ -1,21 +1,26 @@
 """Times training steps on long sequences on one GPU: checkpoints and attention on the host, tiled MLPs, and neither.
 
-    make bench-long-context                                      measures, writes results/ and from it the report
-    python -m benchmark long_context --layers 8 --tokens 65536   other shapes; results/ keeps what it has of the rest
+    make bench-long-context                                measures, writes results/ and from it the report
+    python -m benchmark long_context --settings 0 3        some of the settings; results/ keeps what it has of the rest
     python -m benchmark long_context --contestants liger_like "liger_like, tiled"
-    python -m benchmark long_context --copies                    only the rates of copies between GPU and host
-    python -m benchmark long_context --quick                     tiny shapes, printed only; needs no GPU
-    python -m benchmark long_context --report                    the report again, without a GPU
+    python -m benchmark long_context --copies              only the rates of copies between GPU and host
+    python -m benchmark long_context --quick               tiny shapes, printed only; needs no GPU
+    python -m benchmark long_context --report              the report again, without a GPU
 
 A step is forward, backward and optimizer in bf16, with every layer checkpointed, on random tokens and weights of layers
-of Llama-3-8B. All contestants have the same weights and take turns, so that 1 % shows; Liger comes last, because it
-changes the model for good. GPU memory is the peak of all that torch allocated. Host memory is what a step copies there.
+of Llama-3-8B. Each setting has a process of its own, which ends with the setting's time. In it all contestants have the
+same weights and take turns, so that 1 % shows; Liger comes last, because it changes the model for good. A turn begins
+with steps on at most 65,536 tokens: they compile kernels, and last until the clock has fallen to where it stays. AdamW
+steps in the backward. GPU memory is the peak of all that torch allocated. Host memory is what a step copies there. The
+host's memory is pinned before. The floor is the time of a step's matrix products and attention alone.
 """
 
 import argparse
 import gc
+import math
 import statistics
-from collections.abc import Callable, Collection, Sequence
+import time
+from collections.abc import Iterator, Sequence
 from contextlib import nullcontext
 from functools import partial
 from typing import Any, NamedTuple
@@ -26,17 +31,18 @@ from transformers import LlamaConfig, PreTrainedModel
 
 import liger_like
 from benchmark.common.markdown import Row
-from benchmark.common.measure import RESULTS, attempt, environment, known, locked, present, rounded, save
-from benchmark.common.processes import DEVICE, GPU, reset_peak, times
+from benchmark.common.measure import RESULTS, ToldError, attempt, environment, known, locked, present, rounded, save
+from benchmark.common.processes import DEVICE, GPU, Processes, reset_peak, times
 from benchmark.training.long_context_report import tables, write_report
 from benchmark.training.training import build, nothing, patch_by_liger, tokens_of
 from examples.parallel import LARGER
 from examples.train import CONFIGS
-from liger_like.parallel import checkpoint_policy, offload_checkpoints
+from liger_like.parallel import checkpoint_policy, offload_checkpoints, step_in_backward
 from liger_like.parallel.host_memory import ENGINES
 from liger_like.parallel.offload import GIB, CheckpointOffload
 
 PREFIX, COPIED = "long-context", 1 << 30  # bytes of a timed copy
+WARM, LOAD = 65536, 2.0  # tokens, and seconds under load: the first second runs at a clock that the power limit ends
 
 
 class Contestant(NamedTuple):
@@ -59,28 +65,42 @@ CONTESTANTS = {
 }
 
 
-def adam_in_8_bits(parameters: Any) -> torch.optim.Optimizer:
-    from bitsandbytes.optim import AdamW8bit
-
-    return AdamW8bit(parameters, lr=1e-5)  # type: ignore[no-any-return]
-
-
-OPTIMIZERS: dict[str, Callable[[Any], torch.optim.Optimizer]] = {
-    "AdamW": partial(torch.optim.AdamW, lr=1e-5, fused=True),
-    "AdamW of 8 bits": adam_in_8_bits,
-    "SGD": partial(torch.optim.SGD, lr=1e-5, fused=True),
-}
-
-
 class Setting(NamedTuple):
-    """Step to measure: the number of layers, the tokens of its sequence, and the optimizer."""
+    """Steps to measure: layers, tokens of the sequence, who takes turns, how often, and seconds for all of it."""
 
     layers: int
     tokens: int
-    optimizer: str
+    contestants: tuple[str, ...]
+    rounds: int
+    steps: int
+    limit: float
 
     def text(self) -> str:
-        return f"{self.layers} layers, {self.tokens:,} tokens, {self.optimizer}"
+        return f"{self.layers} layers, {self.tokens:,} tokens"
+
+    def floor(self, config: LlamaConfig, kept: bool) -> float:
+        """Return the seconds of a step's products and attention, at rates that both reach alone on an H100 or H200.
+
+        ``kept``: attention's forward runs once, else twice.
+        """
+        H, L, S, V = config.hidden_size, self.layers, self.tokens, config.vocab_size
+        kv = H * config.num_key_value_heads // config.num_attention_heads
+        weights = L * (2 * H * (H + kv) + 3 * H * config.intermediate_size)
+        attention = 2 * S * S * H * L
+        products = S * (8 * weights + 6 * V * H)
+        return products / 690e12 + (1 if kept else 2) * attention / 692e12 + 2.5 * attention / 567e12
+
+
+TILED, KEPT = "liger_like, offloaded, tiled", "liger_like, offloaded, tiled, attention kept"
+SETTINGS = (
+    *(Setting(4, tokens, tuple(CONTESTANTS), 3, 3, 300) for tokens in (16384, 32768, 65536)),
+    Setting(8, 131072, ("transformers", "liger_like, tiled", TILED, KEPT, "Liger"), 1, 1, 150),
+    Setting(8, 262144, ("liger_like, tiled", KEPT), 1, 1, 150),
+    Setting(4, 655360, (KEPT,), 1, 1, 200),
+    Setting(2, 1310720, (KEPT,), 1, 1, 300),
+    Setting(32, 131072, (KEPT,), 1, 1, 200),
+)
+QUICK = Setting(3, 64, tuple(CONTESTANTS), 1, 1, 300)
 
 
 def prepare(model: PreTrainedModel, name: str) -> None:
@@ -104,26 +124,17 @@ def clear(model: nn.Module) -> None:
     reset_peak()
 
 
-def time_steps(
-    model: PreTrainedModel,
-    optimizer: torch.optim.Optimizer,
-    tokens: Tensor,
-    host: CheckpointOffload | None,
-    warmup: int,
-    steps: int,
-) -> Row:
+def time_steps(model: PreTrainedModel, tokens: Tensor, host: CheckpointOffload | None, warmups: int, steps: int) -> Row:
     """Measure steps: their times in ms, peak memory, GiB that went to the host and ms that were waited for copies."""
 
-    def step() -> None:
+    def step(tokens: Tensor) -> None:
         with host or nullcontext():
             model(input_ids=tokens, labels=tokens, use_cache=False).loss.backward()
-        optimizer.step()
-        optimizer.zero_grad()
 
-    clear(model)
-    times(step, warmup)
+    times(partial(step, tokens[:, :WARM]), warmups)
+    reset_peak()
     before = (host.out_gib, host.seconds_waited) if host else (0.0, 0.0)
-    row: Row = {"ms": times(step, steps)}
+    row: Row = {"ms": times(partial(step, tokens), steps)}
     after = (host.out_gib, host.seconds_waited) if host else (0.0, 0.0)
     gib, waited = ((b - a) / steps for a, b in zip(before, after, strict=True))
     peaks = (torch.cuda.max_memory_allocated(), torch.cuda.max_memory_reserved()) if GPU else (0, 0)
@@ -131,34 +142,65 @@ def time_steps(
     return row | {"gib": gpu, "reserved": reserved, "host": gib, "waited": waited * 1e3}
 
 
-def measure(setting: Setting, names: Collection[str], config: LlamaConfig, options: argparse.Namespace) -> Row:
-    """Return a row for each contestant, from rounds in which each of them has its turn."""
+def pin(host: CheckpointOffload, setting: Setting, config: LlamaConfig) -> None:
+    """Let ``host`` pin what the contestants of ``setting`` send there: inputs of layers, and results of attention."""
+    chosen = [CONTESTANTS[name] for name in setting.contestants]
+    row = 2 * config.hidden_size
+    several = [row] * any(c.offload for c in chosen) + [row, 4 * config.num_attention_heads] * any(
+        c.host for c in chosen
+    )
+    pages = host.pages_of(torch.device("cuda", torch.cuda.current_device()))
+    start = time.perf_counter()
+    taken = [pages.take(setting.tokens * each) for each in several for _ in range(setting.layers - 1)]
+    for own in taken:
+        pages.give(own or [])
+    print(f"{host.host_gib:.1f} GiB pinned in {time.perf_counter() - start:.1f} s", flush=True)
+
+
+def turns(setting: Setting, config: LlamaConfig, host_gib: float | None) -> Iterator[Row]:
+    """Yield name and figures of each turn: rounds in which every contestant has its own."""
     config.num_hidden_layers = setting.layers
     model = build(nothing, config, checkpointing=False)
     tokens = tokens_of(config, 1, setting.tokens)
-    optimizer = OPTIMIZERS[setting.optimizer](model.parameters())
-    host = offload_checkpoints(options.host_gib)
-    rows: Row = {}
-    for turn in range(options.rounds):
-        for name in present({name: None for name in CONTESTANTS if name in names}):
-            if "reason" in rows.get(name, {}) or (name == "Liger" and turn + 1 < options.rounds):
+    step_in_backward(model, partial(torch.optim.AdamW, lr=1e-5, fused=True))
+    warm = setting._replace(tokens=min(setting.tokens, WARM))
+    warmups = math.ceil(LOAD / warm.floor(config, True)) if GPU else 1
+    host = offload_checkpoints(host_gib)
+    if GPU:
+        pin(host, setting, config)
+    failed = set()
+    for turn in range(setting.rounds):
+        for name in setting.contestants:
+            if name in failed or (name == "Liger" and turn + 1 < setting.rounds):
                 continue
+            start = time.perf_counter()
+            clear(model)
             prepare(model, name)
             offload = host if CONTESTANTS[name].offload else None
-            found = attempt(partial(time_steps, model, optimizer, tokens, offload, options.warmup, options.steps))
-            if "ms" in found:
-                found["ms"] = rows.get(name, {}).get("ms", []) + found["ms"]
-            rows[name] = found
-            print(f"{setting.text()}, round {turn}, {name}: {found}", flush=True)
-    for row in rows.values():
-        if "ms" in row:
-            row["ms"] = statistics.median(row["ms"])
-            row["tokens"] = setting.tokens / row["ms"] * 1e3
-    return rows
+            found = attempt(partial(time_steps, model, tokens, offload, warmups, setting.steps))
+            failed |= {name} if "reason" in found else set()
+            print(f"{setting.text()}, round {turn}, {name}: {found}, {time.perf_counter() - start:.0f} s", flush=True)
+            yield {"name": name, **found}
 
 
-def copies() -> Row:
-    """Measure copies of 1 GiB both ways in GB/s, alone and under matrix products, and those products in TFLOP/s."""
+def measured(setting: Setting, config: LlamaConfig, rows: list[Row]) -> Row:
+    """Return a row for each contestant from its turns; the end of the process is the reason of those without."""
+    result: Row = {}
+    for name in setting.contestants:
+        own = [row for row in rows if row.get("name") == name]
+        timed = [row for row in own if "ms" in row]
+        if timed:
+            ms = statistics.median(ms for row in timed for ms in row["ms"])
+            floor = 1e3 * setting.floor(config, CONTESTANTS[name].host != ())
+            result[name] = timed[-1] | {"ms": ms, "tokens": setting.tokens / ms * 1e3, "floor": floor}
+            del result[name]["name"]
+        elif told := [row["reason"] for row in (*own, *rows[-1:]) if "reason" in row]:
+            result[name] = {"reason": told[0]}
+    return result
+
+
+def copies() -> Iterator[Row]:
+    """Yield the GB/s of copies of 1 GiB both ways, and the TFLOP/s of matrix products, alone and beside copies."""
     engine = ENGINES["cuda"](torch.device("cuda", torch.cuda.current_device()))
     memory, on_gpu = engine.memory(COPIED), torch.empty(COPIED, dtype=torch.uint8, device=DEVICE)
     a = torch.randn(8192, 8192, device=DEVICE, dtype=torch.bfloat16)
@@ -184,7 +226,7 @@ def copies() -> Row:
         under = statistics.median(times(partial(products, pair), 3))
         rate = COPIED / statistics.median(times(partial(copy, pair), 5)) / 1e6
         row[name] = {"GB/s": rate, "TFLOP/s": 60 * 2 * 8192**3 / under / 1e9}
-    return row
+    yield row
 
 
 def merged(earlier: Row, now: Row) -> Row:
@@ -206,14 +248,9 @@ def keep(result: Row) -> None:
 
 def main(arguments: Sequence[str] | None = None) -> None:
     parser = argparse.ArgumentParser(prog="python -m benchmark long_context")
-    parser.add_argument("--layers", type=int, default=4)
-    parser.add_argument("--tokens", type=int, nargs="+", default=[16384, 32768, 65536])
-    parser.add_argument("--optimizer", choices=OPTIMIZERS, default="AdamW")
+    parser.add_argument("--settings", type=int, nargs="+", choices=range(len(SETTINGS)), default=range(len(SETTINGS)))
     parser.add_argument("--contestants", nargs="+", choices=CONTESTANTS, default=list(CONTESTANTS))
     parser.add_argument("--host-gib", type=float, default=None, help="of pinned memory; default: 80 %% of what is free")
-    parser.add_argument("--warmup", type=int, default=1, help="steps before the timed ones of a turn")
-    parser.add_argument("--steps", type=int, default=2, help="timed steps of a turn")
-    parser.add_argument("--rounds", type=int, default=3)
     parser.add_argument("--copies", action="store_true", help="only the rates of copies between GPU and host")
     parser.add_argument("--quick", action="store_true", help="tiny shapes, printed only; needs no GPU")
     parser.add_argument("--report", action="store_true", help="only write the report of results/; needs no GPU")
@@ -223,13 +260,19 @@ def main(arguments: Sequence[str] | None = None) -> None:
     if not GPU and not options.quick:
         parser.error("needs a GPU (all but --quick and --report)")
     result: Row = environment("transformers", "Liger") | {"settings": {}}
-    if GPU:
-        result["copies"] = copies()
+    if GPU and (options.copies or len(options.settings) == len(SETTINGS)):
+        (result["copies"],) = Processes(1, 60).run(copies)
+        if "reason" in result["copies"]:
+            raise ToldError(result["copies"]["reason"])
         print(result["copies"], flush=True)
-    for tokens in () if options.copies else (64,) if options.quick else options.tokens:
-        setting = Setting(options.layers, tokens, options.optimizer)
+    chosen = [QUICK] if options.quick else [] if options.copies else [SETTINGS[i] for i in options.settings]
+    for setting in chosen:
+        names = present({name: None for name in setting.contestants if name in options.contestants})
+        asked = setting._replace(contestants=tuple(names))
         config = LlamaConfig(**(CONFIGS["tiny"] if options.quick else LARGER["8b"]).to_dict())
-        result["settings"][setting.text()] = measure(setting, options.contestants, config, options)
+        print(f"{setting.text()}, a step takes at least {setting.floor(config, True):.2f} s", flush=True)
+        rows = Processes(1, setting.limit).run(turns, asked, config, options.host_gib)
+        result["settings"][setting.text()] = measured(asked, config, rows)
         if not options.quick:
             keep(rounded(result))
     print(tables(merged({}, rounded(result))))

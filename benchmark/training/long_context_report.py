@@ -1,6 +1,6 @@
 """The tables in NOTES.md of what ``long_context`` measured, from the files in results/."""
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 
 from benchmark.common.markdown import NOTES, Row, between, heading, number, ratio, results, table
 
@@ -8,16 +8,37 @@ BEGIN = "<!-- long_context: written by `python -m benchmark long_context --repor
 END = "<!-- /long_context -->\n"
 
 UNIT = "liger_like"  # the contestant whose time is 1
-COLUMNS = ("Llama-3-8B", "", "step ms", "tokens/s", f"time / {UNIT}'s", "GPU GiB", "host GiB", "waited ms")
+OFFLOADED = ", offloaded"  # in the name of a contestant; the same without it is its own unit
+COLUMNS = (
+    "Llama-3-8B",
+    "",
+    "step ms",
+    "tokens/s",
+    "of floor",
+    f"time / {UNIT}'s",
+    "by offloading",
+    "GPU GiB",
+    "host GiB",
+    "waited ms",
+)
 
 
-def cells(setting: str, name: str, row: Row, unit: float | None) -> list[str]:
+def cells(setting: str, name: str, several: Mapping[str, Row]) -> list[str]:
     """Return the cells of a row; a reason replaces a missing time."""
-    time = row.get("reason") or number(row["ms"], ",.0f")
-    relative = number(ratio(row.get("ms"), unit), ".3f")
-    figures = (("gib", ".1f"), ("host", ".2f"), ("waited", ".1f"))
-    rest = [number(row.get(key), spec) for key, spec in figures]
-    return [setting, name, time, number(row.get("tokens"), ",.0f"), relative, *rest]
+    row = several[name]
+    ms = row.get("ms")
+    unit, resident = (several.get(each, {}).get("ms") for each in (UNIT, name.replace(OFFLOADED, "")))
+    added = ratio(ms, resident if OFFLOADED in name else None)
+    return [
+        setting,
+        name,
+        row.get("reason") or number(ms, ",.0f"),
+        number(row.get("tokens"), ",.0f"),
+        number(ratio(row.get("floor"), ms), ".0%"),
+        number(ratio(ms, unit), ".3f"),
+        number(None if added is None else added - 1, "+.1%"),
+        *(number(row.get(key), spec) for key, spec in (("gib", ".1f"), ("host", ".2f"), ("waited", ".1f"))),
+    ]
 
 
 def tables(result: Row) -> str:
@@ -28,9 +49,7 @@ def tables(result: Row) -> str:
         parts += ["Copies of 1 GiB, and matrix products beside them:\n"]
         parts += [table(("", "GB/s", "products, TFLOP/s"), rows)]
     rows_of_steps = (
-        cells(setting, name, row, several.get(UNIT, {}).get("ms"))
-        for setting, several in result["settings"].items()
-        for name, row in several.items()
+        cells(setting, name, several) for setting, several in result["settings"].items() for name in several
     )
     return "\n".join([*parts, "Training steps:\n", table(COLUMNS, rows_of_steps)])
 

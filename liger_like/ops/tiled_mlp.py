@@ -18,7 +18,7 @@ from liger_like.ops.glu_linear import _glu_bwd_y_for_dy
 from liger_like.ops.losses.products import addmm, even_step
 from liger_like.runtime.autograd import once_differentiable
 from liger_like.runtime.registry import op
-from liger_like.runtime.support import autocast_dtype, unhooked, use_kernel
+from liger_like.runtime.support import autocast_dtype, is_local, unhooked, use_kernel
 
 TILE = 8192  # tokens: products of fewer are slower, and more take memory
 
@@ -189,7 +189,7 @@ def tiled_mlp(
 
 def by_modules(layers: list[nn.Module], x: Tensor, untiled: Callable[[Tensor], Tensor]) -> Tensor:
     """Return ``untiled(x)`` through a checkpoint for each tile, if ``are_tileable``, else at once."""
-    if not (are_tileable(layers) and type(x) is Tensor):
+    if not (are_tileable(layers) and is_local(x)):
         return untiled(x)
     rows = x.reshape(-1, x.shape[-1])
     parts = [checkpoint(untiled, rows[tile], use_reentrant=False) for tile in _tiles(len(rows))]
@@ -203,7 +203,7 @@ def are_tileable(layers: list[nn.Module]) -> bool:
     Hooks may gather weights, for each tile anew. Sums of gradients over tiles are exact enough in fp32.
     """
     trained = [p for layer in layers for p in layer.parameters() if p.requires_grad]
-    local = all(type(p) in (Tensor, nn.Parameter) and p.dtype == torch.float32 for p in trained)
+    local = all(is_local(p) and p.dtype == torch.float32 for p in trained)
     return local and all(map(unhooked, layers))
 
 
@@ -212,5 +212,4 @@ def is_plain(layer: Any, x: Tensor) -> bool:
     if type(layer) is not nn.Linear or not unhooked(layer):
         return False
     weight = layer.weight
-    local = type(weight) in (Tensor, nn.Parameter) and type(x) is Tensor
-    return local and (weight.dtype == x.dtype or autocast_dtype(x) is not None)
+    return is_local(weight) and is_local(x) and (weight.dtype == x.dtype or autocast_dtype(x) is not None)

@@ -111,6 +111,7 @@ class Clock:
         elif packet is _aten._grouped_mm or packet in flop_registry:
             known = flop_registry.get(packet)
             # of rows [T, K] with [E, K, N], or of [N, T] with [T, K]: torch's registry lacks grouped products
+            args = [arg for arg in args if not isinstance(arg, torch.dtype)]  # of a result in fp32
             flops = known(*args, **kwargs, out_val=out) if known else 2 * args[0].numel() * args[1].shape[-1]
             self._products("products", flops, size, self.products)
         else:

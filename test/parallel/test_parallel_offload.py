@@ -419,32 +419,3 @@ def sharded(rank):
 
 def test_fsdp2():
     run(sharded, 2)
-
-
-@pytest.mark.gpu
-@pytest.mark.parametrize("late", ["", "copies", "products"])
-def test_on_a_gpu(late, monkeypatch):
-    """True copies, where the stream of copies is late, and where the stream of products is."""
-    monkeypatch.setattr(host_memory, "SLAB", 8 << 20)
-    for module in (host_memory, offload):
-        monkeypatch.setattr(module, "PAGE", 1 << 20)
-    start = host_memory.Copies.start
-
-    def delayed(self, pairs, owner):
-        with torch.cuda.stream(self.stream if late == "copies" else torch.cuda.current_stream()):
-            torch.cuda._sleep(10_000_000 if late else 0)
-        return start(self, pairs, owner)
-
-    monkeypatch.setattr(host_memory.Copies, "start", delayed)
-    net = Net(8).cuda()
-    x = torch.randn((1 << 16) + 5, SIZE, device="cuda", requires_grad=True)  # more than 4 MiB
-    expected = gradients(net, x)
-    host = offload_checkpoints(host_gib=20 / 1024)
-    for _ in range(3):
-        with host:
-            got = gradients(net, x)
-        same(got, expected)
-        torch.full((8, 1 << 20), torch.nan, device="cuda")  # into memory that is free
-    assert host.out == host.back == 3 * 4 * x.numel() * 4  # five pages each of 20, so four layers
-    assert host.host_gib == 20 / 1024
-    assert (host.seconds_waited > 0.005) == (late == "copies")

@@ -8,9 +8,12 @@ from torch.optim import optimizer
 from torch.utils._python_dispatch import _len_torch_dispatch_stack
 
 from examples.train import CONFIGS
+from liger_like import patch
+from liger_like.ops import tiled_mlp
 from liger_like.ops.losses.rows import bad_label
-from liger_like.planning import GPUS, NotTracedError, Setting, predict, traced
+from liger_like.planning import GPUS, NotTracedError, Setting, predict, predict_model, traced
 from liger_like.planning._machine import gpu_of
+from liger_like.planning._models import build, model_class
 from liger_like.planning._tracer import Tracer
 from liger_like.runtime import machine, support, tiles
 
@@ -133,6 +136,19 @@ def test_a_mixture_is_traced():
     patched, plain = (predict(config, Setting(2, 64, patched=patched)) for patched in (True, False))
     assert "mlp.experts" in patched.by_module
     assert patched.gib < plain.gib
+
+
+def test_tiled_mlps_are_traced(monkeypatch):
+    """Their products in fp32 have a time, and their tensors exist for a tile."""
+    monkeypatch.setattr(tiled_mlp, "TILE", 128)
+    setting = Setting(seq=4096, checkpoint="full")
+
+    def tiled():
+        model = build(*model_class(TINY), Setting(seq=4096, checkpoint="full", patched=False))
+        patch(model, mlp="tiled")
+        return model
+
+    assert predict_model(tiled, setting).gib < predict(TINY, setting).gib
 
 
 def test_the_machine_answers_for_the_gpu():

@@ -2,6 +2,7 @@
 
 OFFLOAD, MEMORY, POLICY = (f"parallel/{name}.py" for name in ("offload", "host_memory", "checkpoint"))
 TILES, MLP = "ops/tiled_mlp.py", "patches/glu_mlp.py"
+GROUPS, STEPPING = "parallel/groups.py", "parallel/stepping.py"
 
 LONG_CONTEXT = [
     (
@@ -91,4 +92,19 @@ LONG_CONTEXT = [
     (TILES, " and p.dtype == torch.float32 for p", " for p", "adapters in half precision are tiled"),
     (TILES, "local and all(map(unhooked, layers))", "local", "hooks run for each tile"),
     (MLP, "pattern in TILEABLE and ", "", "other forms are reported as tiled"),
+    (GROUPS, "range(0, len(members), layers)", "range(0, len(members), 1)", "layers are in several groups"),
+    (GROUPS, " or x is not self.given:", ":", "changes between the layers of a group are lost"),
+    (
+        GROUPS,
+        "        if place == 0:\n",
+        "        if self.input is None:\n",
+        "a forward that failed leaves layers behind",
+    ),
+    (GROUPS, "x.new_full((), torch.nan)", "x.new_zeros(())", "a layer that waits gives out zeros"),
+    (GROUPS, "function.group.checkpoint if isinstance(function, _Member) else function", "function", "no later number"),
+    (GROUPS, "if not isinstance(x, Tensor):", "if False:", "a layer of a group returns more than a tensor"),
+    (STEPPING, "        optimizer.zero_grad()\n", "", "gradients are kept and summed"),
+    (STEPPING, "        if p._post_accumulate_grad_hooks:", "        if False:", "a second call steps twice"),
+    (STEPPING, "        if p.grad is not None:", "        if False:", "an earlier gradient takes part"),
+    (STEPPING, "if p.requires_grad}", "}", "frozen parameters have an optimizer"),
 ]

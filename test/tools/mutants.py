@@ -59,6 +59,8 @@ FILES = (
     "test/parallel/test_parallel_host_memory.py",
     "test/parallel/test_parallel_offload.py",
     "test/parallel/test_parallel_offload_results.py",
+    "test/parallel/test_parallel_groups.py",
+    "test/parallel/test_parallel_stepping.py",
     "test/ops/test_token_loss.py",
     "test/ops/test_ignored_tokens.py",
     "test/ops/test_chunked_loss.py",
@@ -170,6 +172,8 @@ TESTS = {
         f"parallel/{file}.py": "(test_parallel_offload or test_parallel_host_memory) and not fsdp2"
         for file in ("offload", "host_memory", "checkpoint")
     },
+    "parallel/groups.py": "test_parallel_groups and not fsdp2",
+    "parallel/stepping.py": "test_parallel_stepping and not fsdp2",
     "ops/tiled_mlp.py": "test_tiled_mlp",
     "patches/glu_mlp.py": "test_patches_mlp",
     "ops/losses/vocab_shards.py": "test_parallel_logprobs or test_parallel_divergence",
