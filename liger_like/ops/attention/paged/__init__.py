@@ -30,8 +30,10 @@ MAX_LATENT = 512, 64  # features of values that are keys, and of the rest of the
 
 def _use_latent_kernel(q: Tensor, v_cache: Tensor) -> bool:
     latent, rotated = MAX_LATENT
-    narrow = v_cache.shape[-1] <= latent and q.shape[-1] <= rotated
-    return use_kernel(q) and (narrow or refused(f"kernels take latents of up to {latent} + {rotated} features"))
+    narrow = v_cache.shape[-1] <= latent and q.shape[-1] <= rotated and q.dtype != torch.float32
+    return use_kernel(q) and (
+        narrow or refused(f"kernels take latents of up to {latent} + {rotated} features, in 16 bits")
+    )
 
 
 def _rows_and_keys(where: Pages, T: int) -> tuple[Tensor, Tensor, Tensor, Tensor]:
@@ -146,13 +148,14 @@ def flash_attention_paged(
     ``qv`` [T, H, Dv]: queries of the values, which are then part of the keys: the products q.k + qv.v are scaled, by
     (D + Dv)**-0.5 if ``scale`` is None. So the latents of multi-head latent attention are read once: ``v_cache`` holds
     latents and ``k_cache`` their rotated features, perhaps both views of one tensor (DeepSeek-AI, arXiv:2405.04434).
+    Then the rows' own keys must be in the caches, and ``k`` and ``v`` None.
 
     ``scale``, ``softcap`` and ``sinks`` [H] are those of ``flash_attention``. ``return_lse`` also returns the log of
     the denominator [H, T] in fp32. Integers are int32 or int64, and all tensors on one device. The host reads no
     length, so that a CUDA graph of the call serves all lengths and pages. The bits of a row depend on its q, its keys,
     its length, the number of rows of its sequence and M * P alone, not on other sequences. Strides are free, but
-    features must be dense. Kernels take bf16, fp16 and fp32 with D and Dv up to 256, and with ``qv`` D up to 64 and Dv
-    up to 512; other inputs and devices run the plain-torch reference. Inference only.
+    features must be dense. Kernels take bf16, fp16 and fp32 with D and Dv up to 256, and with ``qv`` bf16 and fp16 with
+    D up to 64 and Dv up to 512; other inputs and devices run the plain-torch reference. Inference only.
 
     Pages out of range and lengths beyond M * P give wrong results, but read nothing outside the caches.
 
@@ -169,6 +172,8 @@ def flash_attention_paged(
             check_rows(name, new, q, (q.shape[0], *cache.shape[2:]))
     if qv is not None:
         check_rows("qv", qv, q, (*q.shape[:2], v_cache.shape[-1]))
+        if k is not None:
+            raise ValueError("with qv the keys of the rows must be in the caches: k and v must be None")
     max_seqlen_q = require_integer("max_seqlen_q", max_seqlen_q, 1)
     check_pages(Pages(pages, lengths, cu_seqlens_q), k_cache, q.shape[0], max_seqlen_q)
     refuse_gradients(q=q, k_cache=k_cache, v_cache=v_cache, k=k, v=v, qv=qv, sinks=sinks)

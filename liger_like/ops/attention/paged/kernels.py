@@ -170,7 +170,7 @@ def _attention_paged_kernel(
         for n in tl.range(tl.maximum(start, shift), end, BLOCK_N):
             row = tl.cast(start_q + n - shift, tl.int64)
             state = _attend_block(
-                state, q, qv, n, True, low, end, queries, new_k_ptr + hk * stride_nkh, new_v_ptr + hk * stride_nvh, 0,
+                state, q, None, n, True, low, end, queries, new_k_ptr + hk * stride_nkh, new_v_ptr + hk * stride_nvh, 0,
                 row, 0, 0, STRIDE_NK, STRIDE_NV, left, scale, SOFTCAP, HAS_LEFT, True, D, DV, BLOCK_N,
             )  # fmt: skip
     acc, total, row_max = state
