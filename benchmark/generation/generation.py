@@ -2,6 +2,7 @@
 
     make bench-generation                                        measures all, writes results/ and from it the report
     python -m benchmark generation --shapes 64x8192 16x8192      decode steps of some shapes; results/ keeps the others
+    python -m benchmark generation --shapes 64x8192x576          decode steps over latents of DeepSeek-V3, 512 + 64 wide
     python -m benchmark generation --settings 0 1                some of the whole generations
     python -m benchmark generation --settings 0 --contestants "liger_like, batch"      and some of the contestants
     python -m benchmark generation --quick                       tiny sizes, printed only; needs no GPU
@@ -31,16 +32,17 @@ from transformers.generation.configuration_utils import ContinuousBatchingConfig
 
 import liger_like
 from benchmark.common.markdown import Row
-from benchmark.common.measure import attempt, captured, environment, gpu_times, merged, rounded, settle, update
+from benchmark.common.measure import Step, attempt, captured, environment, gpu_times, merged, rounded, settle, update
 from benchmark.common.processes import DEVICE, GPU, times
 from benchmark.common.turns import Remote
-from benchmark.generation import layers
+from benchmark.generation import latents, layers
 from benchmark.generation.generation_report import tables, write_report
 from benchmark.generation.layers import PAGE, Shape
 from benchmark.training.small import MODELS
 
 SHAPES = [Shape(B, S) for B in (1, 16, 64, 256) for S in (1024, 8192, 32768) if B * S <= 64 * 32768]
-QUICK_SHAPES = [Shape(2, 300)]
+SHAPES += [Shape(B, 8192, latents.LATENT + latents.ROTATED) for B in (1, 16, 64)]
+QUICK_SHAPES = [Shape(2, 300), Shape(2, 300, latents.LATENT + latents.ROTATED)]
 REPEATS, ROUNDS = 5, 5
 BATCH_TOKENS = 8192  # of prompts in a step of continuous batching
 PROFILED = 16  # steps whose kernels are summed
@@ -132,10 +134,17 @@ CONTESTANTS = {
     "liger_like, batch": Contestant(liger_like.patch, by_batch),
 }
 SETTINGS_BY_TEXT = {setting.text(): CONTESTANTS for setting in (*SETTINGS, QUICK)}
-ORDER: dict[str, Iterable[str]] = {s.text(): layers.CONTESTANTS for s in (*SHAPES, *QUICK_SHAPES)} | SETTINGS_BY_TEXT
 
 
-def layer_row(build: Callable[[Shape], Callable[[], Any]], shape: Shape) -> Row:
+def contestants_of(shape: Shape) -> dict[str, Callable[[Shape], Step]]:
+    """Return the contestants of a decode step."""
+    return (latents if shape.latent else layers).CONTESTANTS
+
+
+ORDER: dict[str, Iterable[str]] = {s.text(): contestants_of(s) for s in (*SHAPES, *QUICK_SHAPES)} | SETTINGS_BY_TEXT
+
+
+def layer_row(build: Callable[[Shape], Step], shape: Shape) -> Row:
     """Return the time of a decode step of a layer in us: of graph replays, and without a GPU of the host."""
     torch.manual_seed(0)
     torch.compiler.reset()
@@ -155,7 +164,7 @@ def time_layers(shape: Shape, names: Sequence[str]) -> dict[str, Row]:
     """Return a row for each contestant; one after the other, since the keys of two may not fit into memory."""
     rows = {}
     for name in names:
-        rows[name] = {"bytes": shape.bytes()} | attempt(partial(layer_row, layers.CONTESTANTS[name], shape))
+        rows[name] = {"bytes": shape.bytes()} | attempt(partial(layer_row, contestants_of(shape)[name], shape))
         gc.collect()
         if GPU:
             torch.cuda.empty_cache()
@@ -227,17 +236,21 @@ def time_generation(setting: Setting, names: Iterable[str], timeout: float) -> d
 
 
 def _shape(text: str) -> Shape:
-    batch, keys = map(int, text.split("x"))
-    return Shape(batch, keys)
+    return Shape(*map(int, text.split("x")))
+
+
+def _argument(shape: Shape) -> str:
+    """Return the text that ``_shape`` reads."""
+    return "x".join(str(n) for n in shape if n)
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(prog="python -m benchmark generation")
     numbers = range(len(SETTINGS))
     listed = "; ".join(f"{i}: {setting.text()}" for i, setting in enumerate(SETTINGS))
-    shapes = " ".join(f"{B}x{S}" for B, S in SHAPES)
-    known = [*layers.CONTESTANTS, *CONTESTANTS]
-    parser.add_argument("--shapes", nargs="*", metavar="BxS", type=_shape, help=f"decode steps, of: {shapes}")
+    shapes = " ".join(map(_argument, SHAPES))
+    known = [*dict.fromkeys([*layers.CONTESTANTS, *latents.CONTESTANTS, *CONTESTANTS])]
+    parser.add_argument("--shapes", nargs="*", metavar="BxS[xD]", type=_shape, help=f"decode steps, of: {shapes}")
     parser.add_argument("--settings", nargs="*", type=int, choices=numbers, metavar="N", help=listed)
     parser.add_argument("--contestants", nargs="+", choices=known, default=known)
     parser.add_argument("--timeout", type=float, default=TIMEOUT, help="seconds of a whole generation's contestant")
@@ -252,13 +265,13 @@ def main() -> None:
     if options.shapes is None and options.settings is None:
         options.shapes, options.settings = SHAPES, [*numbers]
     if unknown := set(options.shapes or ()) - {*SHAPES}:
-        parser.error(f"--shapes: none is called {', '.join(f'{B}x{S}' for B, S in unknown)}")
+        parser.error(f"--shapes: none is called {', '.join(map(_argument, unknown))}")
     result = environment("transformers") | {"parts": {}}
     settings = [QUICK] if options.quick else [SETTINGS[i] for i in options.settings or ()]
     cases: list[Any] = [*(QUICK_SHAPES if options.quick else options.shapes or ()), *settings]
     for case in cases:
         whole = isinstance(case, Setting)
-        names = [name for name in (CONTESTANTS if whole else layers.CONTESTANTS) if name in options.contestants]
+        names = [name for name in (CONTESTANTS if whole else contestants_of(case)) if name in options.contestants]
         rows = time_generation(case, names, options.timeout) if whole else time_layers(case, names)
         result["parts"][case.text()] = rows
         if not options.quick:

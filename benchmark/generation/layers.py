@@ -24,19 +24,23 @@ DTYPE = torch.bfloat16 if GPU else torch.float32
 
 
 class Shape(NamedTuple):
-    """``batch`` sequences that each have one new token, and with it ``keys`` keys."""
+    """``batch`` sequences that each have one new token, and with it ``keys`` keys.
+
+    ``latent``: features of a key that all heads share, and whose beginning is the value; 0: keys and values apart.
+    """
 
     batch: int
     keys: int
+    latent: int = 0
 
     def text(self) -> str:
-        return f"B {self.batch} S {self.keys}"
+        return f"B {self.batch} S {self.keys}" + (f" latent {self.latent}" if self.latent else "")
 
     def bytes(self) -> int:
-        return 2 * self.batch * self.keys * HK * D * DTYPE.itemsize
+        return self.batch * self.keys * (self.latent or 2 * HK * D) * DTYPE.itemsize
 
 
-def _normal(*shape: int) -> Tensor:
+def normal(*shape: int) -> Tensor:
     return torch.randn(*shape, device=DEVICE, dtype=DTYPE)
 
 
@@ -56,7 +60,7 @@ class _Rows(NamedTuple):
 
 
 def _rows(shape: Shape) -> _Rows:
-    B, S = shape
+    B, S = shape.batch, shape.keys
     config = LlamaConfig(num_hidden_layers=1, num_attention_heads=H, num_key_value_heads=HK, head_dim=D)
     pages = -(-S // PAGE)
     settings = ContinuousBatchingConfig(num_blocks=B * pages, page_size=PAGE, max_batch_tokens=B, max_memory_percent=1)
@@ -73,7 +77,7 @@ def _rows(shape: Shape) -> _Rows:
     kind = "full_attention"
     places = {"cu_seq_lens_q": lengths, "cu_seq_lens_k": {kind: lengths * S}, "max_length_q": 1}
     places |= {"max_length_k": {kind: S}, "read_index": [slots.view(-1)], "write_index": [slots[:, -1]]}
-    new = _normal(1, H, B, D), _normal(1, HK, B, D), _normal(1, HK, B, D)
+    new = normal(1, H, B, D), normal(1, HK, B, D), normal(1, HK, B, D)
     module = SimpleNamespace(layer_idx=0, num_key_value_groups=H // HK, is_causal=True)
     return _Rows(module, new, cache, places | {"block_table": table[None]})
 
@@ -93,7 +97,7 @@ def ours_by_slots(shape: Shape) -> Step:
 def transformers_sdpa(shape: Shape) -> Step:
     """Return the attention of transformers' continuous batching with sdpa, and its mask."""
     module, new, cache, places = _rows(shape)
-    B, S = shape
+    B, S = shape.batch, shape.keys
     mask = torch.full((B, B * S), torch.finfo(DTYPE).min, device=DEVICE, dtype=DTYPE)
     for b in range(B):
         mask[b, b * S : (b + 1) * S] = 0
@@ -107,14 +111,14 @@ def transformers_sdpa(shape: Shape) -> Step:
 
 def dense_sdpa(shape: Shape) -> Step:
     """Return torch's SDPA over keys that lie one after the other, nothing written."""
-    B, S = shape
-    q, k, v = _normal(B, H, 1, D), _normal(B, HK, S, D), _normal(B, HK, S, D)
+    B, S = shape.batch, shape.keys
+    q, k, v = normal(B, H, 1, D), normal(B, HK, S, D), normal(B, HK, S, D)
     return partial(F.scaled_dot_product_attention, q, k, v, enable_gqa=True)
 
 
 def flex_paged(shape: Shape) -> Step:
     """Return torch's flex attention over its own paged cache, nothing written."""
-    B, S = shape
+    B, S = shape.batch, shape.keys
     size = 128
     manager = PagedAttention(B * -(-S // size), size, B, device=DEVICE)
     for b in range(B):
@@ -123,7 +127,7 @@ def flex_paged(shape: Shape) -> Step:
     paged_mask = manager.convert_logical_block_mask(mask)
     score = manager.get_score_mod(None)
     width = manager.n_pages * size
-    q, k, v = _normal(B, H, 1, D), _normal(1, HK, width, D), _normal(1, HK, width, D)
+    q, k, v = normal(B, H, 1, D), normal(1, HK, width, D), normal(1, HK, width, D)
     attend = torch.compile(flex_attention) if GPU else flex_attention
     return partial(attend, q, k, v, score_mod=score, block_mask=paged_mask, enable_gqa=True)
 

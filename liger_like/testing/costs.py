@@ -99,13 +99,14 @@ def attention_varlen(
 
 def paged(
     itemsize: int, lengths: tuple[tuple[int, int], ...], H: int, Hk: int, D: int, window: tuple[int, int] = (-1, -1),
-    Dv: int | None = None, **_: Any,
+    Dv: int | None = None, latent: bool = False, **_: Any,
 ) -> Cost:  # fmt: skip
     """Return the cost of attention over pages, which has no backward."""
     Dv = Dv or D
     T, Tk = (sum(n) for n in zip(*lengths, strict=True))
     pairs = sum(_pairs(n, keys, True, window) for n, keys in lengths)
-    return _attention_bytes(itemsize, T, Tk, H, Hk, D, Dv)[0], 0, 2 * pairs * H * (D + Dv)
+    moved = _attention_bytes(itemsize, T, Tk, H, Hk, D, Dv)[0] + latent * itemsize * T * H * Dv
+    return moved, 0, 2 * pairs * H * (D + Dv * (1 + latent))
 
 
 def route(itemsize: int, lead: tuple[int, ...], E: int, top_k: int = 2, **_: Any) -> Cost:

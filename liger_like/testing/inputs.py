@@ -228,12 +228,13 @@ def paged_inputs(
     sinks: bool = False,
     behind: int = 0,
     wide: int = 0,
+    latent: bool = False,
 ) -> Inputs:
     """Return random arguments of ``flash_attention_paged``; slots of no key hold NaN.
 
     ``lengths``: (rows, keys) of each sequence, the rows included. ``kind``: "pages" in any order, "slots" of pages, or
     "static", a page for each sequence. ``new``: the rows bring their keys, and their slots hold NaN, too. ``behind``:
-    rows after the last sequence. ``wide``: pages that the table has more than it needs.
+    rows after the last sequence. ``wide``: pages that the table has more than it needs. ``latent``: values are keys.
     """
     randn = partial(_randn, dtype=dtype, device=device, grad=False)
     rows, keys = torch.tensor(((0, 0), *lengths), dtype=torch.int32).T
@@ -263,6 +264,8 @@ def paged_inputs(
         inputs["cu_seqlens_q"] = rows.cumsum(0, dtype=torch.int32).to(device)
     if new:
         inputs |= {"k": randn(T, Hk, D), "v": randn(T, Hk, Dv or D)}
+    if latent:
+        inputs["qv"] = randn(T, H, Dv or D)
     return inputs | ({"sinks": randn(H)} if sinks else {})
 
 

@@ -405,6 +405,7 @@ SPECS = (
             {"lengths": ((1, 70), (1, 3), (1, 600)), **_FEW, "page": 16, "sinks": True},
             {"lengths": ((3, 40), (0, 7), (30, 90)), **_FEW, "page": 8, "kind": "slots", "new": True},
             {"lengths": ((1, 9), (1, 20)), "H": 4, "Hk": 4, "D": 24, "page": 1, "kind": "static"},
+            {"lengths": ((1, 70), (1, 3)), "H": 20, "Hk": 1, "D": 16, "Dv": 32, "page": 16, "latent": True},
         ),
         tuple({"lengths": ((1, 8192),) * b, **_GROUPS, "D": 128, "page": 256} for b in (1, 16, 64)),
         costs.paged,

@@ -104,7 +104,7 @@ def test_accuracy(row, device, poisoned):
 def alone(inputs, b, lengths):
     """Return the inputs of sequence ``b`` alone, in the same caches."""
     start, (rows, length) = sum(n for n, _ in lengths[:b]), lengths[b]
-    own = {**inputs, **{n: inputs[n][start : start + rows].clone() for n in ("q", "k", "v") if n in inputs}}
+    own = {**inputs, **{n: inputs[n][start : start + rows].clone() for n in ("q", "qv", "k", "v") if n in inputs}}
     first = sum(keys for _, keys in lengths[:b])
     at = inputs["lengths"].new_tensor
     if "pages" not in inputs:

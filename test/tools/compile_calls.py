@@ -84,3 +84,9 @@ def paged_calls() -> Iterator[tuple[testing.OpSpec, torch.dtype, dict[str, Any],
     )
     for shape, (D, Dv), dtype, options in itertools.product(shapes, ATTENTION_WIDTHS, DTYPES, spec.options):
         yield spec, dtype, heads | shape | {"D": D, "Dv": Dv}, options
+    # latents of DeepSeek-V3 and MiniCPM3, whose heads fill blocks or do not
+    latents: tuple[dict[str, Any], ...] = ({"page": 256}, {"page": 16, "sinks": True}, *shapes[3:])
+    widths = ({"H": 128, "D": 64, "Dv": 512}, {"H": 40, "D": 32, "Dv": 256})
+    for shape, width, dtype, options in itertools.product(latents, widths, DTYPES[1:], spec.options):
+        yield spec, dtype, heads | shape | width | {"Hk": 1, "latent": True}, options
+    yield spec, DTYPES[1], heads | widths[0] | {"Hk": 1, "latent": True, "page": 16, "kind": "slots"}, {}

@@ -83,6 +83,7 @@ FILES = (
     "test/attention/test_attention_spans.py",
     "test/attention/test_attention_paged_write.py",
     "test/attention/test_attention_paged.py",
+    "test/attention/test_attention_latent.py",
     "test/attention/test_attention.py",
     "test/ops/test_ops.py",
     "test/ops/test_errors.py",

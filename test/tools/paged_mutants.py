@@ -133,6 +133,43 @@ PAGED = [
         "parts = tuple(lse.new_empty(chunks, HK, height, width) if chunks else None for width in (DV, 2))",
         "a batch of few keys has a kernel of its own",
     ),
+    (
+        KERNELS,
+        "products = contract(qv, v, products)",
+        "products = contract(qv, v)",
+        "with latents the rotated features do not count",
+    ),
+    (
+        KERNELS,
+        "rows = tl.program_id(0) % BLOCKS * BLOCK_M + tl.arange(0, BLOCK_M)",
+        "rows = tl.arange(0, BLOCK_M)",
+        "all blocks of heads are the first",
+    ),
+    (
+        KERNELS,
+        "tl.program_id(0) // BLOCKS % HK)",
+        "tl.program_id(0) % HK)",
+        "key heads in disorder where their rows are several blocks",
+    ),
+    (
+        KERNELS,
+        "qv_ptr + heads[:, None] * stride_qvh, tokens, STRIDE_QV",
+        "qv_ptr + heads[:, None] * stride_qvh, tokens * 0, STRIDE_QV",
+        "all rows have the first one's queries of values",
+    ),
+    (
+        FORWARD,
+        "blocks = -(-tokens * group // few.block_m)",
+        "blocks = max(1, tokens * group // few.block_m)",
+        "the last heads have no program",
+    ),
+    (
+        PUBLIC,
+        "width = q.shape[-1] + (0 if qv is None else qv.shape[-1])",
+        "width = q.shape[-1]",
+        "the scale of latents leaves their width out",
+    ),
+    (PUBLIC, "qv=qv, sinks=sinks)", "sinks=sinks)", "queries of values lose their gradient"),
     (FORWARD, "if max_seqlen_q > tokens:", "if max_seqlen_q > 16:", "short prompts have no program"),
     (FORWARD, "left + tokens + few.block_n", "left", "a window has a chunk too few"),
     (

@@ -38,15 +38,17 @@ TILES: dict[str, Tiles] = {
         },
         "dbias": {256: (Tile(64, 64, 8, 1), Tile(64, 64, 8, 1))},
         "paged": {
-            64: (Tile(16, 128, 4, 3), Tile(16, 128, 4, 3)),
-            128: (Tile(16, 64, 4, 3), Tile(16, 64, 4, 3)),
-            256: (Tile(16, 32, 4, 3), Tile(16, 32, 4, 3)),
+            64: (Tile(64, 128, 4, 3), Tile(64, 128, 4, 3)),
+            128: (Tile(64, 64, 4, 3), Tile(64, 64, 4, 3)),
+            256: (Tile(64, 32, 4, 3), Tile(64, 32, 4, 3)),
         },
         "paged_rows": {
             64: (Tile(64, 64, 4, 3), Tile(64, 64, 4, 2)),
             128: (Tile(64, 64, 4, 3), Tile(64, 64, 4, 2)),
             256: (Tile(64, 64, 8, 2), Tile(64, 64, 8, 2)),
         },
+        "latent": {256: (Tile(64, 64, 8, 3),) * 2, 512: (Tile(64, 32, 8, 4),) * 2},
+        "latent_rows": {256: (Tile(64, 64, 8, 3),) * 2, 512: (Tile(64, 32, 8, 4),) * 2},
     },
     "large": {
         "fwd": {
@@ -72,13 +74,15 @@ TILES: dict[str, Tiles] = {
             256: (Tile(16, 32, 4, 1), Tile(16, 32, 4, 1)),
         },
         "paged": {
-            128: (Tile(16, 64, 4, 3), Tile(16, 64, 4, 3)),
-            256: (Tile(16, 32, 4, 3), Tile(16, 32, 4, 3)),
+            128: (Tile(64, 64, 4, 3), Tile(64, 64, 4, 3)),
+            256: (Tile(64, 32, 4, 3), Tile(64, 32, 4, 3)),
         },
         "paged_rows": {
             128: (Tile(64, 32, 4, 1), Tile(64, 32, 4, 1)),
             256: (Tile(32, 32, 4, 1), Tile(32, 32, 4, 1)),
         },
+        "latent": {256: (Tile(32, 32, 8, 2),) * 2, 512: (Tile(32, 16, 8, 3),) * 2},
+        "latent_rows": {256: (Tile(32, 32, 8, 2),) * 2, 512: (Tile(32, 16, 8, 3),) * 2},
     },
     "small": {
         "fwd": {
@@ -95,13 +99,15 @@ TILES: dict[str, Tiles] = {
         },
         "dbias": {256: (Tile(16, 16, 4, 1), Tile(16, 16, 4, 1))},
         "paged": {
-            128: (Tile(16, 32, 4, 2), Tile(16, 32, 4, 2)),
-            256: (Tile(16, 16, 4, 2), Tile(16, 16, 4, 2)),
+            128: (Tile(64, 32, 4, 2), Tile(64, 32, 4, 2)),
+            256: (Tile(64, 16, 4, 2), Tile(64, 16, 4, 2)),
         },
         "paged_rows": {
             128: (Tile(32, 32, 4, 1), Tile(32, 32, 4, 1)),
             256: (Tile(16, 16, 4, 1), Tile(16, 16, 4, 1)),
         },
+        "latent": {256: (Tile(32, 16, 8, 2),) * 2, 512: (Tile(32, 16, 8, 2),) * 2},
+        "latent_rows": {256: (Tile(32, 16, 8, 2),) * 2, 512: (Tile(32, 16, 8, 2),) * 2},
     },
 }
 FP32: Tiles = {
@@ -109,7 +115,7 @@ FP32: Tiles = {
     "dkv": {256: (Tile(16, 32, 4, 1), Tile(16, 32, 4, 1))},
     "dq": {256: (Tile(16, 16, 4, 1), Tile(16, 16, 4, 1))},
     "dbias": {256: (Tile(16, 16, 4, 1), Tile(16, 16, 4, 1))},
-    "paged": {64: (Tile(16, 32, 4, 1), Tile(16, 32, 4, 1)), 256: (Tile(16, 16, 4, 1), Tile(16, 16, 4, 1))},
+    "paged": {64: (Tile(64, 32, 4, 1), Tile(64, 32, 4, 1)), 256: (Tile(64, 16, 4, 1), Tile(64, 16, 4, 1))},
     "paged_rows": {64: (Tile(32, 32, 4, 1), Tile(32, 32, 4, 1)), 256: (Tile(16, 16, 4, 1), Tile(16, 16, 4, 1))},
 }
 
@@ -186,7 +192,8 @@ def tile_for(kernel: str, q: Tensor, v: Tensor, masking: Masking) -> Tile:
 def paged_tile(kernel: str, q: Tensor, v: Tensor, softcap: float | None) -> Tile:
     """Return the tile of a kernel for heads like those of q and v in paged caches.
 
-    "paged" is for few rows, whose number the op decides, "paged_rows" for blocks of rows.
+    "paged" is for few rows: its tile has the most rows of a program, and the op takes no more than there are.
+    "paged_rows" is for blocks of rows. "latent" and "latent_rows" are the same where values are keys, too.
     """
     return _tile(kernel, gpu_class(q.device), max(q.shape[-1], v.shape[-1]), q.element_size(), softcap is not None)
 

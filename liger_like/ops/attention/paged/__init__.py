@@ -9,7 +9,7 @@ and the rows of sequences are on the device, and the host reads none of them.
 import torch
 from torch import Tensor
 
-from liger_like.ops.attention import Result, _attend_ref, _scale, _use_kernel, _window
+from liger_like.ops.attention import Result, _attend_ref, _use_kernel, _window
 from liger_like.ops.attention.checks import check_options
 from liger_like.ops.attention.paged.checks import (
     check_caches,
@@ -23,7 +23,17 @@ from liger_like.ops.attention.paged.forward import Pages, paged_attention_fwd
 from liger_like.ops.attention.paged.write import paged_write_rows
 from liger_like.runtime.checks import require, require_integer
 from liger_like.runtime.registry import refuses_dtensors
-from liger_like.runtime.support import use_kernel
+from liger_like.runtime.support import refused, use_kernel
+
+MAX_LATENT = 512, 64  # features of values that are keys, and of the rest of the keys
+
+
+def _use_latent_kernel(q: Tensor, v_cache: Tensor) -> bool:
+    latent, rotated = MAX_LATENT
+    narrow = v_cache.shape[-1] <= latent and q.shape[-1] <= rotated and q.dtype != torch.float32
+    return use_kernel(q) and (
+        narrow or refused(f"kernels take latents of up to {latent} + {rotated} features, in 16 bits")
+    )
 
 
 def _rows_and_keys(where: Pages, T: int) -> tuple[Tensor, Tensor, Tensor, Tensor]:
@@ -51,8 +61,8 @@ def _places(where: Pages, first: Tensor, keys: Tensor, P: int) -> tuple[Tensor, 
 def flash_attention_paged_ref(
     q: Tensor, k_cache: Tensor, v_cache: Tensor, pages: Tensor | None, lengths: Tensor, *,
     cu_seqlens_q: Tensor | None = None, max_seqlen_q: int = 1, k: Tensor | None = None, v: Tensor | None = None,
-    scale: float | None = None, window: tuple[int, int] = (-1, -1), softcap: float | None = None,
-    sinks: Tensor | None = None, return_lse: bool = False,
+    qv: Tensor | None = None, scale: float | None = None, window: tuple[int, int] = (-1, -1),
+    softcap: float | None = None, sinks: Tensor | None = None, return_lse: bool = False,
 ) -> Result:  # fmt: skip
     """Compute the op in plain torch; this defines it."""
     where, T, (N, P) = Pages(pages, lengths, cu_seqlens_q), len(q), k_cache.shape[:2]
@@ -75,7 +85,10 @@ def flash_attention_paged_ref(
                 fresh = new[(starts[:, None] + behind).clamp(0, T - 1)]
                 side = torch.where((behind >= 0)[..., None, None], fresh, side)
             sides.append(side.masked_fill(~seen.any(1)[..., None, None], 0))  # what nobody sees may be NaN
-        padded = q[(starts[:, None] + torch.arange(max_seqlen_q, device=q.device)).clamp(max=T - 1)]
+        rows_of_q = q if qv is None else torch.cat((q, qv), -1)
+        if qv is not None:
+            sides[0] = torch.cat(sides, -1)
+        padded = rows_of_q[(starts[:, None] + torch.arange(max_seqlen_q, device=q.device)).clamp(max=T - 1)]
         results = _attend_ref(padded, *sides, seen[:, None], scale, softcap, sinks, None)
         t = torch.arange(T, device=q.device)
         b = t if cu_seqlens_q is None else torch.bucketize(t, cu_seqlens_q[1:].contiguous(), right=True)
@@ -116,8 +129,8 @@ def paged_write_ref(
 def flash_attention_paged(
     q: Tensor, k_cache: Tensor, v_cache: Tensor, pages: Tensor | None, lengths: Tensor, *,
     cu_seqlens_q: Tensor | None = None, max_seqlen_q: int = 1, k: Tensor | None = None, v: Tensor | None = None,
-    scale: float | None = None, window: tuple[int, int] = (-1, -1), softcap: float | None = None,
-    sinks: Tensor | None = None, return_lse: bool = False,
+    qv: Tensor | None = None, scale: float | None = None, window: tuple[int, int] = (-1, -1),
+    softcap: float | None = None, sinks: Tensor | None = None, return_lse: bool = False,
 ) -> Result:  # fmt: skip
     """Attention of new rows ``q`` [T, H, D] over ``k_cache`` [N, P, Hk, D] and ``v_cache`` [N, P, Hk, Dv]: [T, H, Dv].
 
@@ -132,12 +145,17 @@ def flash_attention_paged(
     keys and values of these rows; the cache then gives only the keys before them, whether they are written there or
     not. A row of a sequence without keys, and a row after the last sequence, returns 0, and an lse of -inf.
 
+    ``qv`` [T, H, Dv]: queries of the values, which are then part of the keys: the products q.k + qv.v are scaled, by
+    (D + Dv)**-0.5 if ``scale`` is None. So the latents of multi-head latent attention are read once: ``v_cache`` holds
+    latents and ``k_cache`` their rotated features, perhaps both views of one tensor (DeepSeek-AI, arXiv:2405.04434).
+    Then the rows' own keys must be in the caches, and ``k`` and ``v`` None.
+
     ``scale``, ``softcap`` and ``sinks`` [H] are those of ``flash_attention``. ``return_lse`` also returns the log of
     the denominator [H, T] in fp32. Integers are int32 or int64, and all tensors on one device. The host reads no
     length, so that a CUDA graph of the call serves all lengths and pages. The bits of a row depend on its q, its keys,
     its length, the number of rows of its sequence and M * P alone, not on other sequences. Strides are free, but
-    features must be dense. Kernels take bf16, fp16 and fp32 with D and Dv up to 256; other inputs and devices run the
-    plain-torch reference. Inference only.
+    features must be dense. Kernels take bf16, fp16 and fp32 with D and Dv up to 256, and with ``qv`` bf16 and fp16 with
+    D up to 64 and Dv up to 512; other inputs and devices run the plain-torch reference. Inference only.
 
     Pages out of range and lengths beyond M * P give wrong results, but read nothing outside the caches.
 
@@ -151,17 +169,23 @@ def flash_attention_paged(
         raise ValueError("k and v must both be given, or neither")
     for name, new, cache in (("k", k, k_cache), ("v", v, v_cache)):
         if new is not None:
-            check_rows(name, new, q, q.shape[0], cache)
+            check_rows(name, new, q, (q.shape[0], *cache.shape[2:]))
+    if qv is not None:
+        check_rows("qv", qv, q, (*q.shape[:2], v_cache.shape[-1]))
+        if k is not None:
+            raise ValueError("with qv the keys of the rows must be in the caches: k and v must be None")
     max_seqlen_q = require_integer("max_seqlen_q", max_seqlen_q, 1)
     check_pages(Pages(pages, lengths, cu_seqlens_q), k_cache, q.shape[0], max_seqlen_q)
-    refuse_gradients(q=q, k_cache=k_cache, v_cache=v_cache, k=k, v=v, sinks=sinks)
-    if not _use_kernel(q, v_cache):
-        options = {"cu_seqlens_q": cu_seqlens_q, "max_seqlen_q": max_seqlen_q, "k": k, "v": v, "scale": scale}
+    refuse_gradients(q=q, k_cache=k_cache, v_cache=v_cache, k=k, v=v, qv=qv, sinks=sinks)
+    if not (_use_kernel(q, v_cache) if qv is None else _use_latent_kernel(q, v_cache)):
+        options = {"cu_seqlens_q": cu_seqlens_q, "max_seqlen_q": max_seqlen_q, "k": k, "v": v, "qv": qv, "scale": scale}
         options |= {"window": window, "softcap": softcap, "sinks": sinks, "return_lse": return_lse}
         return flash_attention_paged_ref(q, k_cache, v_cache, pages, lengths, **options)
     left = _window(True, window)["left"]
-    tensors = q, k_cache, v_cache, pages, lengths, cu_seqlens_q, k, v, sinks
-    out, lse = paged_attention_fwd(*tensors, max_seqlen_q, _scale(q, scale), softcap, left)
+    tensors = q, k_cache, v_cache, pages, lengths, cu_seqlens_q, k, v, qv, sinks
+    width = q.shape[-1] + (0 if qv is None else qv.shape[-1])
+    scale = width**-0.5 if scale is None else float(scale)
+    out, lse = paged_attention_fwd(*tensors, max_seqlen_q, scale, softcap, left)
     return (out, lse) if return_lse else out
 
 
@@ -182,8 +206,8 @@ def paged_write(
     """
     require("k", k)
     check_caches(k, k_cache, v_cache, k.shape[-1])
-    check_rows("k", k, k, None, k_cache)
-    check_rows("v", v, k, k.shape[0], v_cache)
+    check_rows("k", k, k, (k.shape[0], *k_cache.shape[2:]))
+    check_rows("v", v, k, (k.shape[0], *v_cache.shape[2:]))
     if (slots is None) == (lengths is None):
         raise ValueError("either slots or lengths must be given")
     for name, cache in (("k_cache", k_cache), ("v_cache", v_cache)):

@@ -49,14 +49,13 @@ def check_caches(like: Tensor, k_cache: Tensor, v_cache: Tensor, D: int) -> None
         )
 
 
-def check_rows(name: str, rows: Tensor, like: Tensor, T: int | None, cache: Tensor) -> None:
-    """Raise unless ``rows`` are T new rows, or any number, of the heads in a cache."""
+def check_rows(name: str, rows: Tensor, like: Tensor, shape: tuple[int, ...]) -> None:
+    """Raise unless ``rows`` have this ``shape``, and the dtype and the device of ``like``."""
     require(name, rows, like=like)
     if rows.dtype != like.dtype:
         raise TypeError(f"{name} must have the dtype of the cache, {like.dtype}, got {rows.dtype}")
-    T = (rows.shape[0] if rows.dim() else 0) if T is None else T
-    if rows.shape != (T, *cache.shape[2:]):
-        raise ValueError(f"{name} must have shape {[T, *cache.shape[2:]]}, got {list(rows.shape)}")
+    if rows.shape != shape:
+        raise ValueError(f"{name} must have shape {[*shape]}, got {list(rows.shape)}")
 
 
 def check_slots(slots: Tensor, k: Tensor) -> None:

@@ -17,6 +17,7 @@ from liger_like.runtime.registry import op
 CHUNK = 512  # least number of keys in a chunk
 CHUNKS = 32  # of a sequence that fills its pages
 SLOT_CHUNK = 1024  # keys in a chunk where slots say nothing about the longest sequence
+LATENT_CHUNK = 1024  # the same where values are keys: there many heads share keys, and sums are much to write
 ROWS = 16  # least number of rows of a product
 MERGED = 16  # chunks that the merge reads at a time
 
@@ -81,36 +82,38 @@ def _outputs(q: Tensor, k_cache: Tensor, v_cache: Tensor, *options: Any) -> tupl
     return q.new_empty(T, H, v_cache.shape[-1]), torch.empty((H, T), dtype=torch.float32, device=q.device)
 
 
-def _flops(q: Tensor, k_cache: Tensor, v_cache: Tensor, pages: Tensor | None, *options: Any) -> int:
+def _flops(
+    q: Tensor, k_cache: Tensor, v_cache: Tensor, pages: Tensor | None, lengths: Tensor, cu_seqlens_q: Tensor | None,
+    k: Tensor | None, v: Tensor | None, qv: Tensor | None, *options: Any,
+) -> int:  # fmt: skip
     """Return the FLOPs of the scores and of their product with the values; unknown lengths count as the longest."""
-    where = Pages(pages, *options[:2])
-    lengths, cu = where.lengths, where.cu_seqlens_q
+    where, cu = Pages(pages, lengths, cu_seqlens_q), cu_seqlens_q
     if isinstance(lengths, FakeTensor):
         pairs = len(q) * where.capacity(k_cache.shape[1])
     else:
         lengths = lengths.diff() if where.starts(len(q)) else lengths
         pairs = int((lengths.long() * (1 if cu is None else cu.diff())).sum())
-    return 2 * pairs * q.shape[1] * (q.shape[2] + v_cache.shape[-1])
+    return 2 * pairs * q.shape[1] * (q.shape[2] + v_cache.shape[-1] * (1 if qv is None else 2))
 
 
-def _chunk(keys: int, slots: bool, block_n: int) -> int:
+def _chunk(keys: int, slots: bool, block_n: int, least: int) -> int:
     """Return the size of a chunk for sequences of at most so many ``keys``; bits of rows depend on it.
 
     It must not depend on the batch. The keys of all ``slots`` do, so there it is always the same.
     """
-    return SLOT_CHUNK if slots else -(-max(CHUNK, -(-keys // CHUNKS)) // block_n) * block_n
+    return SLOT_CHUNK if slots else -(-max(least, -(-keys // CHUNKS)) // block_n) * block_n
 
 
 @op(
     f"paged_attention_fwd(Tensor q, Tensor k_cache, Tensor v_cache, {PAGES_SCHEMA}, Tensor? k, Tensor? v,"
-    " Tensor? sinks, SymInt max_seqlen_q, float scale, float? softcap, int left) -> (Tensor, Tensor)",
+    " Tensor? qv, Tensor? sinks, SymInt max_seqlen_q, float scale, float? softcap, int left) -> (Tensor, Tensor)",
     _outputs,
     flops=_flops,
 )
 def paged_attention_fwd(
     q: Tensor, k_cache: Tensor, v_cache: Tensor, pages: Tensor | None, lengths: Tensor, cu_seqlens_q: Tensor | None,
-    k: Tensor | None, v: Tensor | None, sinks: Tensor | None, max_seqlen_q: int, scale: float, softcap: float | None,
-    left: int,
+    k: Tensor | None, v: Tensor | None, qv: Tensor | None, sinks: Tensor | None, max_seqlen_q: int, scale: float,
+    softcap: float | None, left: int,
 ) -> tuple[Tensor, Tensor]:  # fmt: skip
     """Compute output [T, H, Dv] and lse [H, T] of q [T, H, D] over caches [N, P, Hk, D] and [N, P, Hk, Dv]."""
     out, lse = _outputs(q, k_cache, v_cache)
@@ -120,12 +123,14 @@ def paged_attention_fwd(
     if not (T and B and N * P):
         return out.zero_(), lse.fill_(-torch.inf)
     q, k_cache, v_cache = map(dense, (q, k_cache, v_cache))
-    k, v = (new if new is None else dense(new) for new in (k, v))
+    k, v, qv = (rows if rows is None else dense(rows) for rows in (k, v, qv))
     capacity, tokens = where.capacity(P), max(1, ROWS // group)
-    few, many = (paged_tile(kernel, q, v_cache, softcap) for kernel in ("paged", "paged_rows"))
-    few = few._replace(block_m=max(ROWS, block_of(group)))
+    kind, least = ("paged", CHUNK) if qv is None else ("latent", LATENT_CHUNK)
+    few, many = (paged_tile(kernel, q, v_cache, softcap) for kernel in (kind, f"{kind}_rows"))
+    few = few._replace(block_m=min(few.block_m, max(ROWS, block_of(group))))
+    blocks = -(-tokens * group // few.block_m)
     keys = min(capacity, left + tokens + few.block_n) if left >= 0 else capacity  # at most, of a sequence of few rows
-    chunk = _chunk(keys, where.slots, few.block_n)
+    chunk = _chunk(keys, where.slots, few.block_n, least)
     splits = max(1, -(-keys // chunk))
     items = capacity // chunk + B if where.slots else B  # with slots at most as many chunks, else sequences
     height = min(max(1, max_seqlen_q), tokens) * group
@@ -135,17 +140,17 @@ def paged_attention_fwd(
     shared = {"HK": HK, "GROUP": group, "DV": DV, "HAS_LEFT": left >= 0, "TOKENS": tokens, **where.constants(T, P)}
     strides = q.stride(1), k_cache.stride(0), k_cache.stride(2), v_cache.stride(0), v_cache.stride(2)
     steps = {"STRIDE_Q": q.stride(0), "STRIDE_K": k_cache.stride(1), "STRIDE_V": v_cache.stride(1)}
-    for name, new in (("STRIDE_NK", k), ("STRIDE_NV", v)):
-        steps[name], stride = (0, 0) if new is None else new.stride()[:2]
+    for name, rows in (("STRIDE_NK", k), ("STRIDE_NV", v), ("STRIDE_QV", qv)):
+        steps[name], stride = (0, 0) if rows is None else rows.stride()[:2]
         strides += (stride,)
-    launches = [(few, (items * HK, 1 if where.slots else splits))]
+    launches = [(few, (items * HK * blocks, 1 if where.slots else splits))]
     if max_seqlen_q > tokens:  # a sequence of more rows takes blocks of them, whatever else there is
         launches.append((many, ((T * group // many.block_m + B) * HK, 1)))
     for tile, grid in launches:
         launch(
             _attention_paged_kernel,
             grid,
-            (q, k_cache, v_cache, k, v, *where, packed(sinks), out, lse, *parts),
+            (q, k_cache, v_cache, k, v, qv, *where, packed(sinks), out, lse, *parts),
             (*strides, where.stride, B, T, N, capacity, chunk, splits, height, left),
             (scale,),
             FEW=tile is few,

@@ -44,34 +44,41 @@ def _load_keys(ptr, page, row, rows, stride_p, STRIDE: tl.constexpr, mask, WHOLE
 
 @triton.jit
 def _attend_block(
-    state, q, n, edge, low, end, queries, k_ptr, v_ptr, page, row, stride_kp, stride_vp, STRIDE_K: tl.constexpr,
+    state, q, qv, n, edge, low, end, queries, k_ptr, v_ptr, page, row, stride_kp, stride_vp, STRIDE_K: tl.constexpr,
     STRIDE_V: tl.constexpr, left, scale, SOFTCAP: tl.constexpr, HAS_LEFT: tl.constexpr, WHOLE: tl.constexpr,
     D: tl.constexpr, DV: tl.constexpr, BLOCK_N: tl.constexpr,
 ):  # fmt: skip
-    """Take the keys ``n`` to n + BLOCK_N, from ``low`` and before ``end``, into running products, sums and maxima."""
+    """Take the keys ``n`` to n + BLOCK_N, from ``low`` and before ``end``, into running products, sums and maxima.
+
+    With ``qv`` the values are keys, too, and are loaded once for both products.
+    """
     EXACT: tl.constexpr = k_ptr.dtype.element_ty == tl.float32
     acc, total, row_max = state
     rows = tl.arange(0, BLOCK_N)
     keys = n + rows
     mask = (keys >= low) & (keys < end)  # what nobody sees may be NaN, and may have no page
     k = _load_keys(k_ptr, page, row, rows, stride_kp, STRIDE_K, mask, WHOLE, D)
-    s, _ = scores(contract(q, k), None, scale, SOFTCAP, EXACT)
+    products = contract(q, k)
+    if qv is not None:
+        v = _load_keys(v_ptr, page, row, rows, stride_vp, STRIDE_V, mask, WHOLE, DV)
+        products = contract(qv, v, products)
+    s, _ = scores(products, None, scale, SOFTCAP, EXACT)
     if edge:
         seen = visible(queries[:, None], keys[None, :], 0, end, left, 0, HAS_LEFT, True)
         s = tl.where(seen, s, float("-inf"))
     unit = unit_of_scores(scale, SOFTCAP, False, EXACT)
     p, decay, total, row_max = online_softmax(s, total, row_max, unit, EXACT or SOFTCAP is not None)
-    v = _load_keys(v_ptr, page, row, rows, stride_vp, STRIDE_V, mask, WHOLE, DV)
+    if qv is None:
+        v = _load_keys(v_ptr, page, row, rows, stride_vp, STRIDE_V, mask, WHOLE, DV)
     return add_product(scale_parts(acc, decay[:, None]), p, v), total, row_max
 
 
 @triton.jit
 def _fill_behind(
-    cu_ptr, out_ptr, lse_ptr, item, items, end, hk, B, T, HK: tl.constexpr, GROUP: tl.constexpr, BLOCK_M: tl.constexpr,
-    DV: tl.constexpr,
+    cu_ptr, out_ptr, lse_ptr, item, items, end, hk, rows, B, T, HK: tl.constexpr, GROUP: tl.constexpr,
+    BLOCK_M: tl.constexpr, DV: tl.constexpr,
 ):  # fmt: skip
-    """Store zeros for the rows after the last sequence and before ``end``, shared among ``items`` programs."""
-    rows = tl.arange(0, BLOCK_M)
+    """Store zeros for the heads ``rows`` of what follows the last sequence before ``end``, shared by ``items``."""
     mask = rows < GROUP
     heads = hk * GROUP + rows
     unseen = tl.full((BLOCK_M,), float("-inf"), tl.float32)
@@ -83,24 +90,27 @@ def _fill_behind(
 
 @triton.jit(do_not_specialize=["B", "T", "N", "capacity", "chunk", "splits", "height", "left"])
 def _attention_paged_kernel(
-    q_ptr, k_ptr, v_ptr, new_k_ptr, new_v_ptr, pages_ptr, lengths_ptr, cu_ptr, sinks_ptr, out_ptr, lse_ptr, parts_ptr,
-    parts_sums_ptr, stride_qh, stride_kp, stride_kh, stride_vp, stride_vh, stride_nkh, stride_nvh, stride_pb, B, T, N,
-    capacity, chunk, splits, height, left, scale, HK: tl.constexpr, GROUP: tl.constexpr, D: tl.constexpr,
-    DV: tl.constexpr, STRIDE_Q: tl.constexpr, STRIDE_K: tl.constexpr, STRIDE_V: tl.constexpr, STRIDE_NK: tl.constexpr,
-    STRIDE_NV: tl.constexpr, PAGE: tl.constexpr, SLOTS: tl.constexpr, STARTS: tl.constexpr, SOFTCAP: tl.constexpr,
-    HAS_LEFT: tl.constexpr, FEW: tl.constexpr, TOKENS: tl.constexpr, SEQUENCES: tl.constexpr,
-    BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
+    q_ptr, k_ptr, v_ptr, new_k_ptr, new_v_ptr, qv_ptr, pages_ptr, lengths_ptr, cu_ptr, sinks_ptr, out_ptr, lse_ptr,
+    parts_ptr, parts_sums_ptr, stride_qh, stride_kp, stride_kh, stride_vp, stride_vh, stride_nkh, stride_nvh,
+    stride_qvh, stride_pb, B, T, N, capacity, chunk, splits, height, left, scale, HK: tl.constexpr, GROUP: tl.constexpr,
+    D: tl.constexpr, DV: tl.constexpr, STRIDE_Q: tl.constexpr, STRIDE_K: tl.constexpr, STRIDE_V: tl.constexpr,
+    STRIDE_NK: tl.constexpr, STRIDE_NV: tl.constexpr, STRIDE_QV: tl.constexpr, PAGE: tl.constexpr, SLOTS: tl.constexpr,
+    STARTS: tl.constexpr, SOFTCAP: tl.constexpr, HAS_LEFT: tl.constexpr, FEW: tl.constexpr, TOKENS: tl.constexpr,
+    SEQUENCES: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
 ):  # fmt: skip
     """Compute a block of rows over a chunk of keys. FEW: of the sequences of at most TOKENS rows, else of the others.
 
     A chunk that is not all of its sequence stores its output in fp32 in the parts, [chunks, HK, height, DV]. They are
     empty if no sequence can have two, since a kernel without them would round differently.
     """
-    item, hk = tl.program_id(0) // HK, (tl.program_id(0) % HK).to(tl.int64)
+    # programs of all heads are neighbours, so that those which read the same keys find them in the L2 cache
+    BLOCKS: tl.constexpr = (TOKENS * GROUP + BLOCK_M - 1) // BLOCK_M if FEW else 1  # of rows of a sequence
+    item, hk = tl.program_id(0) // (HK * BLOCKS), (tl.program_id(0) // BLOCKS % HK).to(tl.int64)
     b, rank = item, tl.program_id(1)
+    rows = tl.program_id(0) % BLOCKS * BLOCK_M + tl.arange(0, BLOCK_M)
     if FEW and cu_ptr is not None:
-        end = tl.where(rank == 0, T, 0)
-        _fill_behind(cu_ptr, out_ptr, lse_ptr, item, tl.num_programs(0) // HK, end, hk, B, T, HK, GROUP, BLOCK_M, DV)
+        end, items = tl.where(rank == 0, T, 0), tl.num_programs(0) // (HK * BLOCKS)
+        _fill_behind(cu_ptr, out_ptr, lse_ptr, item, items, end, hk, rows, B, T, HK, GROUP, BLOCK_M, DV)
     if SLOTS or not FEW:
         counts = count_items(
             cu_ptr, lengths_ptr, B, T, capacity, left, chunk, GROUP, TOKENS, FEW, HAS_LEFT, STARTS, SLOTS, BLOCK_M,
@@ -127,11 +137,15 @@ def _attention_paged_kernel(
         if rank > 0 and start >= end:
             return
 
-    rows = (0 if FEW else rank * BLOCK_M) + tl.arange(0, BLOCK_M)
+    if not FEW:
+        rows += rank * BLOCK_M
     mask_q = rows < length_q * GROUP
     heads = hk * GROUP + rows % GROUP
     tokens = tl.cast(start_q, tl.int64) + rows // GROUP
     q = load_parts(q_ptr + heads[:, None] * stride_qh, tokens, STRIDE_Q, mask_q, D)
+    qv = None
+    if qv_ptr is not None:
+        qv = load_parts(qv_ptr + heads[:, None] * stride_qvh, tokens, STRIDE_QV, mask_q, DV)
     queries = rows // GROUP + shift
     low = first + shift - left if HAS_LEFT else 0
     k_ptr += hk * stride_kh
@@ -149,15 +163,15 @@ def _attention_paged_kernel(
         ids = load_ids(pages_ptr, b, start_k, stride_pb, ahead, ahead < cached, PAGE, SLOTS)
         edge = (n < inner_start) | (n + BLOCK_N > tl.minimum(inner_end, cached))
         state = _attend_block(
-            state, q, n, edge, low, cached, queries, k_ptr, v_ptr, page, row, stride_kp, stride_vp, STRIDE_K, STRIDE_V,
-            left, scale, SOFTCAP, HAS_LEFT, WHOLE, D, DV, BLOCK_N,
+            state, q, qv, n, edge, low, cached, queries, k_ptr, v_ptr, page, row, stride_kp, stride_vp, STRIDE_K,
+            STRIDE_V, left, scale, SOFTCAP, HAS_LEFT, WHOLE, D, DV, BLOCK_N,
         )  # fmt: skip
     if new_k_ptr is not None:
         for n in tl.range(tl.maximum(start, shift), end, BLOCK_N):
             row = tl.cast(start_q + n - shift, tl.int64)
             state = _attend_block(
-                state, q, n, True, low, end, queries, new_k_ptr + hk * stride_nkh, new_v_ptr + hk * stride_nvh, 0, row,
-                0, 0, STRIDE_NK, STRIDE_NV, left, scale, SOFTCAP, HAS_LEFT, True, D, DV, BLOCK_N,
+                state, q, None, n, True, low, end, queries, new_k_ptr + hk * stride_nkh, new_v_ptr + hk * stride_nvh, 0,
+                row, 0, 0, STRIDE_NK, STRIDE_NV, left, scale, SOFTCAP, HAS_LEFT, True, D, DV, BLOCK_N,
             )  # fmt: skip
     acc, total, row_max = state
     sink = None
