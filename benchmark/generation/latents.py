@@ -1,4 +1,7 @@
-"""A decode step of the attention of one DeepSeek-V3 layer over cached latents: contestants of ``generation``."""
+"""A decode step of the attention of one DeepSeek-V3 layer over cached latents: contestants of ``generation``.
+
+The copy is not the only floor: 128 heads make 279 KFLOP of products for the 1152 bytes of a key.
+"""
 
 from collections.abc import Callable
 from functools import partial
