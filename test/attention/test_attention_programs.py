@@ -13,6 +13,7 @@ from liger_like.ops import attention
 from liger_like.ops.attention import attention_delta, choice, sums, tiles
 from liger_like.ops.attention import backward as attention_backward
 from liger_like.ops.attention import masking as masks
+from liger_like.ops.attention.hopper import backward as hopper_backward
 from liger_like.ops.attention.hopper import buffers, products
 from liger_like.ops.attention.portable import backward as portable_backward
 from liger_like.ops.attention.portable import forward as portable_forward
@@ -329,6 +330,25 @@ def test_products_take_slices_of_narrow_heads(D, width, expected):
 def test_parts_in_registers(registers, widths, expected):
     """64 columns take 16 registers, 16 more columns 4; there are 184."""
     assert products.parts_that_fit(registers, widths) == expected
+
+
+@pytest.mark.parametrize("width", [32, 64])
+def test_dq_is_stored_without_bank_conflicts(width):
+    """TMA keeps 16 bytes at a place of their 128 that the row chooses. Odd rows have exchanged columns c and c ^ 16."""
+    bases = hopper_backward._turned_layout(width).offset_bases
+    places = {}
+    for place in range(64 * width):
+        row = col = 0
+        for i, (rows, cols) in enumerate(bases):
+            if place >> i & 1:
+                row, col = row ^ rows, col ^ cols
+        col ^= 16 * (row & 1)
+        assert place == col // 32 * 2048 + row * 32 + (col // 4 % 8 ^ row % 8) * 4 + col % 4
+        places[row, col] = place
+    for row in range(0, 64, 4):  # half a warp has 8 columns of four rows
+        for col in range(0, width, 8):
+            stored = [(r, (col + c) ^ 16 * (r & 1)) for r in range(row, row + 4) for c in range(8)]
+            assert len({places[at] % 32 for at in stored}) == 32
 
 
 @triton.jit

@@ -4,6 +4,7 @@ only a GPU shows it.
 
 PUBLIC = "ops/attention/__init__.py"
 CHECKS = "ops/attention/checks.py"
+HOPPER_BACKWARD = "ops/attention/hopper/backward.py"
 HOPPER_BUFFERS = "ops/attention/hopper/buffers.py"
 HOPPER_PRODUCTS = "ops/attention/hopper/products.py"
 MASKING = "ops/attention/masking.py"
@@ -349,4 +350,5 @@ ATTENTION = [
         "registers + widths[count - 1] // 4",
         "parts that do not fit into registers",
     ),
+    (HOPPER_BACKWARD, "[1, 4 + 16]", "[1, 4]", "odd rows of dq keep their places"),
 ]

@@ -211,6 +211,7 @@ HOPPER = [
         "HEADS, D, 0)",
         "later slices of dk and dv in the columns of the first",
     ),
+    (BACKWARD, "gl.where(odd, left, right)", "right", "odd rows of dq have half of the columns twice"),
     (
         FORWARD,
         "col = i * out_s.shape[-1]",

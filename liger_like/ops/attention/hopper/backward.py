@@ -48,6 +48,7 @@ from liger_like.runtime.gluon import (
     gl,
     gluon,
     mbarrier,
+    reinterpret,
     sync_at,
     tma_add,
     tma_store_wait,
@@ -120,14 +121,42 @@ def _columns(bufs, index, first: gl.constexpr, WIDTH: gl.constexpr):
     return bufs.index(index).reshape([2 * ROWS, bufs.shape[-1]]).slice(first, WIDTH, dim=1)
 
 
+@triton.constexpr_function
+def _turned_layout(width):
+    """Return TMA's layout of fp32 [ROWS, width], in which ``_turn`` has exchanged columns."""
+    columns = [[0, 1], [0, 2], [0, 4], [0, 8], [0, 16]]
+    rows = [[1, 4 + 16], [2, 8], [4, 16], [8, 0], [16, 0], [32, 0]]
+    return gl.SharedLinearLayout(columns + rows + [[0, 32]] * (width > 32), alignment=1024)
+
+
+@gluon.jit
+def _turn(x):
+    """Exchange the halves of each 32 columns in the odd rows of a sum of products."""
+    COUNT: gl.constexpr = x.shape[1] // 32
+    left, right = x.reshape([ROWS, COUNT, 2, 16]).permute((0, 1, 3, 2)).split()
+    rows = gl.arange(0, ROWS, gl.SliceLayout(1, gl.SliceLayout(2, left.type.layout)))
+    odd = ((rows & 1) == 1)[:, None, None]
+    both = gl.join(gl.where(odd, right, left), gl.where(odd, left, right))
+    return both.permute((0, 1, 3, 2)).reshape(x.shape)
+
+
 @gluon.jit
 def _add_dq(dq, desc, buf, sequence, h, row, col):
     """Add dq to global memory from ``row`` and ``col`` on, once the last content of the buffer has left it.
 
+    Half a warp stores 32 bytes of each of four rows at a time. If these are the same columns, TMA's layout has only two
+    places for them, and the store takes twice as long. So odd rows are turned.
+
     A narrow dq leaves columns of the buffer unwritten. These are past the head, where TMA adds nothing.
     """
+    WIDTH: gl.constexpr = buf.shape[-1]
+    if dq.shape[1] >= 32:
+        rows = reinterpret(buf, gl.float32, [ROWS, WIDTH], _turned_layout(WIDTH))
+        dq = _turn(dq)
+    else:
+        rows = buf.reshape([ROWS, WIDTH])
     tma_store_wait(0)
-    buf.reshape([ROWS, buf.shape[-1]]).slice(0, dq.shape[1], dim=1).store(dq)
+    rows.slice(0, dq.shape[1], dim=1).store(dq)
     fence_async_shared()
     tma_add(desc, at(desc, sequence, h, row, col), buf)
 
