@@ -14,22 +14,11 @@ FILES = "training", "sweeps", "small", "sharded"
 BEGIN = "<!-- plan: written by `python -m benchmark plan --report` -->\n"
 END = "<!-- /plan -->\n"
 COLUMNS = "results", "setting", "", "GiB", "predicted", "error", "ms", "predicted", "error"
-# rows that are older than the code, and what changed since
-STALE = {
-    (
-        "sharded-nvidia-h200-2x",
-        "liger_like, selective",
-    ): "measured before checkpoints stopped to keep a gated MLP's last product",
-}
 BOUND = 1.3  # a step waits for the GPU, not for the host, if the GPU's time is so many times the host's
 
 
 def error(row: Row, measured: str, predicted: str) -> float | None:
     return row[predicted] / row[measured] - 1 if measured in row else None
-
-
-def is_stale(row: Row) -> bool:
-    return (row["file"], row["name"]) in STALE
 
 
 def is_bound(row: Row) -> bool:
@@ -38,13 +27,12 @@ def is_bound(row: Row) -> bool:
 
 
 def cells(row: Row) -> list[str]:
-    mark = " (stale)" * is_stale(row)
     wait = " (host)" * ("ms" in row and not is_bound(row))
     return [
         row["file"],
         row["text"],
         row["name"],
-        number(row["gib"], ".4g") + mark,
+        number(row["gib"], ".4g"),
         number(row["predicted"], ".2f"),
         number(error(row, "gib", "predicted"), "+.2%"),
         number(row.get("ms"), ",.4g"),
@@ -71,23 +59,21 @@ def wrong_pairs(rows: Sequence[Row]) -> tuple[int, int]:
 def gist(rows: Sequence[Row]) -> list[str]:
     """Return what the rows say together, a line for each kind of figure."""
     lines = []
-    fresh = [row for row in rows if not is_stale(row)]
     for what, several in (
-        ("one GPU", [row for row in fresh if "sharded" not in row["file"]]),
-        ("sharded", [row for row in fresh if "sharded" in row["file"]]),
+        ("one GPU", [row for row in rows if "sharded" not in row["file"]]),
+        ("sharded", [row for row in rows if "sharded" in row["file"]]),
     ):
         if several:
             errors = [abs(row["predicted"] / row["gib"] - 1) for row in several]
             median, worst = statistics.median(errors), max(errors)
             lines.append(f"* peak, {what}: {len(several)} rows, median error {median:.2%}, worst {worst:.2%}")
-    bound = [row for row in fresh if is_bound(row)]
+    bound = [row for row in rows if is_bound(row)]
     if bound:
         each = [abs(row["predicted_ms"] / row["ms"] - 1) for row in bound]
         wrong, pairs = wrong_pairs(bound)
         errors = f"median error {statistics.median(each):.1%}, worst {max(each):.1%}"
         order = f"of {pairs} pairs that differ by more than 5 %, {wrong} in the wrong order"
         lines.append(f"* time, steps that wait for the GPU: {len(bound)} rows, {errors}; {order}")
-    lines += [f"* stale: {file}, {name}: {why}" for (file, name), why in STALE.items() if any(map(is_stale, rows))]
     return lines
 
 

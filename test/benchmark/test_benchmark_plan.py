@@ -38,16 +38,16 @@ def test_peaks_are_as_measured(key):
 
 
 def test_what_the_rows_say_together():
-    one, time, stale = plan_report.gist(ROWS)
+    one, sharded, time = plan_report.gist(ROWS)
     assert one == "* peak, one GPU: 3 rows, median error 0.00%, worst 0.20%"
-    assert time.startswith("* time, steps that wait for the GPU: 2 rows, median error 10.0%, worst 10.0%; of 1 pairs")
+    assert sharded == "* peak, sharded: 1 rows, median error 4.00%, worst 4.00%"
+    assert time.startswith("* time, steps that wait for the GPU: 3 rows, median error 10.0%, worst 10.0%; of 1 pairs")
     assert time.endswith(" 1 in the wrong order")
-    assert stale.startswith("* stale: sharded-nvidia-h200-2x, liger_like, selective: measured before")
 
 
 def test_the_table_marks_rows():
     lines = plan_report.tables(RESULT).splitlines()
-    assert "| 100 (stale) | 96.00 | -4.00% | 100 | 90 | -10.0% |" in lines[-4]
+    assert "| 100 | 96.00 | -4.00% | 100 | 90 | -10.0% |" in lines[-4]
     assert "| 54 (host) |" in lines[-1]
 
 
