@@ -24,6 +24,18 @@ GENERATING = [
     ),
     (PAGED_CACHE, "window - 1, 0)", "window, 0)", "a window sees a key too many"),
     (
+        PAGED_CACHE,
+        'rows, lengths = options["cu_seq_lens_q"], ',
+        'rows, lengths = nn.functional.pad(options["cu_seq_lens_q"][:-1], (0, 1), value=q.shape[0]), ',
+        "padding behind the last sequence belongs to it",
+    ),
+    (
+        PAGED_CACHE,
+        "paged_write(k, v, k_cache, v_cache, pages=table, lengths=lengths)",
+        "paged_write(k, v, k_cache, v_cache, pages=table.clamp(min=0), lengths=lengths.diff().clamp(min=1))",
+        "a padded row of a decode step is written to the first page",
+    ),
+    (
         GENERATION,
         'manager._original_attn_impl = {**names, "": NAME}',
         "manager._original_attn_impl = None",
