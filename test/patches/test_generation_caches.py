@@ -1,6 +1,7 @@
 """``generate`` of patched models: static caches need no bias, and only what is filled; dynamic ones are not copied."""
 
 import copy
+import pickle
 
 import pytest
 import torch
@@ -118,10 +119,12 @@ def changed(cache, way):
         cache.batch_select_indices(torch.tensor([-1]))
     elif way == "copy":
         return copy.deepcopy(cache)
+    elif way == "pickle":
+        return pickle.loads(pickle.dumps(cache))
     return cache
 
 
-@pytest.mark.parametrize("way", ["append", "crop", "reorder", "repeat", "select", "copy"])
+@pytest.mark.parametrize("way", ["append", "crop", "reorder", "repeat", "select", "copy", "pickle"])
 def test_a_growing_layer_does_as_the_dynamic_one(way):
     config = model_of("Llama", num_hidden_layers=1).config  # some versions crop no layer without keys
     caches = [DynamicCache(config=config) for _ in range(2)]

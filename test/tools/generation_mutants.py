@@ -69,8 +69,9 @@ GENERATING = [
         GROWING,
         "memory.used is held and writable",
         "writable",
-        "changed keys are taken for those in memory, and copies of a layer write over each other",
+        "changed keys are taken for those in memory",
     ),
+    (GROWING, 'if name != "_memory"', "if name", "copies of a layer write over each other"),
     (GROWING, "        used.copy_(held)", "        pass", "a layer that grows loses its keys"),
     (GROWING, "layer.__class__ = GrowingLayer", "pass", "each step copies the cache"),
     (
