@@ -14,10 +14,13 @@ class GrowingLayer(DynamicLayer):  # type: ignore[no-untyped-call]
 
     Tokens are appended in place only behind the tensors that the last ``update`` of this memory returned. All other
     methods are those of transformers: they set other keys and values, which the next ``update`` copies. So tensors that
-    an update has returned never change, and copies of a layer go on apart.
+    an update has returned never change. Copies of a layer, and pickled layers, have no such memory until they grow.
     """
 
-    _memory: "list[_Memory] | None" = None  # of keys and values; a list, which the copies of a layer share
+    _memory: "list[_Memory] | None" = None  # of keys and values
+
+    def __getstate__(self) -> dict[str, Any]:
+        return {name: value for name, value in vars(self).items() if name != "_memory"}
 
     def update(self, key_states: Tensor, value_states: Tensor, *args: Any, **kwargs: Any) -> tuple[Tensor, Tensor]:
         """Append keys and values, and return all; graphs, and tensors that torch.cat converts, need its copy."""
@@ -31,9 +34,9 @@ class GrowingLayer(DynamicLayer):  # type: ignore[no-untyped-call]
             self._memory = None
             return super().update(key_states, value_states, *args, **kwargs)
         if self._memory is None or not all(map(_has_room, self._memory, held, new)):
-            self._memory = None  # frees what no other layer holds
+            self._memory = None  # frees rows that the layer has left
             self._memory = [_larger(*each) for each in zip(held, new, strict=True)]
-        self._memory[:] = [_append(*each) for each in zip(self._memory, new, strict=True)]
+        self._memory = [_append(*each) for each in zip(self._memory, new, strict=True)]
         self.keys, self.values = (memory.used for memory in self._memory)
         return self.keys, self.values
 

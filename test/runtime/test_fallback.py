@@ -118,10 +118,10 @@ def run_alone(code, **environment):
     assert done.stderr.count("do not compile with Triton 97.0.0") == 1
 
 
-def test_a_triton_without_gluon():
+def test_a_triton_without_gluon(device):
     """The package imports, and attention runs, where Gluon has other names."""
     run_alone(
-        """
+        f"""
         import torch, triton
         from triton.experimental.gluon.language.nvidia import hopper
         del hopper.warpgroup_mma
@@ -130,14 +130,14 @@ def test_a_triton_without_gluon():
         from liger_like.ops.attention import choice
         from liger_like.runtime import fallback
         choice.INTERPRET, choice.architecture = False, lambda device: 9
-        q = torch.randn(1, 70, 2, 64, dtype=torch.float16, requires_grad=True)
+        q = torch.randn(1, 70, 2, 64, dtype=torch.float16, device="{device}", requires_grad=True)
         out = liger_like.flash_attention(q, q, q, causal=True)
         out.backward(out)
         expected = torch.nn.functional.scaled_dot_product_attention(*[q.mT.mT.transpose(1, 2)] * 3, is_causal=True)
         assert torch.allclose(out, expected.transpose(1, 2), atol=1e-2)
         assert sorted(fallback.BROKEN) == sorted([choice.FORWARD, choice.BACKWARD]), fallback.BROKEN
         """,
-        TRITON_INTERPRET="1",
+        TRITON_INTERPRET=str(int(device == "cpu")),
     )
 
 

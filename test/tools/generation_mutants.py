@@ -24,6 +24,18 @@ GENERATING = [
     ),
     (PAGED_CACHE, "window - 1, 0)", "window, 0)", "a window sees a key too many"),
     (
+        PAGED_CACHE,
+        'rows, lengths = options["cu_seq_lens_q"], ',
+        'rows, lengths = nn.functional.pad(options["cu_seq_lens_q"][:-1], (0, 1), value=q.shape[0]), ',
+        "padding behind the last sequence belongs to it",
+    ),
+    (
+        PAGED_CACHE,
+        "paged_write(k, v, k_cache, v_cache, pages=table, lengths=lengths)",
+        "paged_write(k, v, k_cache, v_cache, pages=table.clamp(min=0), lengths=lengths.diff().clamp(min=1))",
+        "a padded row of a decode step is written to the first page",
+    ),
+    (
         GENERATION,
         'manager._original_attn_impl = {**names, "": NAME}',
         "manager._original_attn_impl = None",
@@ -57,8 +69,9 @@ GENERATING = [
         GROWING,
         "memory.used is held and writable",
         "writable",
-        "changed keys are taken for those in memory, and copies of a layer write over each other",
+        "changed keys are taken for those in memory",
     ),
+    (GROWING, 'if name != "_memory"', "if name", "copies of a layer write over each other"),
     (GROWING, "        used.copy_(held)", "        pass", "a layer that grows loses its keys"),
     (GROWING, "layer.__class__ = GrowingLayer", "pass", "each step copies the cache"),
     (
