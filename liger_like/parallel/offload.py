@@ -207,7 +207,6 @@ class CheckpointOffload:
     def _send(self, kept: Kept) -> None:
         if kept.tensor is None or kept.pages is not None:
             return
-        kept.watch()
         kept.pages = kept.host.take(kept.size)
         if kept.pages is not None:
             self.leaving.append((kept, kept.host.copies.start(kept.pairs(kept.tensor, out=True), kept.stream)))
@@ -224,7 +223,7 @@ class CheckpointOffload:
 
     def _land(self) -> None:
         for kept, end in self.leaving:
-            kept.watch()  # a change while the copy ran may be in it
+            kept.watch()  # a change before the copy ended may be in it
             kept.host.copies.wait(end, kept.tensor)  # type: ignore[arg-type]
             kept.tensor = None
         self.leaving.clear()

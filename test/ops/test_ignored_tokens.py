@@ -167,7 +167,7 @@ def test_cuda_graph_with_ignored_tokens(options):
     labels = None if spec is DIVERGENCE else inputs["target"].clamp(min=0)
     graph, captured, upstream = capture(spec, inputs, options)
     for share in (0.0, 0.5, 0.9, 1.0):  # each replay ignores another share
-        redraw(inputs, upstream)
+        redraw(spec, inputs, upstream)
         ignored = torch.rand(300, device="cuda") < share
         if labels is None:
             inputs["mask"].copy_(~ignored)

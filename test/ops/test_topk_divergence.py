@@ -42,6 +42,7 @@ def test_equals_the_definition(beta):
 
 @each_beta
 def test_gradient(beta):
+    """Compare with numerical gradients; a word of -inf is no word, and the teacher has no gradient."""
     z, teacher = scores()
     ids, teacher_logp = teacher.topk(K).indices, teacher.log_softmax(-1)
     logp_of = teacher_logp.gather(-1, ids)
@@ -50,6 +51,8 @@ def test_gradient(beta):
     assert torch.autograd.gradcheck(given, z.requires_grad_())
     fewer = topk_divergence(z.log_softmax(-1).gather(-1, ids)[..., :-1], logp_of[..., :-1], MASK, beta=beta)[0]
     torch.testing.assert_close(given(z), fewer)
+    logp_of.requires_grad_()
+    assert torch.autograd.grad(given(z), logp_of, allow_unused=True) == (None,)
 
 
 @each_beta

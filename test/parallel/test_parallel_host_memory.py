@@ -162,7 +162,8 @@ def test_a_capture_is_refused(cuda):
 def test_memory_is_the_hosts(cuda, monkeypatch):
     """Wherever torch creates tensors by default."""
     empty = torch.empty
-    monkeypatch.setattr(torch, "empty", lambda *size, pin_memory, **options: empty(*size, **options))
     with torch.device("meta"):
+        assert empty(0).is_meta  # the first call looks up the functions that take the device, for all later tests
+        monkeypatch.setattr(torch, "empty", lambda *size, pin_memory, **options: empty(*size, **options))
         memory = host_memory.Copies(torch.device("cuda", 0)).memory(8)
     assert memory.device.type == "cpu"

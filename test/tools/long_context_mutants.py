@@ -41,11 +41,10 @@ LONG_CONTEXT = [
     (OFFLOAD, "if self.tensor._version != self.version:", "if False:", "what stays may be modified"),
     (
         OFFLOAD,
-        "            return\n        kept.watch()\n",
-        "            return\n",
-        "an input may be modified before its copy",
+        "            kept.watch()  # a change before the copy ended may be in it\n",
+        "",
+        "an input may be modified before its copy ends",
     ),
-    (OFFLOAD, "            kept.watch()  # a change while the copy ran may be in it\n", "", "or while its copy runs"),
     (OFFLOAD, "        self._settle()  # copies", "        pass  # copies", "memory of copies under way is freed"),
     (OFFLOAD, " or tensor.is_conj()", "", "a conjugate leaves"),
     (
