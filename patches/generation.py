@@ -168,6 +168,7 @@ def _start(model: Any, start: Callable[..., Any], generation_config: Any, asked:
 
 def _with_our_cache(processor: Any) -> Any:
     """Return ``processor``, whose cache passes itself on to our attention."""
+    paged.clear(processor.cache)
     cls: Any = type(processor.cache)
     processor.cache.__class__ = paged.cache_class(cls)
     return processor

@@ -47,6 +47,15 @@ def cache_class(cls: Any) -> type[Any]:
     return type(cls.__name__, (cls,), {"update": update, "_liger_like_cache": True})
 
 
+def clear(cache: Any) -> None:
+    """Fill ``cache`` with zeros, as newer versions of transformers do.
+
+    The warm-up of its CUDA graphs reads keys that were never written. If these are NaN, sampling ends the process.
+    """
+    for tensor in (*getattr(cache, "key_cache", ()), *getattr(cache, "value_cache", ())):
+        tensor.zero_()
+
+
 class _Layer(NamedTuple):
     """Part of the cache that belongs to a layer.
 

@@ -167,9 +167,10 @@ def test_padded_batches(family, requests, monkeypatch):
     make, attend = generation._with_our_cache, paged.flash_attention_paged
 
     def poisoned(processor):
+        processor = make(processor)
         for layer in range(2):
             caches.extend(t.fill_(torch.nan) for t in paged._layer_of(processor.cache, layer).caches)
-        return make(processor)
+        return processor
 
     def noted(q, k_cache, v_cache, pages, lengths, **more):
         shapes.add((len(q), len(lengths) - 1))
@@ -186,6 +187,28 @@ def test_padded_batches(family, requests, monkeypatch):
     lengths = [len(prompt) + 4 - 1 for prompt in ids]
     tokens = sum(lengths) + sum(lengths if family == "Llama" else (min(12, length) for length in lengths))
     assert 0 <= len(filled(caches)) - 2 * tokens <= 4
+
+
+def test_a_warm_up_samples_from_finite_scores(references, monkeypatch):
+    """It reads keys that were never written, and 5.17 of transformers gives them memory that may hold NaN."""
+    model, empty, multinomial, seen = model_of("Llama"), torch.empty, torch.multinomial, []
+    patch(model)
+
+    def poisoned(*shape, **options):
+        made = empty(*shape, **options)
+        return made.fill_(torch.nan) if made.is_floating_point() else made
+
+    def noted(scores, **options):
+        seen.append(scores.isfinite().all().item())
+        return multinomial(scores.nan_to_num(1), **options)
+
+    monkeypatch.setattr(torch, "empty", poisoned)
+    monkeypatch.setattr(torch, "multinomial", noted)
+    monkeypatch.setattr(torch, "compile", lambda function, **how: function)  # without a GPU no graph warms up
+    sampled = GenerationConfig(do_sample=True, eos_token_id=-1, pad_token_id=0, max_new_tokens=2)
+    outputs(model, prompts(3), {"varlen_compile_config": CompileConfig()}, sampled, warmup=True)
+    assert len(seen) > 2
+    assert all(seen)
 
 
 def test_prefixes_forks_and_kept_managers(references):
