@@ -167,8 +167,9 @@ def _start(model: Any, start: Callable[..., Any], generation_config: Any, asked:
 
 
 def _with_our_cache(processor: Any) -> Any:
-    """Return ``processor``, whose cache passes itself on to our attention."""
-    paged.clear(processor.cache)
+    """Return ``processor``, whose cache passes itself on to our attention; a kept cache has keys of prompts."""
     cls: Any = type(processor.cache)
-    processor.cache.__class__ = paged.cache_class(cls)
+    if (ours := paged.cache_class(cls)) is not cls:
+        paged.clear(processor.cache)
+        processor.cache.__class__ = ours
     return processor

@@ -88,6 +88,9 @@ def attend(
     or the slots of all keys. A window's slots are a ring: new keys replace those that the first new queries still
     see, and have no slot in the list of the keys to read. So keys are written after the reads.
 
+    Where transformers pads batches, as for its CUDA graphs, that list is never empty: new prompts take the paged op,
+    too. Otherwise a batch of new prompts alone takes ``flash_attention_varlen``.
+
     Raises RuntimeError without ``cache``: the model is called by others before continuous batching has ended.
     """
     options = {name: option for name, option in options.items() if option is not None}

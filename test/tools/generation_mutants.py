@@ -37,6 +37,12 @@ GENERATING = [
     ),
     (
         GENERATION,
+        "if (ours := paged.cache_class(cls)) is not cls:",
+        "if ours := paged.cache_class(cls):",
+        "a manager that is used again loses the keys of shared prompts",
+    ),
+    (
+        GENERATION,
         'manager._original_attn_impl = {**names, "": NAME}',
         "manager._original_attn_impl = None",
         "stop() leaves the name",
