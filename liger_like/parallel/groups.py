@@ -5,8 +5,9 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.distributed.fsdp import FullyShardedDataParallel
 
-from liger_like.runtime.checks import require_integer
+from liger_like.runtime.checks import require_integer, require_type
 
 Call = Callable[..., Any]
 
@@ -20,8 +21,13 @@ class _Group:
         self.input: Tensor | None = None  # of the first layer
         self.given: Tensor | None = None  # to the next layer
 
-    def call(self, place: int, layer: Call, x: Tensor, *rest: Any) -> Any:
+    def call(self, place: int, layer: Call, x: Any = None, *rest: Any) -> Any:
         """Call the layer at ``place``, or let it wait if it is not the last."""
+        if not isinstance(x, Tensor):
+            raise TypeError(
+                f"{self.names[place]} must get the hidden states as its first positional argument to share a "
+                f"checkpoint, got {type(x).__name__}"
+            )
         if place == 0:
             self.waiting, self.input, self.given = [], x, x  # whatever a forward that failed has left
         if place != len(self.waiting) or x is not self.given:
@@ -63,16 +69,19 @@ def group_checkpoints(model: nn.Module, layers: int) -> None:
     once, and holds what all of them keep; each layer is recomputed once, as before. Values do not change. Under FSDP2
     shard the layers of a group together: ``fully_shard([*model.model.layers[:2]])``.
 
-    Raises TypeError or ValueError for ``layers`` below 1, and ValueError if no layer has such a checkpoint. The forward
-    raises RuntimeError where the model changes the hidden states between the layers of a group, and TypeError where a
-    layer returns more than them.
+    Raises TypeError or ValueError for ``layers`` below 1, and ValueError if no layer has such a checkpoint or layers
+    are in FSDP1. The forward raises RuntimeError where the model changes the hidden states between the layers of a
+    group, and TypeError where a layer takes them by keyword or returns more than them.
     """
+    require_type("model", model, nn.Module)
     require_integer("layers", layers, 1)
     found = False
     for path, several in model.named_modules():
         members = [*enumerate(several)] if isinstance(several, nn.ModuleList) else []
         members = [(i, layer) for i, layer in members if getattr(layer, "gradient_checkpointing", False)]
         found |= bool(members)
+        if any(isinstance(layer, FullyShardedDataParallel) for _, layer in members):
+            raise ValueError(f"{path} must be sharded by fully_shard or not at all, got FullyShardedDataParallel")
         for start in range(0, len(members), layers):
             own = members[start : start + layers]
             group = _Group([f"{path}.{i}" for i, _ in own], _checkpoint_of(own[0][1]))
@@ -89,6 +98,6 @@ def _checkpoint_of(layer: Any) -> Call:
     """Return the checkpoint that ``layer`` calls, which may be in a group already."""
     function: Any = layer._gradient_checkpointing_func
     function = function.group.checkpoint if isinstance(function, _Member) else function
-    if function.keywords.get("use_reentrant") is not False:
+    if getattr(function, "keywords", {}).get("use_reentrant") is not False:
         raise ValueError("model must have checkpoints with use_reentrant=False, got others")
     return function  # type: ignore[no-any-return]

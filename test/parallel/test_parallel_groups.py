@@ -10,7 +10,7 @@ from test_parallel_checkpoint import Count
 from test_parallel_offload import Late, copy_late, same
 from tiny_models import batch, results, tiny
 from torch.distributed.device_mesh import init_device_mesh
-from torch.distributed.fsdp import fully_shard
+from torch.distributed.fsdp import FullyShardedDataParallel, fully_shard
 from torch.distributed.tensor.debug import CommDebugMode
 from torch.utils.checkpoint import checkpoint
 
@@ -131,6 +131,13 @@ def test_models_that_cannot_share():
         net(x)
     with pytest.raises(ValueError, match="must have checkpoints with use_reentrant=False, got others"):
         group_checkpoints(Net(None, use_reentrant=True), 2)
+    with pytest.raises(TypeError, match=r"layers\.0 must get .* first positional argument .*, got NoneType"):
+        net.layers[0]._gradient_checkpointing_func(net.layers[0].call)
+    net.layers[0]._gradient_checkpointing_func = lambda call, x: call(x)
+    with pytest.raises(ValueError, match="must have checkpoints with use_reentrant=False, got others"):
+        group_checkpoints(net, 2)
+    with pytest.raises(TypeError, match="model must be a Module, got list"):
+        group_checkpoints([net], 2)
     with pytest.raises(ValueError, match="must have checkpointed layers, got none"):
         group_checkpoints(tiny("Llama"), 2)
     with pytest.raises(ValueError, match="layers must be at least 1, got 0"):
@@ -163,6 +170,10 @@ def sharded(rank):
         found.append(({name: getattr(t, "full_tensor", lambda t=t: t)() for name, t in values.items()}, gathered))
         assert host.out == host.back == (len(units) - 1) * INPUT
     same(found[1][0], found[0][0])
+    net = Net(lambda x: x)
+    net.layers[0] = FullyShardedDataParallel(net.layers[0], device_id=torch.device("cpu"))
+    with pytest.raises(ValueError, match="layers must be sharded by fully_shard or not at all, got FullySharded"):
+        group_checkpoints(net, 2)
     assert found[0][1] - found[1][1] == 2 * (3 - 2)
 
 

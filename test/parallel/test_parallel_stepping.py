@@ -1,13 +1,16 @@
 """The optimizer's step within the backward."""
 
 import copy
+import gc
+import weakref
 
 import pytest
 import torch
 from distributed import run
 from tiny_models import batch, tiny
 from torch.distributed.device_mesh import init_device_mesh
-from torch.distributed.fsdp import fully_shard
+from torch.distributed.fsdp import FullyShardedDataParallel, fully_shard
+from torch.nn.parallel import DistributedDataParallel
 
 from liger_like.parallel import step_in_backward
 
@@ -78,6 +81,35 @@ def test_fsdp2():
     run(sharded, 2)
 
 
+def replicated(rank):
+    """Wrappers that reduce gradients after the step: ranks would train apart."""
+    for wrapper in (DistributedDataParallel, FullyShardedDataParallel):
+        options = {"device_id": torch.device("cpu")} if wrapper is FullyShardedDataParallel else {}
+        with pytest.raises(ValueError, match=f"must be sharded by fully_shard or not at all, got {wrapper.__name__}"):
+            step_in_backward(torch.nn.Sequential(wrapper(torch.nn.Linear(2, 2), **options)), adam)
+    model = torch.nn.Linear(2, 2)
+    step_in_backward(model, adam)
+    wrapped = DistributedDataParallel(model)
+    wrapped(torch.ones(1, 2)).sum().backward()
+    with pytest.raises(RuntimeError, match=r"gradient of (weight|bias) is left from before this backward"):
+        wrapped(torch.ones(1, 2)).sum().backward()
+
+
+def test_replicas():
+    run(replicated, 1)
+
+
+def test_memory():
+    """A model and its optimizers are freed once nothing refers to them."""
+    model = torch.nn.Linear(2, 2)
+    step_in_backward(model, adam)
+    model(torch.ones(1, 2)).sum().backward()
+    alive = weakref.ref(model.weight)
+    del model
+    gc.collect()
+    assert alive() is None
+
+
 def test_errors():
     model = torch.nn.Linear(2, 2)
     model(torch.ones(1, 2)).sum().backward()
@@ -89,3 +121,5 @@ def test_errors():
         step_in_backward(model, adam)
     with pytest.raises(ValueError, match="model must have a parameter that requires a gradient, got none"):
         step_in_backward(torch.nn.ReLU(), adam)
+    with pytest.raises(TypeError, match="model must be a Module, got list"):
+        step_in_backward([torch.nn.Linear(2, 2)], adam)
