@@ -190,7 +190,7 @@ PAGED = [
         "values have the strides of keys",
     ),
     (PUBLIC, "    refuse_gradients(q=q,", "    dict(q=q,", "gradients are silently missing"),
-    (PUBLIC, "page.clamp(0, N - 1)", "page", "the reference reads page -1"),
+    (PUBLIC, "page.clamp(0, N - 1)", "page", "the reference reads pages behind the length"),
     (
         PUBLIC,
         "& (positions < length[:, None])[..., None]",
