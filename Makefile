@@ -59,7 +59,7 @@ compile-check: $(TRITON:%=compile-check-%)
 
 $(TRITON:%=compile-check-%): compile-check-%: $(ready) $(addprefix .cache/triton-,$(filter-out installed,$(TRITON)))
 	PYTHONPATH=$(CURDIR)/.cache/triton-$*:$(PYTHONPATH) $(py) test/tools/compile_check.py $(GPUS) $(if $(EVERY),--every $(EVERY))
-	PYTHONPATH=$(CURDIR)/.cache/triton-$*:$(PYTHONPATH) $(py) test/tools/inductor_kernels.py
+	PYTHONPATH=$(CURDIR)/.cache/triton-$*:$(PYTHONPATH) $(py) test/tools/inductor_kernels.py $(if $(EVERY),--every $(EVERY))
 
 # make mutants, or some of them, make mutants ARGS="rope.py --workers 32"
 mutants: $(ready)
