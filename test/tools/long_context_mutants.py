@@ -108,7 +108,7 @@ LONG_CONTEXT = [
         "a layer of a group returns more than a tensor",
     ),
     (GROUPS, "\n        if not isinstance(x, Tensor):", "\n        if False:", "hidden states by keyword are nobody's"),
-    (STEPPING, "        optimizer.zero_grad()\n", "", "gradients are kept and summed"),
+    (STEPPING, "    p._liger_like_optimizer.zero_grad()\n", "", "gradients are kept and summed"),
     (STEPPING, "        if p._post_accumulate_grad_hooks:", "        if False:", "a second call steps twice"),
     (
         STEPPING,

@@ -82,7 +82,12 @@ PAGED = [
         "sink = tl.load(sinks_ptr + heads).to(tl.float32)",
         "sinks count in every chunk and in the merge",
     ),
-    (KERNELS, "end = tl.where(rank == 0, T, 0)", "end = 0", "rows past the end of the sequences are not written"),
+    (
+        KERNELS,
+        "end, items = tl.where(rank == 0, T, 0)",
+        "end, items = 0",
+        "rows past the end of the sequences are not written",
+    ),
     (
         KERNELS,
         "part = item if SLOTS else b * splits + rank",
