@@ -52,7 +52,7 @@ class _Group:
 
 
 class _Member:
-    """What a layer calls in the place of torch's checkpoint."""
+    """Checkpoint that a layer calls in the place of torch's."""
 
     def __init__(self, group: _Group, place: int) -> None:
         self.group, self.place = group, place

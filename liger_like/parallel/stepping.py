@@ -46,7 +46,7 @@ def step_in_backward(
             raise RuntimeError(f"{name} has a hook of accumulated gradients already: call step_in_backward once")
     optimizers = {name: make_optimizer([p]) for name, p in trained.items()}
     for name, p in trained.items():
-        p._liger_like_optimizer = optimizers[name]  # type: ignore[attr-defined]  # a hook that held it were never freed
+        p._liger_like_optimizer = optimizers[name]  # type: ignore[attr-defined]  # hooks that hold it are never freed
         p.register_hook(_fresh(name, p))  # type: ignore[no-untyped-call]
         p.register_post_accumulate_grad_hook(_step)  # type: ignore[no-untyped-call]
     return optimizers

@@ -43,7 +43,7 @@ def same(got, expected):
 
 @pytest.mark.parametrize(("tied", "optimizer"), [(False, adam), (True, adam), (False, adam_in_8_bits)])
 def test_updates(tied, optimizer):
-    """Those of one optimizer, bit for bit, where at most one parameter has a gradient at a time."""
+    """Updates are those of one optimizer, bit for bit, and at most one parameter has a gradient at a time."""
     model, inputs = tiny("Llama", tie_word_embeddings=tied), batch()
     model.gradient_checkpointing_enable({"use_reentrant": False})
     model.model.norm.weight.requires_grad_(False)

@@ -255,8 +255,10 @@ ATTENTION = [
     ),
     (
         PUBLIC,
-        "scale=_scale(q, scale),\n        softcap=softcap,\n        **_window(causal, window),\n    )\n    batch",
-        "scale=_scale(v, scale),\n        softcap=softcap,\n        **_window(causal, window),\n    )\n    batch",
+        "scale=_scale(q.shape[-1], scale),\n"
+        "        softcap=softcap,\n        **_window(causal, window),\n    )\n    batch",
+        "scale=_scale(v.shape[-1], scale),\n"
+        "        softcap=softcap,\n        **_window(causal, window),\n    )\n    batch",
         "the scale of packed heads is that of their values",
     ),
     (

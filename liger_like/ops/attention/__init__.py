@@ -146,8 +146,8 @@ def _use_kernel(q: Tensor, v: Tensor) -> bool:
     return use_kernel(q) and (narrow or refused(f"kernels take heads of up to {MAX_HEAD_WIDTH} features"))
 
 
-def _scale(q: Tensor, scale: float | None) -> float:
-    return q.shape[-1] ** -0.5 if scale is None else float(scale)
+def _scale(width: int, scale: float | None) -> float:
+    return width**-0.5 if scale is None else float(scale)
 
 
 def _deterministic(asked: bool | None) -> bool:
@@ -194,7 +194,7 @@ def flash_attention(
         spans=packed(spans),
         max_seqlen_q=q.shape[1],
         max_seqlen_k=k.shape[1],
-        scale=_scale(q, scale),
+        scale=_scale(q.shape[-1], scale),
         softcap=softcap,
         **_window(causal, window),
     )
@@ -244,7 +244,7 @@ def flash_attention_varlen(
         spans=None,
         max_seqlen_q=max_seqlen_q,
         max_seqlen_k=max_seqlen_k,
-        scale=_scale(q, scale),
+        scale=_scale(q.shape[-1], scale),
         softcap=softcap,
         **_window(causal, window),
     )

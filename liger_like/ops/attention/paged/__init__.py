@@ -9,7 +9,7 @@ and the rows of sequences are on the device, and the host reads none of them.
 import torch
 from torch import Tensor
 
-from liger_like.ops.attention import Result, _attend_ref, _use_kernel, _window
+from liger_like.ops.attention import Result, _attend_ref, _scale, _use_kernel, _window
 from liger_like.ops.attention.checks import check_options
 from liger_like.ops.attention.paged.checks import (
     check_caches,
@@ -184,8 +184,7 @@ def flash_attention_paged(
     left = _window(True, window)["left"]
     tensors = q, k_cache, v_cache, pages, lengths, cu_seqlens_q, k, v, qv, sinks
     width = q.shape[-1] + (0 if qv is None else qv.shape[-1])
-    scale = width**-0.5 if scale is None else float(scale)
-    out, lse = paged_attention_fwd(*tensors, max_seqlen_q, scale, softcap, left)
+    out, lse = paged_attention_fwd(*tensors, max_seqlen_q, _scale(width, scale), softcap, left)
     return (out, lse) if return_lse else out
 
 
