@@ -150,6 +150,7 @@ def launched(monkeypatch):
     """Names of the kernels that are launched, and their grids."""
     from liger_like.ops.attention import sums
     from liger_like.ops.attention.hopper import backward as hopper_backward
+    from liger_like.ops.attention.hopper import backward_192 as hopper_backward_192
     from liger_like.ops.attention.hopper import backward_256 as hopper_backward_256
     from liger_like.ops.attention.hopper import forward as hopper_forward
     from liger_like.ops.attention.portable import backward as portable_backward
@@ -163,6 +164,7 @@ def launched(monkeypatch):
         hopper_forward,
         portable_backward,
         hopper_backward,
+        hopper_backward_192,
         hopper_backward_256,
         portable_bias,
         portable_delta,

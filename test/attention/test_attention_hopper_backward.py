@@ -11,6 +11,7 @@ from liger_like.ops.attention import attention_delta, choice, flash_attention_re
 from liger_like.ops.attention import backward as attention_backward
 from liger_like.ops.attention.backward import attention_bwd
 from liger_like.ops.attention.hopper import backward as hopper_backward
+from liger_like.ops.attention.hopper import backward_192 as hopper_backward_192
 from liger_like.ops.attention.hopper import backward_256 as hopper_backward_256
 from liger_like.runtime.support import architecture
 from liger_like.testing import assert_accurate, run
@@ -18,7 +19,8 @@ from liger_like.testing.inputs import attention_inputs, attention_varlen_inputs
 
 AT_ONCE = {"_attention_bwd_hopper_kernel"}
 IN_TWO = {"_attention_dkv_hopper_kernel", "_attention_dq_hopper_kernel"}
-HOPPER = {(64, 64): AT_ONCE, (128, 128): AT_ONCE, (192, 128): IN_TWO, (256, 256): IN_TWO}
+OF_192 = {"_attention_dkv_192_hopper_kernel", "_attention_dq_hopper_kernel"}
+HOPPER = {(64, 64): AT_ONCE, (128, 128): AT_ONCE, (192, 128): OF_192, (256, 256): IN_TWO}
 PORTABLE = {"_attention_dkv_kernel", "_attention_dq_kernel"}
 DTYPES = [torch.bfloat16, torch.float16]
 HEADS = {"H": 16, "Hk": 4}  # most tests share them, since other sizes compile other kernels
@@ -33,7 +35,13 @@ def gpu(test):
 
 def kernels(launched):
     """Return the launched kernels of the backward, without those that prepare it."""
-    return {name for name, _ in launched} & {*AT_ONCE, *IN_TWO, *PORTABLE}
+    return {name for name, _ in launched} & {*AT_ONCE, *IN_TWO, *OF_192, *PORTABLE}
+
+
+def kernels_for(D, Dv, softcap=None):
+    """Return the kernels for Hopper of a call that needs all gradients; a softcap has no kernel for 192 features."""
+    names = HOPPER[choice.widths_of(D, Dv)]
+    return IN_TWO if softcap and names == OF_192 else names
 
 
 def heads_of(D, H=2, Hk=1, S=24, dtype=torch.float16, device="cpu", Dv=None):
@@ -66,6 +74,7 @@ def takes(monkeypatch):
         return torch.zeros_like(q)
 
     monkeypatch.setattr(hopper_backward, "add_gradients", add_gradients)
+    monkeypatch.setattr(hopper_backward_192, "fill_dkv", fill_dkv)
     monkeypatch.setattr(hopper_backward_256, "fill_dkv", fill_dkv)
     monkeypatch.setattr(hopper_backward_256, "make_dq", make_dq)
     monkeypatch.setattr(choice, "INTERPRET", False)
@@ -174,7 +183,7 @@ def test_gradients(mask, D, Dv, dtype, launched, poisoned):
         make = lambda: attention_inputs(dtype, "cuda", **shape)  # noqa: B023, E731
         options = {**mask, "deterministic": False}
         assert_accurate(ops.flash_attention, flash_attention_ref, make, options, draws=8, k=2)
-    assert kernels(launched) == HOPPER[D, Dv]
+    assert kernels(launched) == kernels_for(D, Dv, mask.get("softcap"))
 
 
 @gpu
@@ -186,7 +195,7 @@ def test_gradients_in_spans(D, Dv, dtype, launched, poisoned):
         for mask in ({}, {"causal": True}, {"softcap": 2.0, "causal": True}):
             options = {**mask, "deterministic": False}
             assert_accurate(ops.flash_attention, flash_attention_ref, make, options, draws=4, k=2)
-    assert kernels(launched) == HOPPER[D, Dv]
+    assert kernels(launched) == kernels_for(D, Dv) | kernels_for(D, Dv, softcap=2.0)
 
 
 @gpu
@@ -196,8 +205,8 @@ def test_few_key_heads_split_the_query_heads(D, Dv, dtype, launched, poisoned):
     make = lambda: attention_inputs(dtype, "cuda", **shape)  # noqa: E731
     options = {"causal": True, "deterministic": False}
     assert_accurate(ops.flash_attention, flash_attention_ref, make, options, draws=4, k=2)
-    name, blocks = ("_attention_dkv_hopper_kernel", 5) if D > 128 else ("_attention_bwd_hopper_kernel", 3)
-    assert (name, (blocks, 12)) in launched
+    name = next(name for name in HOPPER[D, Dv] if "dq" not in name)
+    assert (name, (5 if D == 256 else 3, 12)) in launched
 
 
 @gpu
@@ -241,7 +250,7 @@ def test_gradients_of_packed_sequences(mask, D, Dv, dtype, launched, poisoned):
         make = lambda: attention_varlen_inputs(dtype, "cuda", **shape)  # noqa: B023, E731
         options = {**mask, **longest, "deterministic": False}
         assert_accurate(ops.flash_attention_varlen, flash_attention_varlen_ref, make, options, draws=8, k=2)
-    assert kernels(launched) == HOPPER[D, Dv]
+    assert kernels(launched) == kernels_for(D, Dv, mask.get("softcap"))
 
 
 @gpu
@@ -259,7 +268,7 @@ def test_narrower_heads(D, Dv, dtype, launched, poisoned):
     make = lambda: attention_varlen_inputs(dtype, "cuda", **packed)  # noqa: E731
     options |= {"max_seqlen_q": 300, "max_seqlen_k": 300}
     assert_accurate(ops.flash_attention_varlen, flash_attention_varlen_ref, make, options, draws=4, k=2)
-    assert kernels(launched) == HOPPER[choice.widths_of(D, Dv)]
+    assert kernels(launched) == kernels_for(D, Dv)
 
 
 @gpu
@@ -366,7 +375,7 @@ def test_wide_heads_repeat_whether_that_is_asked_for_or_not(D, Dv, dtype, launch
     inputs = attention_inputs(dtype, "cuda", B=2, S=600, Sk=600, **HEADS, D=D, Dv=Dv)
     got, expected = (grads_of(inputs, {"causal": True, "deterministic": flag}) for flag in (False, True))
     assert_same(got, expected)
-    assert kernels(launched) == IN_TWO
+    assert kernels(launched) == HOPPER[D, Dv]
 
 
 @gpu
@@ -375,10 +384,11 @@ def test_wide_heads_with_some_gradients(D, Dv, launched, poisoned):
     """Each kernel alone gives what both give."""
     tensors = heads_of(D, *HEADS.values(), 300, torch.bfloat16, "cuda", Dv)
     expected = backward(*tensors)
+    of_queries = {"_attention_dq_hopper_kernel"}
     for needs, names in (
-        ((True, False, False, False), {"_attention_dq_hopper_kernel"}),
-        ((False, True, True, False), {"_attention_dkv_hopper_kernel"}),
-        ((False, False, True, False), {"_attention_dkv_hopper_kernel"}),
+        ((True, False, False, False), of_queries),
+        ((False, True, True, False), HOPPER[D, Dv] - of_queries),
+        ((False, False, True, False), HOPPER[D, Dv] - of_queries),
     ):
         launched.clear()
         got = backward(*tensors, needs=needs)

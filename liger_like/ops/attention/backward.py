@@ -10,7 +10,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from liger_like.ops.attention.choice import BACKWARD, BACKWARD_256, hopper_kernels, is_small
+from liger_like.ops.attention.choice import BACKWARD, BACKWARD_192, BACKWARD_256, hopper_kernels, is_small
 from liger_like.ops.attention.flops import backward_flops
 from liger_like.ops.attention.masking import MASKING_SCHEMA, Masking
 from liger_like.ops.attention.portable import backward as portable
@@ -84,14 +84,16 @@ def _attention_bwd(
     apart = hopper or portable
     if needs[1] or needs[2]:
         of_keys = masking if key_spans is None else masking._replace(spans=key_spans)
-        block_n = hopper.BLOCK_N if hopper else tile_for("dkv", q, v, masking).block_n
+        # a softcap takes registers
+        of_192 = hopper and masking.softcap is None and hopper_kernels(BACKWARD_192, masking, q, k, v, dout)
+        block_n = (of_192 or hopper).BLOCK_N if hopper else tile_for("dkv", q, v, masking).block_n
         B, (SK, HK), group = q.shape[0], k.shape[1:3], q.shape[2] // k.shape[2]
         splits = _group_splits(masking.num_blocks(SK, block_n) * B * HK, group, masking.uneven, q.device)
         parts = [_empty(x, splits) for x in (k, v)]
         if at_once:
             dq_sum, dq = at_once.add_gradients(*tensors, of_keys, splits, *parts), _empty(q)
         else:
-            apart.fill_dkv(*tensors, of_keys, splits, *parts)
+            (of_192 or apart).fill_dkv(*tensors, of_keys, splits, *parts)
         if splits > 1:
             dk, dv = (_empty(x) if need else None for x, need in ((k, needs[1]), (v, needs[2])))
         if at_once or splits > 1:

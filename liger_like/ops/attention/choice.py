@@ -19,10 +19,10 @@ from liger_like.runtime.support import INTERPRET, architecture, refused
 DTYPES = torch.bfloat16, torch.float16
 # of the buffers for queries and keys, and for values; TMA fills up with zeros what narrower heads leave
 WIDTHS = (64, 64), (128, 128), (192, 128), (256, 256)
-FORWARD, BACKWARD, BACKWARD_256 = (
-    f"liger_like.ops.attention.hopper.{name}" for name in ("forward", "backward", "backward_256")
+FORWARD, BACKWARD, BACKWARD_192, BACKWARD_256 = (
+    f"liger_like.ops.attention.hopper.{name}" for name in ("forward", "backward", "backward_192", "backward_256")
 )
-MODULES = {FORWARD: WIDTHS, BACKWARD: WIDTHS[:2], BACKWARD_256: WIDTHS[2:]}
+MODULES = {FORWARD: WIDTHS, BACKWARD: WIDTHS[:2], BACKWARD_192: WIDTHS[2:3], BACKWARD_256: WIDTHS[2:]}
 NO_WIDTHS = "the attention kernels for Hopper have no tile for heads of these widths:"
 NO_MASKS = "the attention kernels for Hopper know no bias, key_padding_mask or parts of a longer sequence"
 SMALL = 2**34  # FLOPs of two products that take less time on a GPU than the host needs to call an op
