@@ -134,7 +134,7 @@ def test_launches_take_warp_groups_by_their_keys(sizes, monkeypatch):
 
 # tiles of three programs, left and right of a window, packed sequences -> whether a counter hands the tiles out
 COUNTED = {(24, -1, -1, 0): False, (25, -1, -1, 0): True, (24, 9, 0, 0): False, (6, -1, 0, 0): False}
-COUNTED |= {(7, -1, 0, 0): True, (5, -1, -1, 1): True}
+COUNTED |= {(7, -1, 0, 0): True, (2, -1, -1, 1): True}
 
 
 @pytest.mark.parametrize("call", COUNTED, ids=str)

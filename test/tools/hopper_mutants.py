@@ -108,12 +108,6 @@ HOPPER = [
         "all warp groups see the keys of the first",
     ),
     (
-        FORWARD,
-        "rounds = 1 if masking.sequences",
-        "rounds = 2 if masking.sequences",
-        "packed sequences take turns, however long they are",
-    ),
-    (
         ROWS,
         "return programs + gl.atomic_add",
         "return programs + 1 + gl.atomic_add",
