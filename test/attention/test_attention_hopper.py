@@ -132,27 +132,6 @@ def test_launches_take_warp_groups_by_their_keys(sizes, monkeypatch):
     assert [(options["GROUPS"], options["BLOCK_N"]) for options in made] == [TILES_OF[sizes]]
 
 
-# tiles of three programs, left and right of a window, packed sequences -> whether a counter hands the tiles out
-COUNTED = {(24, -1, -1, 0): False, (25, -1, -1, 0): True, (24, 9, 0, 0): False, (6, -1, 0, 0): False}
-COUNTED |= {(7, -1, 0, 0): True, (2, -1, -1, 1): True}
-
-
-@pytest.mark.parametrize("call", COUNTED, ids=str)
-def test_many_or_uneven_tiles_are_handed_out_by_a_counter(call, monkeypatch):
-    launches = []
-    monkeypatch.setattr(hopper_forward, "launch", lambda _, grid, tensors, *__, **___: launches.append((grid, tensors)))
-    monkeypatch.setattr(hopper_forward, "num_programs", lambda device, each: 3)
-    heads_, left, right, sequences = call
-    x, lse = heads(B=1, S=128, H=heads_), torch.empty(1, heads_, 128)
-    cu = torch.zeros(sequences + 1) if sequences else None
-    masks = {"cu_seqlens_q": cu, "cu_seqlens_k": cu, "max_seqlen_q": 128, "max_seqlen_k": 128}
-    masking = Masking(**dict.fromkeys(Masking._fields) | masks | {"left": left, "right": right})
-    hopper_forward.attention_fwd_hopper(x, x, x, None, masking, x, lse)
-    [(grid, tensors)] = launches
-    assert grid == (3,)
-    assert (tensors[-1] is not None) == COUNTED[call]
-
-
 @pytest.fixture
 def hopper(request, launched, monkeypatch):
     """The names of what is launched, on the GPU for which these kernels are.
