@@ -27,6 +27,7 @@ __all__ = [
     "fence_async_shared",
     "gl",
     "gluon",
+    "group_barrier",
     "mbarrier",
     "reinterpret",
     "sync_at",
@@ -42,6 +43,8 @@ FREE_BARRIER = gl.constexpr(5)  # the first of 16 named barriers that Triton lea
 
 tma_store_wait = tma.store_wait
 cp_async_arrive = async_copy.mbarrier_arrive
+
+group_barrier = gl.barrier if hasattr(gl, "barrier") else gl.thread_barrier  # of the warps of a partition
 
 if hasattr(tma, "async_load"):  # from Triton 3.8 on
     tma_load, tma_store, tma_add = tma.async_load, tma.async_store, tma.async_atomic_add

@@ -15,6 +15,7 @@ from liger_like.ops.attention import backward as attention_backward
 from liger_like.ops.attention import masking as masks
 from liger_like.ops.attention.hopper import backward as hopper_backward
 from liger_like.ops.attention.hopper import buffers, products
+from liger_like.ops.attention.hopper import forward as hopper_forward
 from liger_like.ops.attention.portable import backward as portable_backward
 from liger_like.ops.attention.portable import forward as portable_forward
 from liger_like.ops.attention.visibility import schedule
@@ -400,3 +401,24 @@ def test_widths_follow_a_change_of_their_table(monkeypatch):
     assert choice.widths_of(64, 64) == (64, 64)
     monkeypatch.setattr(choice, "WIDTHS", ())
     assert choice.widths_of(64, 64) == (0, 0)
+
+
+# tiles of three programs, left and right of a window, packed sequences -> whether a counter hands the tiles out
+COUNTED = {(24, -1, -1, 0): False, (25, -1, -1, 0): True, (24, 9, 0, 0): False, (6, -1, 0, 0): False}
+COUNTED |= {(7, -1, 0, 0): True, (2, -1, -1, 1): True}
+
+
+@pytest.mark.parametrize("call", COUNTED, ids=str)
+def test_many_or_uneven_tiles_are_handed_out_by_a_counter(call, monkeypatch):
+    launches = []
+    monkeypatch.setattr(hopper_forward, "launch", lambda _, grid, tensors, *__, **___: launches.append((grid, tensors)))
+    monkeypatch.setattr(hopper_forward, "num_programs", lambda device, each: 3)
+    heads, left, right, sequences = call
+    x, lse = torch.zeros(1, 128, heads, 64, dtype=torch.bfloat16), torch.empty(1, heads, 128)
+    cu = torch.zeros(sequences + 1) if sequences else None
+    sizes = {"cu_seqlens_q": cu, "cu_seqlens_k": cu, "max_seqlen_q": 128, "max_seqlen_k": 128}
+    masking = masks.Masking(**dict.fromkeys(masks.Masking._fields) | sizes | {"left": left, "right": right})
+    hopper_forward.attention_fwd_hopper(x, x, x, None, masking, x, lse)
+    [(grid, tensors)] = launches
+    assert grid == (3,)
+    assert (tensors[-1] is not None) == COUNTED[call]

@@ -6,6 +6,7 @@ PUBLIC = "ops/attention/__init__.py"
 CHECKS = "ops/attention/checks.py"
 HOPPER_BACKWARD = "ops/attention/hopper/backward.py"
 HOPPER_BUFFERS = "ops/attention/hopper/buffers.py"
+HOPPER_FORWARD = "ops/attention/hopper/forward.py"
 HOPPER_PRODUCTS = "ops/attention/hopper/products.py"
 MASKING = "ops/attention/masking.py"
 OP_FORWARD = "ops/attention/forward.py"
@@ -346,6 +347,13 @@ ATTENTION = [
         "packed rows are a row further",
     ),
     (HOPPER_BUFFERS, "if D <= sum(widths)", "if D - 16 <= sum(widths)", "products leave out the last features"),
+    (
+        HOPPER_FORWARD,
+        "rounds = 1 if masking.sequences",
+        "rounds = 2 if masking.sequences",
+        "packed sequences are shared out however long they are",
+    ),
+    (HOPPER_FORWARD, "2 if masking.uneven", "8 if masking.uneven", "so are the tiles of a causal mask"),
     (
         HOPPER_PRODUCTS,
         "registers + sum(widths[:count]) // 4",

@@ -105,21 +105,27 @@ HOPPER = [
     ),
     (
         FORWARD,
-        "problem, own.batch, row, length_q",
-        "problem, own.batch, own.row, length_q",
+        "problem, batch, row, length_q",
+        "problem, batch, row - g * ROWS, length_q",
         "all warp groups see the keys of the first",
     ),
     (
-        FORWARD,
-        "if tiles > programs else None",
-        "if tiles < programs else None",
-        "tiles beyond the programs are left out",
+        ROWS,
+        "return programs + gl.atomic_add",
+        "return programs + 1 + gl.atomic_add",
+        "a tile is not drawn",
     ),
     (
         ROWS,
-        "tile += gl.atomic_add",
-        "tile += 1 + gl.atomic_add",
-        "a tile is not drawn",
+        "programs - 1 - gl.program_id(0)",
+        "programs - gl.program_id(0)",
+        "the last tile of a round that turns back is left out",
+    ),
+    (
+        ROWS,
+        "gl.where(index == i, fields[i], tile)",
+        "gl.where(index == i, fields[0], tile)",
+        "all of a tile is its first row",
     ),
     (
         ROWS,
@@ -185,8 +191,8 @@ HOPPER = [
     ),
     (
         FORWARD,
-        "parts_of(v, last % STAGES, STAGES), WIDTHS_V))\n                    acc = wait_for",
-        "parts_of(v, use % STAGES, STAGES), WIDTHS_V))\n                    acc = wait_for",
+        "parts_of(v, last % STAGES, STAGES), WIDTHS_V))\n                mbarrier",
+        "parts_of(v, use % STAGES, STAGES), WIDTHS_V))\n                mbarrier",
         "without overlap p meets the values of the next block",
     ),
     (

@@ -184,6 +184,7 @@ TESTS = {
     "ops/attention/portable/bias.py": "attention and (bias or parts or position) or compiled_graph",
     "ops/attention/tiles.py": "attention_programs",
     "ops/attention/hopper/buffers.py": "descriptors or products_take",
+    "ops/attention/hopper/forward.py": "by_a_counter",
     "ops/attention/hopper/products.py": "parts_in_registers",
 }
 ON_HOPPER = [(file, *bug, HOPPER_TESTS[file]) for file, *bug in HOPPER]

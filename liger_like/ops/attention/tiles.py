@@ -153,7 +153,7 @@ WITH_QUERIES = TWO._replace(loaded=1)
 WIDE = HopperForward(2, 64, 2, loaded=1)
 # widest head -> options of two warp groups, of three, and instead of two for windows; the keys from which three pay
 HOPPER_FORWARD = {
-    (64, 64): (TWO, OVERLAPPED, OVERLAPPED._replace(block_n=64, stages=4), 512),
+    (64, 64): (TWO, OVERLAPPED, HopperForward(3, 64, 4), 512),
     (96, 96): (TWO, THREE, TWO, 512),
     (128, 128): (TWO, THREE, TWO, 4000),
     (192, 128): (WITH_QUERIES, WITH_QUERIES, WITH_QUERIES, 0),

@@ -14,6 +14,8 @@ Parts of the queries stay in registers (LOADED) where products with few keys at 
 Heads wider than 128 leave room for half of the output of a group: it is stored in two halves.
 
 Named barriers say that a buffer is empty: an mbarrier would first synchronise the warps of a group, for each block.
+Triton does so before it waits a second time for a buffer to be full, unless the warps have met in between: they meet
+while products run.
 """
 
 from typing import NamedTuple
@@ -39,13 +41,15 @@ from liger_like.ops.attention.hopper.products import (
     zero_sums,
 )
 from liger_like.ops.attention.hopper.rows import (
+    FIELDS,
     Problem,
     TileQueue,
     bounds,
-    draw_tile,
     hide,
     keys_seen,
-    read_tile,
+    next_tile,
+    put_tile,
+    take_tile,
     tile_of,
     tile_queue,
 )
@@ -59,6 +63,7 @@ from liger_like.runtime.gluon import (
     fence_async_shared,
     gl,
     gluon,
+    group_barrier,
     mbarrier,
     sync_at,
     tma_store,
@@ -119,11 +124,12 @@ def _load(
     q_desc, k_desc, v_desc, taken_ptr = sources
     use = 0
     turn = 0
-    drawn = 0
+    count = 0
     tile = gl.program_id(0)
     while tile < shared.tiles:
         own = tile_of(tile, shared.problem, H, HAS_LEFT, HAS_RIGHT, SEQUENCES, GROUPS * ROWS, BLOCK_N)
         if own.row < own.length_q:
+            put_tile(shared.queue, turn, own[:FIELDS])
             hk = own.head // (H // HK)
             queries = Sequence(own.batch, own.start_q + own.length_q)
             keys = Sequence(own.batch, own.start_k + own.length_k)
@@ -141,8 +147,9 @@ def _load(
                     _fill(k_desc, keys, hk, row, shared.k, shared.k_full, KEYS_EMPTY, use + 1, STAGES, GROUPS)
                 _fill(v_desc, keys, hk, n, shared.v, shared.v_full, KEYS_EMPTY + STAGES, use, STAGES, GROUPS)
                 use += 1
-        tile = draw_tile(taken_ptr, shared.queue, drawn)
-        drawn += 1
+        tile = next_tile(taken_ptr, count)
+        count += 1
+    put_tile(shared.queue, turn, (-1,))  # no tile is left
 
 
 @gluon.jit
@@ -238,101 +245,98 @@ def _attend(
     q_parts = columns_of(parts_of(shared.q.buffers, g, GROUPS), WIDTHS)
     use = 0
     turn = 0
-    read = 0
-    tile = gl.program_id(0)
     if g == GROUPS - 1:
         _pass_turn(g, GROUPS, TURNS)
-    while tile < shared.tiles:
-        own = tile_of(tile, problem, H, HAS_LEFT, HAS_RIGHT, SEQUENCES, GROUPS * ROWS, BLOCK_N)
-        length_q = own.length_q
-        if own.row < length_q:
-            row = own.row + g * ROWS
-            queries = row + gl.arange(0, ROWS, rows_s)
-            spans = None
-            if problem.spans_ptr is not None:
-                spans = load_spans(problem.spans_ptr, own.batch.to(gl.int64), problem.B, problem.S, queries[:, None])
-            positions = (queries + own.length_k - length_q)[:, None]
-            limits = bounds(positions, problem.left, problem.right, spans, own.length_k, HAS_LEFT, HAS_RIGHT)
-            start = own.start
-            end = own.end
-            seen_start, seen_end, inner_start, inner_end = keys_seen(
-                problem, own.batch, row, length_q, own.length_k, HAS_LEFT, HAS_RIGHT, ROWS, BLOCK_N
-            )
-            if SKIPS:  # skip the blocks that only other groups see, but not all
-                seen_end = gl.where(row < length_q, seen_end, 0)
-                while end - BLOCK_N >= gl.maximum(seen_end, start + BLOCK_N):
-                    _skip_block(g, shared, use, STAGES, GROUPS, TURNS)
-                    end -= BLOCK_N
-                    use += 1
-                start = gl.minimum(start + gl.maximum(seen_start - start, 0) // BLOCK_N * BLOCK_N, end - BLOCK_N)
-            row_max = gl.full([ROWS], float("-inf"), gl.float32, rows_s)
-            total = _sum_in_threads(zeros)
-            acc = zero_sums(columns_of(parts_of(v, 0, STAGES), WIDTHS_V))
-            mbarrier.wait(shared.q.full.index(g), turn & 1)
-            mbarrier.wait(shared.k_full.index(use % STAGES), use // STAGES & 1)
-            q = load_first(q_parts, LOADED, layout_s) + q_parts[LOADED:]
-            s = start_contract(q, columns_of(parts_of(k, use % STAGES, STAGES), WIDTHS), zeros)
-            s = warpgroup_mma_wait(0, deps=(s,))
-            arrive_at(KEYS_EMPTY + use % STAGES, READERS)
-            s = _masked(s, end - BLOCK_N, limits, inner_start, inner_end, scale, SOFTCAP, STARTS)
-            p, row_max, total, decay = _softmax(s, row_max, total, unit, dtype)
-            for n in range(end - 2 * BLOCK_N, start - BLOCK_N, -BLOCK_N):
-                last = use
+    row, batch, head, start_q, length_q, length_k, start, end = take_tile(shared.queue, turn)
+    while row >= 0:
+        row += g * ROWS
+        queries = row + gl.arange(0, ROWS, rows_s)
+        spans = None
+        if problem.spans_ptr is not None:
+            spans = load_spans(problem.spans_ptr, batch.to(gl.int64), problem.B, problem.S, queries[:, None])
+        positions = (queries + length_k - length_q)[:, None]
+        limits = bounds(positions, problem.left, problem.right, spans, length_k, HAS_LEFT, HAS_RIGHT)
+        first = start
+        seen_start, seen_end, inner_start, inner_end = keys_seen(
+            problem, batch, row, length_q, length_k, HAS_LEFT, HAS_RIGHT, ROWS, BLOCK_N
+        )
+        if SKIPS:  # skip the blocks that only other groups see, but not all
+            seen_end = gl.where(row < length_q, seen_end, 0)
+            while end - BLOCK_N >= gl.maximum(seen_end, start + BLOCK_N):
+                _skip_block(g, shared, use, STAGES, GROUPS, TURNS)
+                end -= BLOCK_N
                 use += 1
-                if OVERLAP:
-                    mbarrier.wait(shared.k_full.index(use % STAGES), use // STAGES & 1)
-                    _take_turn(g, TURNS)
-                    s = start_contract(q, columns_of(parts_of(k, use % STAGES, STAGES), WIDTHS), zeros)
-                    mbarrier.wait(shared.v_full.index(last % STAGES), last // STAGES & 1)
-                    acc = start_add_product(acc, p, columns_of(parts_of(v, last % STAGES, STAGES), WIDTHS_V))
-                    _pass_turn(g, GROUPS, TURNS)
-                    s = warpgroup_mma_wait(PARTS_V, deps=(s,))
-                    arrive_at(KEYS_EMPTY + use % STAGES, READERS)
-                    acc = wait_for(acc, 0)
-                    arrive_at(VALUES_EMPTY + last % STAGES, READERS)
-                else:  # p leaves its registers before the scores take theirs
-                    mbarrier.wait(shared.v_full.index(last % STAGES), last // STAGES & 1)
-                    mbarrier.wait(shared.k_full.index(use % STAGES), use // STAGES & 1)
-                    _take_turn(g, TURNS)
-                    acc = start_add_product(acc, p, columns_of(parts_of(v, last % STAGES, STAGES), WIDTHS_V))
-                    acc = wait_for(acc, 0)
-                    s = start_contract(q, columns_of(parts_of(k, use % STAGES, STAGES), WIDTHS), zeros)
-                    _pass_turn(g, GROUPS, TURNS)
-                    arrive_at(VALUES_EMPTY + last % STAGES, READERS)
-                    s = warpgroup_mma_wait(0, deps=(s,))
-                    arrive_at(KEYS_EMPTY + use % STAGES, READERS)
-                s = _masked(s, n, limits, inner_start, inner_end, scale, SOFTCAP, STARTS)
-                p, row_max, total, decay = _softmax(s, row_max, total, unit, dtype)
-                acc = times_rows(acc, decay)
-            mbarrier.arrive(shared.q.empty.index(g), count=1)
-            last = use % STAGES
-            mbarrier.wait(shared.v_full.index(last), use // STAGES & 1)
-            acc = start_add_product(acc, p, columns_of(parts_of(v, last, STAGES), WIDTHS_V))
-            acc = wait_for(acc, 0)
-            arrive_at(VALUES_EMPTY + last, READERS)
+            start = gl.minimum(start + gl.maximum(seen_start - start, 0) // BLOCK_N * BLOCK_N, end - BLOCK_N)
+        row_max = gl.full([ROWS], float("-inf"), gl.float32, rows_s)
+        total = _sum_in_threads(zeros)
+        acc = zero_sums(columns_of(parts_of(v, 0, STAGES), WIDTHS_V))
+        mbarrier.wait(shared.q.full.index(g), turn & 1)
+        mbarrier.wait(shared.k_full.index(use % STAGES), use // STAGES & 1)
+        q = load_first(q_parts, LOADED, layout_s) + q_parts[LOADED:]
+        s = start_contract(q, columns_of(parts_of(k, use % STAGES, STAGES), WIDTHS), zeros)
+        group_barrier()
+        s = warpgroup_mma_wait(0, deps=(s,))
+        arrive_at(KEYS_EMPTY + use % STAGES, READERS)
+        s = _masked(s, end - BLOCK_N, limits, inner_start, inner_end, scale, SOFTCAP, STARTS)
+        p, row_max, total, decay = _softmax(s, row_max, total, unit, dtype)
+        for n in range(end - 2 * BLOCK_N, start - BLOCK_N, -BLOCK_N):
+            last = use
             use += 1
-            if SKIPS:
-                for _ in range(own.start, start, BLOCK_N):
-                    _skip_block(g, shared, use, STAGES, GROUPS, TURNS)
-                    use += 1
-            turn += 1
-            sink = None
-            if sinks_ptr is not None:
-                sink = gl.load(sinks_ptr + own.head).to(gl.float32)
-            total = gl.convert_layout(gl.sum(total, 1), rows_s)
-            factor, row_max, log_sum = finish(row_max * LN2, total, sink)
-            lse_ptrs = lse_ptr + (own.batch.to(gl.int64) * H + own.head) * problem.S + own.start_q + queries
-            gl.store(lse_ptrs, row_max + log_sum * LN2, mask=queries < length_q)
-            own_rows = Sequence(own.batch, own.start_q + length_q)
-            if out_s.shape[-1] == v.shape[-1]:
-                _send(acc, factor, out_s.index(g), out_desc, own_rows, own.head, own.start_q + row, 0)
-            else:  # the buffer holds half of the output
-                acc = _narrow(acc, out_s.shape[-1])
-                for i in gl.static_range(len(acc)):
-                    col = i * out_s.shape[-1]
-                    _send(acc[i : i + 1], factor, out_s.index(g), out_desc, own_rows, own.head, own.start_q + row, col)
-        tile = read_tile(shared.queue, read)
-        read += 1
+            if OVERLAP:
+                mbarrier.wait(shared.k_full.index(use % STAGES), use // STAGES & 1)
+                _take_turn(g, TURNS)
+                s = start_contract(q, columns_of(parts_of(k, use % STAGES, STAGES), WIDTHS), zeros)
+                mbarrier.wait(shared.v_full.index(last % STAGES), last // STAGES & 1)
+                acc = start_add_product(acc, p, columns_of(parts_of(v, last % STAGES, STAGES), WIDTHS_V))
+                _pass_turn(g, GROUPS, TURNS)
+                group_barrier()
+                s = warpgroup_mma_wait(PARTS_V, deps=(s,))
+                arrive_at(KEYS_EMPTY + use % STAGES, READERS)
+                acc = wait_for(acc, 0)
+                arrive_at(VALUES_EMPTY + last % STAGES, READERS)
+            else:  # p leaves its registers before the scores take theirs
+                mbarrier.wait(shared.v_full.index(last % STAGES), last // STAGES & 1)
+                _take_turn(g, TURNS)
+                acc = start_add_product(acc, p, columns_of(parts_of(v, last % STAGES, STAGES), WIDTHS_V))
+                mbarrier.wait(shared.k_full.index(use % STAGES), use // STAGES & 1)
+                acc = wait_for(acc, 0)
+                s = start_contract(q, columns_of(parts_of(k, use % STAGES, STAGES), WIDTHS), zeros)
+                _pass_turn(g, GROUPS, TURNS)
+                group_barrier()
+                arrive_at(VALUES_EMPTY + last % STAGES, READERS)
+                s = warpgroup_mma_wait(0, deps=(s,))
+                arrive_at(KEYS_EMPTY + use % STAGES, READERS)
+            s = _masked(s, n, limits, inner_start, inner_end, scale, SOFTCAP, STARTS)
+            p, row_max, total, decay = _softmax(s, row_max, total, unit, dtype)
+            acc = times_rows(acc, decay)
+        mbarrier.arrive(shared.q.empty.index(g), count=1)
+        last = use % STAGES
+        mbarrier.wait(shared.v_full.index(last), use // STAGES & 1)
+        acc = start_add_product(acc, p, columns_of(parts_of(v, last, STAGES), WIDTHS_V))
+        acc = wait_for(acc, 0)
+        arrive_at(VALUES_EMPTY + last, READERS)
+        use += 1
+        if SKIPS:
+            for _ in range(first, start, BLOCK_N):
+                _skip_block(g, shared, use, STAGES, GROUPS, TURNS)
+                use += 1
+        turn += 1
+        sink = None
+        if sinks_ptr is not None:
+            sink = gl.load(sinks_ptr + head).to(gl.float32)
+        total = gl.convert_layout(gl.sum(total, 1), rows_s)
+        factor, row_max, log_sum = finish(row_max * LN2, total, sink)
+        lse_ptrs = lse_ptr + (batch.to(gl.int64) * H + head) * problem.S + start_q + queries
+        gl.store(lse_ptrs, row_max + log_sum * LN2, mask=queries < length_q)
+        own_rows = Sequence(batch, start_q + length_q)
+        if out_s.shape[-1] == v.shape[-1]:
+            _send(acc, factor, out_s.index(g), out_desc, own_rows, head, start_q + row, 0)
+        else:  # the buffer holds half of the output
+            acc = _narrow(acc, out_s.shape[-1])
+            for i in gl.static_range(len(acc)):
+                col = i * out_s.shape[-1]
+                _send(acc[i : i + 1], factor, out_s.index(g), out_desc, own_rows, head, start_q + row, col)
+        row, batch, head, start_q, length_q, length_k, start, end = take_tile(shared.queue, turn)
     tma_store_wait(0)
 
 
@@ -395,7 +399,8 @@ def attention_fwd_hopper(
     blocks = masking.num_blocks(S, 64 * tile.groups)
     tiles = blocks * B * H
     programs = min(tiles, num_programs(q.device, 1))
-    taken = torch.zeros(1, dtype=torch.int32, device=q.device) if tiles > programs else None
+    rounds = 1 if masking.sequences else 2 if masking.uneven else 8  # short calls save the kernel that clears a counter
+    taken = torch.zeros(1, dtype=torch.int32, device=q.device) if tiles > rounds * programs else None
     launch(
         _attention_fwd_hopper_kernel,
         (programs,),

@@ -6,6 +6,7 @@ from liger_like.ops.attention.visibility import bounds_of_spans, schedule, start
 from liger_like.runtime.gluon import gl, gluon, mbarrier
 from liger_like.runtime.hopper import barriers
 
+FIELDS = gl.constexpr(8)  # of a QueryTile, all but the start of its keys: for the warp groups that multiply
 QUAD = gl.constexpr(6)  # the bits of a column by which the threads that share a row differ
 
 
@@ -33,22 +34,19 @@ class Problem(NamedTuple):
 
 
 class QueryTile(NamedTuple):
-    """A tile of queries: batch, head, first row in its sequence, the start and length of the sequence of queries and of
-    that of keys, and the keys from ``start`` to ``end`` that it sees, of which ``inner_start`` to ``inner_end`` need no
-    mask.
+    """A tile of queries: first row in its sequence, batch, head, the start and length of the sequence of queries, the
+    length of that of keys, the keys from ``start`` to ``end`` that it sees, and the start of the sequence of keys.
     """
 
+    row: gl.tensor
     batch: gl.tensor
     head: gl.tensor
-    row: gl.tensor
     start_q: gl.tensor
     length_q: gl.tensor
-    start_k: gl.tensor
     length_k: gl.tensor
     start: gl.tensor
     end: gl.tensor
-    inner_start: gl.tensor
-    inner_end: gl.tensor
+    start_k: gl.tensor
 
 
 class KeyBlock(NamedTuple):
@@ -73,7 +71,7 @@ class KeyBlock(NamedTuple):
 
 
 class TileQueue(NamedTuple):
-    """Shared memory for the next tiles of a program, and its barriers."""
+    """Shared memory for the first FIELDS fields of the next tiles of a program, and its barriers."""
 
     tiles: gl.tensor
     full: gl.tensor
@@ -136,11 +134,9 @@ def tile_of(
         row, start_q, length_q, start_k, length_k = find_packed_rows(
             block, problem.cu_q_ptr, problem.cu_k_ptr, problem.count, S, SK, BLOCK_M, SEQUENCES
         )
-    start, end, inner_start, inner_end = keys_seen(
-        problem, b, row, length_q, length_k, HAS_LEFT, HAS_RIGHT, BLOCK_M, BLOCK_N
-    )
+    start, end, _, _ = keys_seen(problem, b, row, length_q, length_k, HAS_LEFT, HAS_RIGHT, BLOCK_M, BLOCK_N)
     end = start + gl.maximum(gl.cdiv(end - start, BLOCK_N), 1) * BLOCK_N
-    return QueryTile(b, head % H, row, start_q, length_q, start_k, length_k, start, end, inner_start, inner_end)
+    return QueryTile(row, b, head % H, start_q, length_q, length_k, start, end, start_k)
 
 
 @gluon.jit
@@ -183,36 +179,52 @@ def keys_of(
 
 
 @gluon.jit
+def next_tile(taken_ptr, count):
+    """Return the number of the next tile of a program, after its first one and ``count`` others.
+
+    A counter gives the next tile that no program has. Without one, rounds in which each program has a tile turn back:
+    of two rounds under a causal mask, a program has a longer and a shorter tile.
+    """
+    programs = gl.num_programs(0)
+    if taken_ptr is not None:
+        return programs + gl.atomic_add(taken_ptr, 1, sem="relaxed")
+    else:
+        place = gl.where(count % 2 == 0, programs - 1 - gl.program_id(0), gl.program_id(0))
+        return (count + 1) * programs + place
+
+
+@gluon.jit
 def tile_queue(READERS: gl.constexpr):
     """Return a queue in which one warp tells READERS warp groups the next tile of the program."""
-    tiles = gl.allocate_shared_memory(gl.int32, [2, 1], gl.SwizzledSharedLayout(1, 1, 1, [0]))
+    tiles = gl.allocate_shared_memory(gl.int32, [2, FIELDS], gl.SwizzledSharedLayout(1, 1, 1, [0]))
     return TileQueue(tiles, barriers(2, 1), barriers(2, READERS))
 
 
 @gluon.jit
-def draw_tile(taken_ptr, queue, count):
-    """Take the next tile that no program has, and put it into the queue, for the count-th time.
-
-    Without a counter there are as many programs as tiles: none is left.
-    """
+def put_tile(queue, count, fields):
+    """Put the first fields of a QueryTile into the queue, for the count-th time."""
+    index = gl.arange(0, FIELDS, gl.BlockedLayout([1], [32], [gl.num_warps()], [0]))
+    tile = index
+    for i in gl.static_range(len(fields)):
+        tile = gl.where(index == i, fields[i], tile)
     s = count % 2
     mbarrier.wait(queue.empty.index(s), count // 2 & 1 ^ 1)
-    tile = gl.num_programs(0)
-    if taken_ptr is not None:
-        tile += gl.atomic_add(taken_ptr, 1, sem="relaxed")
-    queue.tiles.index(s).store(gl.full([1], tile, gl.int32, gl.BlockedLayout([1], [32], [gl.num_warps()], [0])))
+    queue.tiles.index(s).store(tile)
     mbarrier.arrive(queue.full.index(s), count=1)
-    return tile
 
 
 @gluon.jit
-def read_tile(queue, count):
-    """Return the tile that ``draw_tile`` took for the same ``count``."""
+def take_tile(queue, count):
+    """Return what ``put_tile`` put for the same ``count``."""
+    layout: gl.constexpr = gl.BlockedLayout([FIELDS], [32], [gl.num_warps()], [0])  # each thread has all
     s = count % 2
     mbarrier.wait(queue.full.index(s), count // 2 & 1)
-    tile = gl.sum(queue.tiles.index(s).load(gl.BlockedLayout([1], [32], [gl.num_warps()], [0])), 0)
+    tile = queue.tiles.index(s).load(layout)
     mbarrier.arrive(queue.empty.index(s), count=1)
-    return tile
+    fields = ()
+    for i in gl.static_range(FIELDS):
+        fields += (gl.sum(gl.where(gl.arange(0, FIELDS, layout) == i, tile, 0), 0),)
+    return fields
 
 
 @gluon.jit
