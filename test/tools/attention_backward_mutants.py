@@ -57,7 +57,14 @@ ATTENTION_BACKWARD = [
         "the gradient of the sinks forgets that of lse",
     ),
     (DELTA, "* MAX_BLOCK + MAX_BLOCK\n", "* MAX_BLOCK\n", "a block at the end of packed rows is read beyond them"),
-    (BACKWARD, "seen & mask[None, :], p", "seen, p", "a next sequence's rows are 0 times infinity"),
+    (
+        BACKWARD,
+        "length_q - m if PACKED else BLOCK_M",
+        "BLOCK_M",
+        "a next sequence's rows are 0 times infinity",
+    ),
+    (BACKWARD, "-shift, end, right, left", "shift, end, right, left", "masks of dk and dv are shifted the other way"),
+    (BACKWARD, "end, right, left, HAS_RIGHT", "end, left, right, HAS_RIGHT", "windows of dk and dv are mirrored"),
     (BACKWARD, "p = tl.where(mask[None, :], p, 0.0)", "pass", "hidden keys are 0 times infinity in dq"),
     (
         BACKWARD,

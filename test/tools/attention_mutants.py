@@ -95,6 +95,8 @@ ATTENTION = [
     ),
     (VISIBILITY, "distance >= -left", "distance > -left", "the window is a key short on the left"),
     (VISIBILITY, "distance <= right", "distance < right", "the window is a key short on the right"),
+    (VISIBILITY, "others >= rows", "others > rows", "the first query that sees a key is left out"),
+    (VISIBILITY, "others <= last", "others < last", "the last query that sees a key is left out"),
     (
         SOFTMAX,
         "scale * LOG2E if SOFTCAP is None and not HAS_BIAS",

@@ -131,6 +131,23 @@ def visible(queries, keys, shift, length_k, left, right, HAS_LEFT: tl.constexpr,
 
 
 @triton.jit
+def between(others, rows, shift, length, before, after, HAS_BEFORE: tl.constexpr, HAS_AFTER: tl.constexpr):
+    """Return True where ``others`` are from ``before`` positions before to ``after`` positions after ``rows`` shifted
+    by ``shift``, within ``length``.
+
+    Each row has a first and a last position, so that a pair needs no more than a comparison with each: fewer registers
+    than ``visible`` where a thread holds few rows.
+    """
+    last = length - 1
+    if HAS_AFTER:
+        last = tl.minimum(last, rows + shift + after)
+    seen = others <= last
+    if HAS_BEFORE:
+        seen = seen & (others >= rows + shift - before)
+    return seen
+
+
+@triton.jit
 def within(seen, spans, others):
     """Return ``seen`` restricted to ``others`` within the spans of the rows that they broadcast with, if there are
     spans.

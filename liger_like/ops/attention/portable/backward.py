@@ -31,6 +31,7 @@ from liger_like.ops.attention.portable.parts import (
 )
 from liger_like.ops.attention.tiles import tile_for
 from liger_like.ops.attention.visibility import (
+    between,
     bounds_of_spans,
     find_rows,
     load_spans,
@@ -53,6 +54,8 @@ def _add_queries(
     """Add what the block of queries at ``m`` gives to dk and dv."""
     dk, dv = state
     rows, first = tl.arange(0, BLOCK_M), tl.cast(m, tl.int64)
+    if D <= 128:
+        first = tl.multiple_of(first, BLOCK_M)  # a load of lse or delta moves two queries; slower for wider heads
     queries = m + rows
     mask = queries < length_q
     row_max = tl.load(stats_ptr + first + rows)  # before the wait for what is loaded ahead
@@ -65,11 +68,16 @@ def _add_queries(
     log_sum = log_sum if log_sum is None else log_sum[None, :]
     p, slopes = probabilities(k, q, bias, row_max[None, :], log_sum, scale, SOFTCAP, START)
     if edge:
-        seen = visible(queries[None, :], keys[:, None], shift, length_k, left, right, HAS_LEFT, HAS_RIGHT)
+        if D <= 128:  # p of queries past the last one of a batch is 0
+            end = length_q - m if PACKED else BLOCK_M
+            seen = between(rows[None, :], (keys - m)[:, None], -shift, end, right, left, HAS_RIGHT, HAS_LEFT)
+        else:
+            seen = visible(queries[None, :], keys[:, None], shift, length_k, left, right, HAS_LEFT, HAS_RIGHT)
+            seen = seen & mask[None, :]
         seen = within(seen, spans, queries[None, :])
         if seen_keys is not None:
             seen = seen & seen_keys[:, None]
-        p = tl.where(seen & mask[None, :], p, 0.0)
+        p = tl.where(seen, p, 0.0)
     dv, p = add_product(dv, p, dout), p * slopes
     if PACKED:
         rows = tl.minimum(rows, length_q - 1 - m)  # 0 times the delta of the next sequence may be NaN
@@ -78,9 +86,7 @@ def _add_queries(
     return add_product(dk, ds, q), dv
 
 
-@triton.jit(
-    do_not_specialize=["B", "S", "SK", "PADDED", "count", "blocks", "heads_together", "splits", "left", "right"]
-)
+@triton.jit(do_not_specialize=["B", "S", "SK", "count", "blocks", "heads_together", "splits", "left", "right"])
 def _attention_dkv_kernel(
     q_ptr, k_ptr, v_ptr, dout_ptr, stats_ptr, bias_ptr, mask_ptr, cu_q_ptr, cu_k_ptr, offsets_ptr, spans_ptr,
     dk_ptr, dv_ptr, stride_qb, stride_qh, stride_kb, stride_kh,
@@ -137,7 +143,7 @@ def _attention_dkv_kernel(
             state = _add_queries(
                 state, k, v, m, edge, q_head, dout_head, stats_head, count_stats, bias_head, STRIDE_Q, STRIDE_D,
                 stride_bs, stride_bk, keys, seen_keys, spans, shift, length_q, length_k, left, right, scale, SOFTCAP,
-                HAS_LEFT, HAS_RIGHT, D, DV, SPLIT_LSE, cu_k_ptr is not None, MASKED and D > 96, BLOCK_M,
+                HAS_LEFT, HAS_RIGHT, D, DV, SPLIT_LSE, cu_k_ptr is not None, MASKED and D > 128, BLOCK_M,
             )  # fmt: skip
     dk, dv = state
     b += tl.program_id(1).to(tl.int64) * B  # the parts of a split group stand one behind the other
