@@ -1,7 +1,7 @@
 """Time of a traced step by a roofline: for each op the larger of FLOPs and bytes over their rates.
 
 The rates are those of kernels measured alone on an H200, scaled by data sheets for other GPUs. The host's time for each
-op is counted beside; a step takes the longer of the two. Collectives of FSDP2 count as if nothing hid them.
+op is counted beside, and that of copies between GPU and host; a step takes the longest of the three. Collectives of FSDP2 count as if nothing hid them.
 """
 
 from collections import defaultdict
@@ -22,6 +22,7 @@ TORCHS = {64: (416, 365), 96: (449, 365), 128: (567, 446), 192: (575, 429), 256:
 MASKED = 0.35  # of these rates: the memory-efficient kernel, which computes all pairs
 # shares of the rate of products and of a copy
 LOSS, TRITON, TORCH, ADAM = 0.89, 0.90, 0.78, 0.66
+PCIE = 50e9  # bytes a second of a copy between GPU and host, assumed
 LAUNCH = 2e-6  # seconds of the GPU for each kernel
 # seconds of the host for a view, an op of torch's, and an op of ours
 VIEW, OP, OWN = 7e-6, 22e-6, 110e-6
@@ -43,11 +44,11 @@ def moved(*trees: Any) -> int:
 
 
 class Clock:
-    """Seconds of the GPU by group, of the host, and FLOPs."""
+    """Seconds of the GPU by group, of the host, FLOPs, and bytes sent to the host's memory."""
 
     def __init__(self, gpu: GPU) -> None:
         self.groups: dict[str, float] = defaultdict(float)
-        self.host, self.flops, self.calibrated = 0.0, 0, gpu.calibrated
+        self.host, self.sent, self.flops, self.calibrated = 0.0, 0.0, 0, gpu.calibrated
         self.products, self.copy, self.link = gpu.tflops * 1e12, gpu.bandwidth * 1e12, gpu.link * 1e9
         self.speed = gpu.tflops / GPUS["h200"].tflops
 
@@ -67,8 +68,13 @@ class Clock:
 
     @property
     def seconds(self) -> float:
-        """Return the time of the step: the GPU's, or the host's where that is longer."""
-        return max(sum(self.groups.values()), self.host)
+        """Return the time of the step: the GPU's, or the host's or the copies' where that is longer."""
+        return max(sum(self.groups.values()), self.host, self.copies)
+
+    @property
+    def copies(self) -> float:
+        """Return the time of the copies to the host and back."""
+        return 2 * self.sent / PCIE
 
     def _products(self, group: str, flops: float, bytes_moved: int, rate: float) -> None:
         self.flops += int(flops)
@@ -106,7 +112,7 @@ class Clock:
             )
             rate = self._attention(TORCHS, q.shape[-1], backward) * (1 if causal else MASKED)
             self._products("attention", flops, 0, rate)
-        elif "_fused_adam" in name:
+        elif name.startswith(("_fused_adam", "_fused_sgd")):
             self.groups["optimizer"] += (size + moved(args[0], args[2], args[3])) / (ADAM * self.copy)
         elif packet is _aten._grouped_mm or packet in flop_registry:
             known = flop_registry.get(packet)

@@ -69,10 +69,15 @@ class Cuts(NamedTuple):
         return []
 
 
+def margin_of(setting: Setting) -> int:
+    """Return how many layers the collectives of FSDP2, or copies to the host, lag behind."""
+    return 2 if setting.checkpoint_on_host else int(setting.dtype == "fp32")
+
+
 def cuts_of(config: Any, layers: list[nn.Module], margin: int = 0) -> Cuts | None:
     """Return how ``layers`` repeat, or None if no fewer than all show it.
 
-    ``margin``: further layers before and periods behind that differ from the others, since collectives lag behind.
+    ``margin``: further layers before and periods behind that differ from the others, since collectives and copies lag behind.
     """
     text = config.get_text_config()
     lists = [v for v in text.to_dict().values() if isinstance(v, list) and len(v) == len(layers)]
@@ -136,7 +141,11 @@ def trace_step(
 
 
 def _mark(name: Any, tracer: Tracer, clock: Clock) -> Mark:
-    return Mark(name, len(tracer.events), {**clock.groups, "host": clock.host})
+    return Mark(name, len(tracer.events), _times(clock))
+
+
+def _times(clock: Clock) -> dict[str, float]:
+    return {**clock.groups, "host": clock.host, "sent": clock.sent}
 
 
 def _marking(model: nn.Module, layers: list[nn.Module], mark: Callable[[str, int], None]) -> list[Any]:
@@ -182,7 +191,7 @@ class Segment(NamedTuple):
 
 def replayed(model: Any, setting: Setting, gpu: GPU | str | float) -> Prediction | None:
     """Return what a whole trace of ``model`` would say, from few of its layers; None if these do not repeat."""
-    cuts = cuts_of(model.config, _models.layers_of(model), margin=int(setting.dtype == "fp32"))
+    cuts = cuts_of(model.config, _models.layers_of(model), margin=margin_of(setting))
     if cuts is None:
         return None
     traced_passes = dataclasses.replace(setting, accumulation=min(setting.accumulation, 3))
@@ -207,8 +216,9 @@ def replayed(model: Any, setting: Setting, gpu: GPU | str | float) -> Prediction
     if "optimizer" in end.times:
         end.times["optimizer"] *= _parameters(_spread(start, cuts)) / _parameters(start)
     played.outside(end)
-    clock.groups, clock.host = played.times, played.times.pop("host")
-    return predicted(_spread(start, cuts), played.changes, clock)
+    clock.host, clock.sent = played.times.pop("host"), played.times.pop("sent")
+    clock.groups = played.times
+    return predicted(_spread(start, cuts), played.changes, clock, setting.accumulation)
 
 
 def _parameters(changes: list[Change]) -> int:
@@ -217,7 +227,7 @@ def _parameters(changes: list[Change]) -> int:
 
 def _segments(changes: list[Change], marks: list[Mark], clock: Clock) -> list[dict[Name, Segment]]:
     """Return the segments of each pass by name."""
-    last = Mark(("", 0), len(changes), {**clock.groups, "host": clock.host})
+    last = Mark(("", 0), len(changes), _times(clock))
     marks[0] = Mark(marks[0].name, 0, {})  # the inputs are made before the model runs
     passes: list[dict[Name, Segment]] = []
     for mark, then in zip(marks, [*marks[1:], last], strict=True):
@@ -234,7 +244,7 @@ class _Played:
     def __init__(self, cuts: Cuts) -> None:
         self.cuts = cuts
         self.changes: list[Change] = []
-        self.times: dict[str, float] = {"host": 0.0}
+        self.times: dict[str, float] = {"host": 0.0, "sent": 0.0}
 
     def outside(self, segment: Segment) -> None:
         self._add(_spread(segment.changes, self.cuts), segment.times)

@@ -1,6 +1,7 @@
 """Models without data, and the step that trains them: what ``predict`` traces."""
 
 import contextlib
+import importlib.util
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -8,10 +9,12 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from liger_like.parallel import checkpoint_policy, context_parallel
+from liger_like.parallel import checkpoint_policy, context_parallel, offload_checkpoints
 from liger_like.patching import patch
+from liger_like.planning._optimizers import optimizer_of
 from liger_like.planning._settings import Setting
 
+ENDLESS = 2.0**30  # GiB of the host: what a step sends there is counted, not limited
 KEPT = {"selective": (), "attention": (("attention", "loss"),)}
 
 
@@ -40,11 +43,23 @@ def build(config: Any, cls: Any, setting: Setting) -> Any:
     with torch.device("meta"):
         model = cls._from_config(config, attn_implementation=attention, dtype=dtype).train()
     if setting.patched:
-        patch(model)
+        patch(model, **({"mlp": "tiled"} if setting.tiled_mlp else {}))
     if setting.checkpoint != "none":
         policy = {"context_fn": checkpoint_policy(*KEPT[setting.checkpoint])} if setting.checkpoint in KEPT else {}
         model.gradient_checkpointing_enable({"use_reentrant": False, **policy})
-    return model
+    return adapted(model, setting.lora) if setting.lora else model
+
+
+def adapted(model: Any, rank: int) -> Any:
+    """Return ``model`` with PEFT's LoRA of ``rank`` on all linear modules but the head; the rest is frozen.
+
+    Raises ValueError without PEFT.
+    """
+    if not importlib.util.find_spec("peft"):
+        raise ValueError("lora must be 0 without PEFT: run pip install peft")
+    import peft
+
+    return peft.get_peft_model(model, peft.LoraConfig(r=rank, target_modules="all-linear"))
 
 
 def parameters_of(config: Any, cls: Any) -> int:
@@ -106,13 +121,14 @@ def inputs_of(setting: Setting, context: Any) -> dict[str, Any]:
 
 
 def step_of(model: Any, given: dict[str, Any], setting: Setting, context: Any) -> Callable[[], None]:
-    """Return a training step: forward and backward for each micro-batch, then AdamW."""
-    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-5, fused=True)
+    """Return a training step: forward and backward for each micro-batch, then the optimizer's."""
+    optimizer = optimizer_of(setting.optimizer, [p for p in model.parameters() if p.requires_grad])
+    host = offload_checkpoints(ENDLESS) if setting.checkpoint_on_host else contextlib.nullcontext()
 
     def step() -> None:
         for _ in range(setting.accumulation):
             own = {k: torch.empty(v.shape, dtype=v.dtype) if isinstance(v, Tensor) else v for k, v in given.items()}
-            with context or contextlib.nullcontext():
+            with context or contextlib.nullcontext(), host:
                 model(**own, use_cache=False).loss.backward()
         optimizer.step()
         optimizer.zero_grad()

@@ -10,6 +10,7 @@ from liger_like.planning._prediction import predicted
 
 SIZES = {"hidden_size": 64, "intermediate_size": 128, "num_attention_heads": 4, "vocab_size": 256}
 LLAMA = LlamaConfig(**SIZES, num_key_value_heads=2, num_hidden_layers=7)
+LONG = LlamaConfig(**SIZES, num_key_value_heads=2, num_hidden_layers=10)
 SHORT = LlamaConfig(**SIZES, num_key_value_heads=2, num_hidden_layers=5)
 GEMMA = Gemma2Config(**SIZES, num_key_value_heads=2, head_dim=16, num_hidden_layers=8)
 LATENT = {"kv_lora_rank": 16, "q_lora_rank": 16, "qk_nope_head_dim": 16, "qk_rope_head_dim": 16, "v_head_dim": 16}
@@ -31,16 +32,17 @@ def made(config, setting):
         (LLAMA, Setting(2, 64, fsdp=2, cp=2, checkpoint="full", dtype="fp32"), 6),
         (GEMMA, Setting(2, 64, patched=False), 6),
         (DEEPSEEK, Setting(2, 64), 5),
+        (LONG, Setting(1, 2**14, accumulation=3, checkpoint="full", checkpoint_on_host=True), 8),
+        (SHORT, Setting(2, 64, lora=4), 4),
     ],
-    ids=["accumulated", "sharded", "two kinds of layers", "dense first layers"],
+    ids=["accumulated", "sharded", "two kinds of layers", "dense first layers", "on the host", "LoRA"],
 )
 def test_replayed_layers_are_the_whole_trace(config, setting, kept):
     model = made(config, setting)
-    sharded = setting.gpus > 1
-    assert layers.cuts_of(model.config, layers_of(model), margin=int(sharded)).kept == kept
+    assert layers.cuts_of(model.config, layers_of(model), layers.margin_of(setting)).kept == kept
     few = layers.replayed(model, setting, "h200")
-    whole = predicted(*layers.trace_step(made(config, setting), setting, "h200")[:3])
-    for name in ("gib", "resting", "by_kind", "by_layer", "by_module"):
+    whole = predicted(*layers.trace_step(made(config, setting), setting, "h200")[:3], setting.accumulation)
+    for name in ("gib", "resting", "by_kind", "by_layer", "by_module", "host_gib"):
         assert getattr(few, name) == getattr(whole, name), name
     assert few.times == pytest.approx(whole.times, rel=1e-3)
     assert few.seconds == pytest.approx(whole.seconds, rel=1e-3)
