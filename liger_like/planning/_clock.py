@@ -22,7 +22,6 @@ TORCHS = {64: (416, 365), 96: (449, 365), 128: (567, 446), 192: (575, 429), 256:
 MASKED = 0.35  # of these rates: the memory-efficient kernel, which computes all pairs
 # shares of the rate of products and of a copy
 LOSS, TRITON, TORCH, ADAM = 0.89, 0.90, 0.78, 0.66
-PCIE = 50e9  # bytes a second of a copy between GPU and host, assumed
 LAUNCH = 2e-6  # seconds of the GPU for each kernel
 # seconds of the host for a view, an op of torch's, and an op of ours
 VIEW, OP, OWN = 7e-6, 22e-6, 110e-6
@@ -50,6 +49,7 @@ class Clock:
         self.groups: dict[str, float] = defaultdict(float)
         self.host, self.sent, self.flops, self.calibrated = 0.0, 0.0, 0, gpu.calibrated
         self.products, self.copy, self.link = gpu.tflops * 1e12, gpu.bandwidth * 1e12, gpu.link * 1e9
+        self.pcie = gpu.pcie * 1e9
         self.speed = gpu.tflops / GPUS["h200"].tflops
 
     def __call__(self, func: Any, args: Any, kwargs: Any, out: Any) -> None:
@@ -74,7 +74,7 @@ class Clock:
     @property
     def copies(self) -> float:
         """Return the time of the copies to the host and back."""
-        return 2 * self.sent / PCIE
+        return 2 * self.sent / self.pcie
 
     def _products(self, group: str, flops: float, bytes_moved: int, rate: float) -> None:
         self.flops += int(flops)
@@ -112,8 +112,8 @@ class Clock:
             )
             rate = self._attention(TORCHS, q.shape[-1], backward) * (1 if causal else MASKED)
             self._products("attention", flops, 0, rate)
-        elif name.startswith(("_fused_adam", "_fused_sgd")):
-            self.groups["optimizer"] += (size + moved(args[0], args[2], args[3])) / (ADAM * self.copy)
+        elif name.removeprefix("_").startswith(("fused_adam", "fused_sgd")):  # parameters and moments are written, too
+            self.groups["optimizer"] += (size + moved(args[0], args[2:4])) / (ADAM * self.copy)
         elif packet is _aten._grouped_mm or packet in flop_registry:
             known = flop_registry.get(packet)
             # of rows [T, K] with [E, K, N], or of [N, T] with [T, K]: torch's registry lacks grouped products

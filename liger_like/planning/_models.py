@@ -3,13 +3,20 @@
 import contextlib
 import importlib.util
 from collections.abc import Callable, Iterator
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
-from liger_like.parallel import checkpoint_policy, context_parallel, offload_checkpoints
+from liger_like.parallel import (
+    checkpoint_policy,
+    context_parallel,
+    group_checkpoints,
+    offload_checkpoints,
+    step_in_backward,
+)
 from liger_like.patching import patch
 from liger_like.planning._optimizers import optimizer_of
 from liger_like.planning._settings import Setting
@@ -42,12 +49,21 @@ def build(config: Any, cls: Any, setting: Setting) -> Any:
     dtype = torch.bfloat16 if setting.dtype == "bf16" else torch.float32
     with torch.device("meta"):
         model = cls._from_config(config, attn_implementation=attention, dtype=dtype).train()
+    if setting.lora:
+        model = adapted(model, setting.lora)
     if setting.patched:
         patch(model, **({"mlp": "tiled"} if setting.tiled_mlp else {}))
     if setting.checkpoint != "none":
-        policy = {"context_fn": checkpoint_policy(*KEPT[setting.checkpoint])} if setting.checkpoint in KEPT else {}
-        model.gradient_checkpointing_enable({"use_reentrant": False, **policy})
-    return adapted(model, setting.lora) if setting.lora else model
+        model.gradient_checkpointing_enable({"use_reentrant": False, **policy_of(setting)})
+    return model
+
+
+def policy_of(setting: Setting) -> dict[str, Any]:
+    """Return the further arguments of a checkpoint."""
+    if setting.checkpoint == "attention" and setting.checkpoint_on_host:
+        return {"context_fn": checkpoint_policy((), host=("attention",))}
+    kept = KEPT.get(setting.checkpoint)
+    return {} if kept is None else {"context_fn": checkpoint_policy(*kept)}
 
 
 def adapted(model: Any, rank: int) -> Any:
@@ -96,14 +112,15 @@ def processes(count: int) -> Iterator[None]:
         dist.destroy_process_group()
 
 
-def shard(model: Any, mesh: Any) -> None:
-    """Shard layers and model by FSDP2 over all of ``mesh``, computing in bf16 and reducing gradients in fp32."""
+def shard(model: Any, mesh: Any, together: int) -> None:
+    """Shard model and layers, so many ``together``, by FSDP2 over ``mesh``; it computes in bf16 and reduces in fp32."""
     from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 
     tokens = mesh["fsdp", "cp"]._flatten("tokens")
     policy = MixedPrecisionPolicy(torch.bfloat16, torch.float32)
-    for module in (*layers_of(model), model):
-        fully_shard(module, mesh=tokens, mp_policy=policy)
+    layers = layers_of(model)
+    for unit in (*([*layers[i : i + together]] for i in range(0, len(layers), together)), model):
+        fully_shard(unit, mesh=tokens, mp_policy=policy)
 
 
 def layers_of(model: Any) -> list[nn.Module]:
@@ -120,18 +137,24 @@ def inputs_of(setting: Setting, context: Any) -> dict[str, Any]:
     return shared
 
 
-def step_of(model: Any, given: dict[str, Any], setting: Setting, context: Any) -> Callable[[], None]:
-    """Return a training step: forward and backward for each micro-batch, then the optimizer's."""
-    optimizer = optimizer_of(setting.optimizer, [p for p in model.parameters() if p.requires_grad])
+def step_of(model: Any, setting: Setting, context: Any) -> Callable[[dict[str, Any], int], None]:
+    """Return a training step of an input, in so many passes; the optimizer's is behind them or in the backward."""
+    make = partial(optimizer_of, setting.optimizer)
+    if setting.checkpoint_layers > 1:
+        group_checkpoints(model, setting.checkpoint_layers)
+    if setting.step_in_backward:
+        step_in_backward(model, make)
+    optimizer = None if setting.step_in_backward else make([p for p in model.parameters() if p.requires_grad])
     host = offload_checkpoints(ENDLESS) if setting.checkpoint_on_host else contextlib.nullcontext()
 
-    def step() -> None:
-        for _ in range(setting.accumulation):
+    def step(given: dict[str, Any], passes: int) -> None:
+        for _ in range(passes):
             own = {k: torch.empty(v.shape, dtype=v.dtype) if isinstance(v, Tensor) else v for k, v in given.items()}
             with context or contextlib.nullcontext(), host:
                 model(**own, use_cache=False).loss.backward()
-        optimizer.step()
-        optimizer.zero_grad()
+        if optimizer is not None:
+            optimizer.step()
+            optimizer.zero_grad()
 
     return step
 

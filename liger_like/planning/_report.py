@@ -12,7 +12,17 @@ if TYPE_CHECKING:
 
 STATES = "parameters", "gradients", "optimizer"
 KEPT = ("activations",)
-OPTIMIZERS = {"adamw8bit": "bitsandbytes.optim.AdamW8bit", "sgd": "torch.optim.SGD"}
+# what examples/parallel.py trains
+SIMPLE: dict[str, Any] = {
+    "checkpoint_on_host": False,
+    "checkpoint_layers": 1,
+    "tiled_mlp": False,
+    "step_in_backward": False,
+    "optimizer": "adamw",
+    "lora": 0,
+}
+OPTIMIZERS = {"adamw": "torch.optim.AdamW", "adamw8bit": "bitsandbytes.optim.AdamW8bit", "sgd": "torch.optim.SGD"}
+KEEPS = '("attention", "loss")', '(), host=("attention",)'  # of a checkpoint, by whether it is on the host
 COLORS = ("#0050d0", "#6fcfc0", "#5b8def", "#a0a0a0", "#e69f00", "#b0559c", "#d79bc8", "#585858", "#a5703f")
 HEADINGS = "", "setting", "needs", "peak", "states", "kept", "rest", "host", "s/step", "tokens/s", "limited by"
 
@@ -52,25 +62,25 @@ def _cells(index: int, row: "Candidate") -> tuple[str, ...]:
 def start(row: "Candidate") -> str:
     """Return the command that starts a setting, or the arguments of a trainer that do."""
     s = row.setting
-    plain = dataclasses.replace(s, checkpoint_on_host=False, tiled_mlp=False, optimizer="adamw", lora=0) == s
+    plain = dataclasses.replace(s, **SIMPLE) == s
     known = s.patched and s.accumulation == 1 and s.checkpoint != "attention" and s.cp_method == "allgather"
     if s.gpus > 1 and plain and known:
         sizes = f"--fsdp {s.fsdp}" + f" --cp {s.cp}" * (s.cp > 1)
         shape = f"--batch {s.batch} --seq {s.seq} --checkpointing {s.checkpoint}"
         return f"torchrun --nproc-per-node {s.gpus} -m examples.parallel {sizes} {shape}"
     keeps = {
-        "selective": "context_fn=checkpoint_policy()",
-        "attention": 'context_fn=checkpoint_policy(("attention", "loss"))',
+        "selective": " context_fn=checkpoint_policy()",
+        "attention": f" context_fn=checkpoint_policy({KEEPS[s.checkpoint_on_host]})",
     }
-    parts = [f"liger_like.patch(model{', mlp=' + repr('tiled') if s.tiled_mlp else ''})"] * s.patched + [
-        f"FSDP2 over {s.fsdp} GPUs"
-    ] * (s.fsdp > 1)
-    parts += [f"context_parallel over {s.cp}"] * (s.cp > 1)
+    parts = [f"peft.LoraConfig(r={s.lora}, target_modules='all-linear')"] * (s.lora > 0)
+    parts += [f"liger_like.patch(model{', mlp=' + repr('tiled') if s.tiled_mlp else ''})"] * s.patched
+    parts += [f"FSDP2 over {s.fsdp} GPUs"] * (s.fsdp > 1) + [f"context_parallel over {s.cp}"] * (s.cp > 1)
     if s.checkpoint != "none":
-        parts.append(f"gradient_checkpointing_enable with use_reentrant=False {keeps.get(s.checkpoint, '')}".rstrip())
+        parts.append(f"gradient_checkpointing_enable with use_reentrant=False{keeps.get(s.checkpoint, '')}")
+    parts += [f"group_checkpoints(model, {s.checkpoint_layers})"] * (s.checkpoint_layers > 1)
     parts += ["offload_checkpoints() around the step"] * s.checkpoint_on_host
-    parts += [f"peft.LoraConfig(r={s.lora}, target_modules='all-linear')"] * (s.lora > 0)
-    parts += [OPTIMIZERS[s.optimizer]] if s.optimizer in OPTIMIZERS else []
+    kind = OPTIMIZERS[s.optimizer]
+    parts += [f"step_in_backward with {kind}"] if s.step_in_backward else [kind] * (s.optimizer != "adamw")
     return ", ".join([*parts, f"micro-batch {s.micro_batch}, accumulation {s.accumulation}"])
 
 

@@ -16,10 +16,13 @@ CONTEXT, GROUP = 0.6, 1.0
 FRAGMENTS = 1.02  # of the peak: what the allocator reserves beyond it
 # ways to spend less memory on activations, and those that are tried if none of these fits
 PLAIN: tuple[dict[str, Any], ...] = tuple({"checkpoint": name} for name in CHECKPOINTS)
+TILED: dict[str, Any] = {"checkpoint": "full", "tiled_mlp": True}
 SAVING: tuple[dict[str, Any], ...] = (
-    {"checkpoint": "full", "tiled_mlp": True},
+    TILED,
     {"checkpoint": "full", "checkpoint_on_host": True},
-    {"checkpoint": "full", "checkpoint_on_host": True, "tiled_mlp": True},
+    *(TILED | {"checkpoint_on_host": True, "checkpoint": kept} for kept in ("full", "attention")),
+    *(TILED | {"checkpoint_on_host": True, "step_in_backward": True, "checkpoint": kept} for kept in ("full", "attention")),
+    TILED | {"checkpoint_on_host": True, "step_in_backward": True, "checkpoint_layers": 2},
 )
 Predict = Callable[[Setting], Prediction]
 
@@ -94,13 +97,16 @@ def searched(
 ) -> tuple[Candidate, ...]:
     """Return the candidates, the fastest that fits first. Raises ValueError if no mesh divides ``batch``.
 
-    Bisection finds the largest micro-batch that fits a mesh and a checkpointing. Tiled MLPs and checkpoints on the host,
-    of which ``host`` GiB are there, are tried only if nothing fits without, and last ``cp`` GPUs that share rows, since
-    that sends keys and values.
+    Bisection finds the largest micro-batch that fits a mesh and a checkpointing. Only if nothing fits without, tiled
+    MLPs, checkpoints on the host, of which ``host`` GiB are there, and a step in the backward are tried, and last ``cp``
+    GPUs that share rows, since that sends keys and values.
     """
     found: list[Candidate] = []
     for mesh in meshes(gpus, batch, seq, fix):
-        fields: dict[str, Any] = {"seq": seq, "dtype": "fp32" if gpus > 1 else "bf16", **fix, **mesh}
+        rows = batch // mesh["fsdp"]
+        passes = rows // fix.get("micro_batch", rows)
+        dtype = "fp32" if gpus > 1 else "bf16"
+        fields: dict[str, Any] = {"seq": seq, "dtype": dtype, "accumulation": passes, **fix, **mesh}
         tried: set[Setting] = set()
         for ways in (PLAIN, SAVING):
             bases = {base: None for way in ways if (base := _base(fields, way)) and base not in tried}
@@ -118,8 +124,12 @@ def _base(fields: Mapping[str, Any], way: Mapping[str, Any]) -> Setting | None:
     if any(fields.get(name, value) != value for name, value in way.items()):
         return None
     both = {**way, **fields}
-    if (both.get("checkpoint_on_host") and both["checkpoint"] == "none") or (
-        both.get("tiled_mlp") and not both.get("patched", True)
+    kept = both["checkpoint"]
+    if (
+        (both.get("checkpoint_on_host") and kept in ("none", "selective"))
+        or (both.get("checkpoint_layers", 1) > 1 and kept == "none")
+        or (both.get("tiled_mlp") and not both.get("patched", True))
+        or (both.get("step_in_backward") and both["accumulation"] > 1)
     ):
         return None
     return Setting(**{name: value for name, value in both.items() if name not in ("micro_batch", "accumulation")})
@@ -149,7 +159,8 @@ def _largest(
     """Return the candidate with the largest micro-batch that fits, else the one with the smallest."""
     rows = batch // base.fsdp
     sizes = [n for n in range(1, rows + 1) if rows % n == 0]
-    sizes = [n for n in sizes if n == fix.get("micro_batch", n) and rows // n == fix.get("accumulation", rows // n)]
+    passes = 1 if base.step_in_backward else fix.get("accumulation")
+    sizes = [n for n in sizes if n == fix.get("micro_batch", n) and rows // n == (passes or rows // n)]
     if not sizes:
         given = ", ".join(f"{name} {fix[name]}" for name in ("micro_batch", "accumulation") if name in fix)
         raise ValueError(f"micro_batch times accumulation must be the {rows} rows of a GPU, got {given}")

@@ -15,6 +15,7 @@ CHOICES = {
     "patched": SWITCH,
     "checkpoint_on_host": SWITCH,
     "tiled_mlp": SWITCH,
+    "step_in_backward": SWITCH,
     "optimizer": OPTIMIZERS,
 }
 FROM_ZERO = ("lora",)
@@ -30,9 +31,11 @@ class Setting:
     the parameters by FSDP2, each with its own rows. ``cp``: GPUs that share each row, by ``cp_method``. ``dtype``: of
     parameters, gradients and AdamW's moments; "fp32" computes in bf16 all the same, by FSDP2's mixed precision.
     ``patched``: by ``liger_like.patch``, with ``mlp="tiled"`` if ``tiled_mlp``. ``checkpoint_on_host``: the inputs of
-    checkpointed layers are on the host, by ``liger_like.parallel.offload_checkpoints``. ``optimizer``: "adamw" and "sgd"
-    (without momentum) are torch's, "adamw8bit" is that of bitsandbytes. ``lora``: rank of PEFT's LoRA on all linear
-    modules but the head, or 0: the whole model is trained.
+    checkpointed layers, and with "attention" the results of attention, are on the host
+    (``liger_like.parallel.offload_checkpoints``). ``checkpoint_layers``: layers that share a checkpoint
+    (``group_checkpoints``). ``step_in_backward``: each parameter is updated in the backward, and its gradient freed.
+    ``optimizer``: "adamw" and "sgd" (without momentum) are torch's, "adamw8bit" is that of bitsandbytes. ``lora``: rank
+    of PEFT's LoRA on all linear modules but the head, or 0: the whole model is trained.
 
     Raises TypeError or ValueError for a field that is not valid.
     """
@@ -47,7 +50,9 @@ class Setting:
     dtype: str = "bf16"
     patched: bool = True
     checkpoint_on_host: bool = False
+    checkpoint_layers: int = 1
     tiled_mlp: bool = False
+    step_in_backward: bool = False
     optimizer: str = "adamw"
     lora: int = 0
 
@@ -67,12 +72,19 @@ class Setting:
             raise ValueError(f"dtype must be fp32 on {self.gpus} GPUs: FSDP2 keeps fp32 and computes in bf16")
         if self.cp > 1 and not self.patched:
             raise ValueError(f"cp must be 1 unless patched, got {self.cp}: only patched attention spreads")
-        if self.checkpoint_on_host and self.checkpoint == "none":
-            raise ValueError("checkpoint_on_host must be false with checkpoint none: there is nothing to send")
+        self._check_savings()
+
+    def _check_savings(self) -> None:
+        if self.checkpoint_on_host and self.checkpoint not in ("attention", "full"):
+            raise ValueError(f"checkpoint_on_host must be false unless checkpoint is attention or full, it is {self.checkpoint}")
+        if self.checkpoint_layers > 1 and self.checkpoint == "none":
+            raise ValueError(f"checkpoint_layers must be 1 with checkpoint none, got {self.checkpoint_layers}")
         if self.tiled_mlp and not self.patched:
             raise ValueError("tiled_mlp must be false unless patched")
+        if self.step_in_backward and self.accumulation > 1:
+            raise ValueError(f"accumulation must be 1 with step_in_backward, got {self.accumulation}")
         if self.dtype == "fp32" and self.optimizer == "adamw8bit":
-            raise ValueError("optimizer must be adamw or sgd with dtype fp32: bitsandbytes takes no sharded tensors")
+            raise ValueError("optimizer must be adamw or sgd with dtype fp32: sharded states in 8 bits are not traced")
         if self.dtype == "fp32" and self.lora:
             raise ValueError(f"lora must be 0 with dtype fp32, got {self.lora}: sharded adapters are not traced")
 
@@ -92,6 +104,8 @@ class Setting:
         parts += ["transformers"] * (not self.patched)
         parts += [f"rows {self.micro_batch}" + f" x {self.accumulation}" * (self.accumulation > 1)]
         parts += ["no checkpointing" if self.checkpoint == "none" else f"{self.checkpoint} checkpointing"]
+        parts += [f"{self.checkpoint_layers} layers each"] * (self.checkpoint_layers > 1)
         parts += ["on the host"] * self.checkpoint_on_host + ["tiled MLP"] * self.tiled_mlp
+        parts += ["step in backward"] * self.step_in_backward
         parts += [f"LoRA {self.lora}"] * (self.lora > 0) + [self.optimizer] * (self.optimizer != "adamw")
         return ", ".join(parts)

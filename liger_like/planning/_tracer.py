@@ -257,7 +257,8 @@ class Tracer(TorchDispatchMode):  # type: ignore[no-untyped-call]
 
     def _after_step(self, optimizer: Any, args: Any, kwargs: Any) -> None:
         self.stepping = False
-        self.nodes = [(0, "")]
+        if torch._C._current_autograd_node() is None:  # else the backward goes on
+            self.nodes = [(0, "")]
         for parameter, state in optimizer.state.items():
             for value in state.values():
                 self.label(value, "optimizer", self.owners.get(parameter, ""))

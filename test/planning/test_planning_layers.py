@@ -34,12 +34,13 @@ def made(config, setting):
         (DEEPSEEK, Setting(2, 64), 5),
         (LONG, Setting(1, 2**14, accumulation=3, checkpoint="full", checkpoint_on_host=True), 8),
         (SHORT, Setting(2, 64, lora=4), 4),
+        (LONG, Setting(2, 64, checkpoint="full", checkpoint_layers=2, step_in_backward=True), 8),
     ],
-    ids=["accumulated", "sharded", "two kinds of layers", "dense first layers", "on the host", "LoRA"],
+    ids=["accumulated", "sharded", "two kinds of layers", "dense first layers", "on the host", "LoRA", "grouped"],
 )
 def test_replayed_layers_are_the_whole_trace(config, setting, kept):
     model = made(config, setting)
-    assert layers.cuts_of(model.config, layers_of(model), layers.margin_of(setting)).kept == kept
+    assert layers.cuts_of(model.config, layers_of(model), setting).kept == kept
     few = layers.replayed(model, setting, "h200")
     whole = predicted(*layers.trace_step(made(config, setting), setting, "h200")[:3], setting.accumulation)
     for name in ("gib", "resting", "by_kind", "by_layer", "by_module", "host_gib"):
@@ -56,5 +57,5 @@ def test_layers_that_do_not_repeat_are_traced_whole(monkeypatch):
         assert layers.replayed(made(SHORT, Setting(2, 64)), Setting(2, 64), "h200") is None
     short = LlamaConfig(**SIZES, num_hidden_layers=3)
     model = made(short, Setting())
-    assert layers.cuts_of(model.config, layers_of(model)) is None
+    assert layers.cuts_of(model.config, layers_of(model), Setting()) is None
     assert [*predict(short, Setting(2, 64)).by_layer] == [-1, 0, 1, 2]

@@ -9,7 +9,6 @@ from transformers import LlamaConfig
 
 from examples.train import CONFIGS
 from liger_like.planning import Setting, _models, predict
-from liger_like.planning._clock import PCIE
 from liger_like.planning._optimizers import AdamW8bit
 from liger_like.planning._report import start
 from liger_like.planning._search import Candidate, searched
@@ -29,11 +28,12 @@ def bytes_of(found, kind):
 
 
 def test_checkpoints_on_the_host():
-    full = Setting(1, TOKENS, checkpoint="full")
+    # no gradients pile up in the backward, so memory rises by the inputs alone
+    full = Setting(1, TOKENS, checkpoint="full", step_in_backward=True, optimizer="sgd")
     here, there = (predict(MODEL, dataclasses.replace(full, checkpoint_on_host=on)) for on in (False, True))
     assert (here.host_gib, there.host_gib) == (0, 1)  # memory is pinned in slabs of 1 GiB
-    assert there.times["copies"] * PCIE == 2 * LEFT * 2 * MIB  # there and back
-    # at the peak one input has been copied back while the layer before is computed
+    assert there.times["copies"] * H200.pcie * 1e9 == pytest.approx(2 * LEFT * 2 * MIB)  # there and back
+    # one input has been copied back while the layer before is computed
     assert (here.gib - there.gib) * 1024 == pytest.approx(2 * (LEFT - 1), abs=0.1)
     long = Setting(1, 400 * TOKENS, checkpoint="full", checkpoint_on_host=True)
     assert predict(MODEL, long).host_gib == 4  # 5 layers of 800 MiB are 3.9 GiB
@@ -77,7 +77,7 @@ def test_adapters_are_what_is_trained():
     each = [4 * rank * size for m in linear for size in (m.in_features, m.out_features)]  # PEFT keeps them in fp32
     rounded = [-(-size // 512) * 512 for size in each]
     assert bytes_of(found, "optimizer") == 2 * sum(rounded) + 512 * len(each)  # and AdamW's counts of steps
-    assert found.gib < predict(TINY, Setting(2, 64)).gib
+    assert found.resting < predict(TINY, Setting(2, 64)).resting
 
 
 def rough(setting):
@@ -98,7 +98,7 @@ def test_savings_are_tried_where_nothing_fits_without():
     assert rows(15)[0].host_gib == 100
     assert not rows(15, host=99)[0].fits
     assert rows(15, host=100)[0].fits
-    assert {row.setting.checkpoint for row in rows(50, checkpoint_on_host=True)} == {"attention", "selective", "full"}
+    assert {row.setting.checkpoint for row in rows(50, checkpoint_on_host=True)} == {"attention", "full"}
     assert not any(row.setting.tiled_mlp for row in rows(1, patched=False))
     assert {row.setting.optimizer for row in rows(1, optimizer="sgd")} == {"sgd"}
 
@@ -117,7 +117,7 @@ def test_words_that_start_them():
 @pytest.mark.parametrize(
     ("fields", "message"),
     [
-        ({"checkpoint_on_host": True}, "checkpoint_on_host must be false with checkpoint none"),
+        ({"checkpoint_on_host": True}, "checkpoint_on_host must be false unless checkpoint is attention or full, it is none"),
         ({"tiled_mlp": True, "patched": False}, "tiled_mlp must be false unless patched"),
         ({"optimizer": "lion"}, "optimizer must be out of adamw, adamw8bit, sgd, got 'lion'"),
         ({"optimizer": "adamw8bit", "dtype": "fp32"}, "optimizer must be adamw or sgd with dtype fp32"),
