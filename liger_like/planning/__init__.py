@@ -38,13 +38,14 @@ def plan(
     seq: int = 2048,
     fix: Mapping[str, Any] | None = None,
     host: float | None = None,
+    layers: int | None = None,
 ) -> Plan:
     """Return the ways to train the model of ``config`` on ``gpus`` GPUs, the fastest that fits first.
 
     ``batch``: rows of ``seq`` tokens of all GPUs in one optimizer step; micro-batch and accumulation are chosen.
-    ``fix``: fields of ``Setting`` that are not searched. ``host``: GiB of the host that checkpoints of all GPUs may take;
-    None: any. Raises what ``predict`` does, and TypeError or ValueError for
-    a field or a mesh that is not possible.
+    ``fix``: fields of ``Setting`` that are not searched. ``host``: GiB of the host that checkpoints of all GPUs may
+    take; None: any. ``layers``: train the first layers of the model alone. Raises what ``predict`` does, and TypeError or
+    ValueError for a field or a mesh that is not possible.
     """
     fix = dict(fix or {})
     known = {field.name for field in dataclasses.fields(Setting)} - {"seq"}
@@ -55,11 +56,10 @@ def plan(
     if host is not None:
         require_positive("host", host)
     sharded = gpus > 1 or not fix.keys().isdisjoint({"fsdp", "cp"})
-    Setting(
-        **{"dtype": "fp32" if sharded else "bf16", "checkpoint": "full"} | fix
-    )  # raises for a field that is not valid
+    Setting(**{"dtype": "fp32" if sharded else "bf16", "checkpoint": "full"} | fix)  # raises for a field
     of = gpu_of(gpu)
     config, cls = _models.model_class(config)
+    config = config if layers is None else _models.shortened(config, layers)
     rows = searched(lambda setting: predict(config, setting, of), of, gpus, batch, seq, fix, host)
     return Plan(cls.__name__, _models.parameters_of(config, cls), of, gpus, batch, seq, rows)
 
@@ -76,7 +76,8 @@ def predict(config: Any, setting: Setting, gpu: GPU | str | float = "h200") -> P
 
 def predict_model(make: Callable[[], Any], setting: Setting, gpu: GPU | str | float = "h200") -> Prediction:
     """Return memory and time of a training step of the model that ``make`` returns: a causal language model on "meta",
-    patched and checkpointed as it will be trained. Only sizes, dtype and sharding of ``setting`` count.
+    patched and checkpointed as it will be trained. ``patched``, ``checkpoint``, ``tiled_mlp`` and ``lora`` of ``setting``
+    do not count.
 
     A few layers are traced and replayed for all, or the whole model if its layers do not repeat. Raises as ``predict``.
     """

@@ -1,6 +1,7 @@
 """Models without data, and the step that trains them: what ``predict`` traces."""
 
 import contextlib
+import copy
 import importlib.util
 from collections.abc import Callable, Iterator
 from functools import partial
@@ -20,6 +21,7 @@ from liger_like.parallel import (
 from liger_like.patching import patch
 from liger_like.planning._optimizers import optimizer_of
 from liger_like.planning._settings import Setting
+from liger_like.runtime.checks import require_integer
 
 ENDLESS = 2.0**30  # GiB of the host: what a step sends there is counted, not limited
 KEPT = {"selective": (), "attention": (("attention", "loss"),)}
@@ -41,6 +43,20 @@ def model_class(config: Any) -> tuple[Any, Any]:
             raise NotExaminedError(f"adapter_config.json of {path} is not predicted: name its config.json alone")
         return known(fields)
     return config, known(config.to_dict())[1]
+
+
+def shortened(config: Any, layers: int) -> Any:
+    """Return ``config`` with its first ``layers`` layers. Raises TypeError or ValueError for a number it has not."""
+    config = copy.deepcopy(config)
+    text = config.get_text_config()
+    count = text.num_hidden_layers
+    if require_integer("layers", layers, 1) > count:
+        raise ValueError(f"layers must be at most the model's {count}, got {layers}")
+    for name, value in text.to_dict().items():
+        if isinstance(value, list) and len(value) == count:
+            setattr(text, name, value[:layers])
+    text.num_hidden_layers = layers
+    return config
 
 
 def build(config: Any, cls: Any, setting: Setting) -> Any:

@@ -37,7 +37,7 @@ class Trace:
         self._tracer.restart()
         self._clock = self._tracer.watch = Clock(self._gpu)
 
-    def sent(self, size: int) -> None:
+    def _sent(self, size: int) -> None:
         """Count ``size`` bytes that checkpoints take of the host."""
         self._clock.sent += size
 
@@ -73,7 +73,7 @@ def traced(gpu: GPU | str | float = "h200") -> Iterator[Trace]:
     tracer = Tracer(of.workspace)
     trace = Trace(tracer, of)
     try:
-        with FakeTensorMode(allow_non_fake_inputs=True), standing_in(of, trace.sent), tracer.listening():
+        with FakeTensorMode(allow_non_fake_inputs=True), standing_in(of, trace._sent), tracer.listening():
             yield trace
             trace._prediction = trace.prediction
     except Exception as error:
