@@ -114,7 +114,14 @@ def of_long_context(result: Row, file: str) -> Iterator[Job]:
         if "gib" in row:
             config = copy.deepcopy(SHARDED.config)
             config.num_hidden_layers = setting.layers
-            yield Job(file, setting.text(), long_context.KEPT, config, Setting(1, setting.tokens, step_in_backward=True, **ON_HOST), row)
+            yield Job(
+                file,
+                setting.text(),
+                long_context.KEPT,
+                config,
+                Setting(1, setting.tokens, step_in_backward=True, **ON_HOST),
+                row,
+            )
 
 
 READERS = {

@@ -21,7 +21,10 @@ SAVING: tuple[dict[str, Any], ...] = (
     TILED,
     {"checkpoint": "full", "checkpoint_on_host": True},
     *(TILED | {"checkpoint_on_host": True, "checkpoint": kept} for kept in ("full", "attention")),
-    *(TILED | {"checkpoint_on_host": True, "step_in_backward": True, "checkpoint": kept} for kept in ("full", "attention")),
+    *(
+        TILED | {"checkpoint_on_host": True, "step_in_backward": True, "checkpoint": kept}
+        for kept in ("full", "attention")
+    ),
     TILED | {"checkpoint_on_host": True, "step_in_backward": True, "checkpoint_layers": 2},
 )
 Predict = Callable[[Setting], Prediction]

@@ -76,7 +76,9 @@ class Setting:
 
     def _check_savings(self) -> None:
         if self.checkpoint_on_host and self.checkpoint not in ("attention", "full"):
-            raise ValueError(f"checkpoint_on_host must be false unless checkpoint is attention or full, it is {self.checkpoint}")
+            raise ValueError(
+                f"checkpoint_on_host must be false unless checkpoint is attention or full, it is {self.checkpoint}"
+            )
         if self.checkpoint_layers > 1 and self.checkpoint == "none":
             raise ValueError(f"checkpoint_layers must be 1 with checkpoint none, got {self.checkpoint_layers}")
         if self.tiled_mlp and not self.patched:

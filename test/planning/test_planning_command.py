@@ -133,7 +133,10 @@ def test_commands_that_start():
         (["--top", "0"], "top must be at least 1, got 0"),
         (["--layers", "3"], "layers must be at most the model's 2, got 3"),
         (["--host", "-1"], "host must be"),
-        (["--fix", "checkpoint=selective", "--fix", "checkpoint_on_host=true"], "checkpoint_on_host must be false unless"),
+        (
+            ["--fix", "checkpoint=selective", "--fix", "checkpoint_on_host=true"],
+            "checkpoint_on_host must be false unless",
+        ),
         (["--fix", "lora=-1"], "lora must be at least 0, got -1"),
     ],
 )

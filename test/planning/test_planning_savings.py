@@ -117,7 +117,10 @@ def test_words_that_start_them():
 @pytest.mark.parametrize(
     ("fields", "message"),
     [
-        ({"checkpoint_on_host": True}, "checkpoint_on_host must be false unless checkpoint is attention or full, it is none"),
+        (
+            {"checkpoint_on_host": True},
+            "checkpoint_on_host must be false unless checkpoint is attention or full, it is none",
+        ),
         ({"tiled_mlp": True, "patched": False}, "tiled_mlp must be false unless patched"),
         ({"optimizer": "lion"}, "optimizer must be out of adamw, adamw8bit, sgd, got 'lion'"),
         ({"optimizer": "adamw8bit", "dtype": "fp32"}, "optimizer must be adamw or sgd with dtype fp32"),
