@@ -44,8 +44,8 @@ def plan(
 
     ``batch``: rows of ``seq`` tokens of all GPUs in one optimizer step; micro-batch and accumulation are chosen.
     ``fix``: fields of ``Setting`` that are not searched. ``host``: GiB of the host that checkpoints of all GPUs may
-    take; None: any. ``layers``: train the first layers of the model alone. Raises what ``predict`` does, and TypeError or
-    ValueError for a field or a mesh that is not possible.
+    take; None: any. ``layers``: train the first layers of the model alone. Raises what ``predict``
+    does, and TypeError or ValueError for a field or a mesh that is not possible.
     """
     fix = dict(fix or {})
     known = {field.name for field in dataclasses.fields(Setting)} - {"seq"}
@@ -76,8 +76,8 @@ def predict(config: Any, setting: Setting, gpu: GPU | str | float = "h200") -> P
 
 def predict_model(make: Callable[[], Any], setting: Setting, gpu: GPU | str | float = "h200") -> Prediction:
     """Return memory and time of a training step of the model that ``make`` returns: a causal language model on "meta",
-    patched and checkpointed as it will be trained. ``patched``, ``checkpoint``, ``tiled_mlp`` and ``lora`` of ``setting``
-    do not count.
+    patched and checkpointed as it will be trained. ``patched``, ``checkpoint``, ``tiled_mlp`` and ``lora`` of
+    ``setting`` do not count.
 
     A few layers are traced and replayed for all, or the whole model if its layers do not repeat. Raises as ``predict``.
     """

@@ -1,7 +1,8 @@
 """Time of a traced step by a roofline: for each op the larger of FLOPs and bytes over their rates.
 
 The rates are those of kernels measured alone on an H200, scaled by data sheets for other GPUs. The host's time for each
-op is counted beside, and that of copies between GPU and host; a step takes the longest of the three. Collectives of FSDP2 count as if nothing hid them.
+op is counted beside, and that of copies between GPU and host; a step takes the longest of the three.
+Collectives of FSDP2 count as if nothing hid them.
 """
 
 from collections import defaultdict

@@ -73,8 +73,8 @@ class Cuts(NamedTuple):
 def cuts_of(config: Any, layers: list[nn.Module], setting: Setting) -> Cuts | None:
     """Return how ``layers`` repeat in a step of ``setting``, or None if no fewer than all show it.
 
-    Layers that share a checkpoint are in one period. Collectives of FSDP2 lag a checkpoint behind, and copies to the host
-    two: so many layers more before and periods more behind differ from the others.
+    Layers that share a checkpoint are in one period. Collectives of FSDP2 lag a checkpoint behind, and copies to
+    the host two: so many layers more before and periods more behind differ from the others.
     """
     margin, shared = 2 if setting.checkpoint_on_host else int(setting.dtype == "fp32"), setting.checkpoint_layers
     text = config.get_text_config()

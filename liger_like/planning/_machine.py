@@ -27,7 +27,8 @@ class GPU(Machine):
 
 
 def _gpu(
-    name: str, arch: int, sms: int, gib: float, l2: int, shared: int, tflops: float, copy: float, link: float, pcie: float
+    name: str, arch: int, sms: int, gib: float, l2: int, shared: int, tflops: float, copy: float, link: float,
+    pcie: float,
 ) -> GPU:  # fmt: skip
     return GPU(name, arch, sms, l2 << 20, shared << 10, int(gib * GIB), tflops, copy, link, pcie, name == "H200")
 

@@ -39,8 +39,8 @@ class Prediction:
     ``gib``: the peak. ``by_kind``, ``by_layer`` (-1: outside of layers), ``by_module``: what it is made of.
     ``resting``: what is held between steps. ``curve``: memory over the step by kind, in the order of ``KINDS``; a point
     is the highest of several changes. ``seconds``: time of the step, an estimate by a roofline; ``times``: seconds of
-    the GPU by group, of the host, and of copies to it. ``host_gib``: memory of the host for checkpoints, pinned in slabs of
-    1 GiB. ``calibrated``: whether the rates were measured on this GPU.
+    the GPU by group, of the host, and of copies to it. ``host_gib``: memory of the host for checkpoints,
+    pinned in slabs of 1 GiB. ``calibrated``: whether the rates were measured on this GPU.
     """
 
     gib: float

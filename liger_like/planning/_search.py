@@ -101,8 +101,8 @@ def searched(
     """Return the candidates, the fastest that fits first. Raises ValueError if no mesh divides ``batch``.
 
     Bisection finds the largest micro-batch that fits a mesh and a checkpointing. Only if nothing fits without, tiled
-    MLPs, checkpoints on the host, of which ``host`` GiB are there, and a step in the backward are tried, and last ``cp``
-    GPUs that share rows, since that sends keys and values.
+    MLPs, checkpoints on the host, of which ``host`` GiB are there, and a step in the backward are tried, and last
+    ``cp`` GPUs that share rows, since that sends keys and values.
     """
     found: list[Candidate] = []
     for mesh in meshes(gpus, batch, seq, fix):

@@ -104,8 +104,9 @@ class Copies:
 
 @contextlib.contextmanager
 def standing_in(machine: Machine, sent: Callable[[int], None]) -> Iterator[None]:
-    """Let ops, torch's attention and transformers' masks do within the context what they do on ``machine``, and checkpoints call
-    ``sent`` with the bytes that they take of the host.
+    """Let ops, torch's attention and transformers' masks do within the context what they do on ``machine``.
+
+    Checkpoints call ``sent`` with the bytes that they take of the host.
 
     transformers makes a mask for a tensor without data, and looks for packed documents in the data.
     """
