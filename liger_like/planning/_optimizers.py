@@ -7,9 +7,9 @@ import torch
 from torch import Tensor
 
 SMALL, BLOCK, MAP = 4096, 256, 256  # elements: below that moments are in fp32; of one scale; of a map of 8 bits
-LIBRARY = torch.library.Library("liger_like_planning", "DEF")
-LIBRARY.define("fused_adamw8bit_(Tensor(a!) parameter, Tensor grad, Tensor(b!)[] states) -> ()")
-LIBRARY.impl("fused_adamw8bit_", lambda parameter, grad, states: None, "CompositeExplicitAutograd")
+LIBRARY = torch.library.Library("liger_like_planning", "DEF")  # type: ignore[no-untyped-call]
+LIBRARY.define("fused_adamw8bit_(Tensor(a!) parameter, Tensor grad, Tensor(b!)[] states) -> ()")  # type: ignore[no-untyped-call]
+LIBRARY.impl("fused_adamw8bit_", lambda parameter, grad, states: None, "CompositeExplicitAutograd")  # type: ignore[no-untyped-call]
 UPDATE = torch.ops.liger_like_planning.fused_adamw8bit_.default  # what the clock sees of a step
 
 
