@@ -84,6 +84,8 @@ def add_plan(app: Any) -> None:
         gpu: Annotated[str, typer.Option(help="h200, h100, a100, b200, or GiB of memory")] = "h200",
         batch: Annotated[int, typer.Option(help="rows of all GPUs in one optimizer step")] = 1,
         seq: Annotated[int, typer.Option(help="tokens of a row")] = 2048,
+        host: Annotated[float | None, typer.Option(help="GiB of the host for checkpoints, if limited")] = None,
+        layers: Annotated[int | None, typer.Option(help="layers of the model, if not all")] = None,
         fix: Annotated[list[str], typer.Option(help="a field that is not searched, as checkpoint=selective")] = [],  # noqa: B006
         top: Annotated[int, typer.Option(help="rows of the table, at most")] = 10,
         as_json: Annotated[bool, typer.Option("--json", help="Print JSON, nothing else.")] = False,
@@ -97,7 +99,7 @@ def add_plan(app: Any) -> None:
             from liger_like.planning._command import run
         except ModuleNotFoundError as error:
             sys.exit(missing(error.name, "hf"))
-        raise typer.Exit(run(config, gpus, gpu, batch, seq, fix, top, as_json, out))
+        raise typer.Exit(run(config, gpus, gpu, batch, seq, host, layers, fix, top, as_json, out))
 
     app.command()(plan)
 

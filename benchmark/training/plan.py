@@ -9,6 +9,7 @@ Compiled steps and other libraries are left out: the trace knows neither.
 """
 
 import argparse
+import copy
 import dataclasses
 import json
 import time
@@ -19,6 +20,7 @@ import torch
 import transformers
 
 from benchmark.common.markdown import RESULTS, Row, result_files
+from benchmark.training import long_context
 from benchmark.training.plan_report import FILES, tables, write_report
 from benchmark.training.sharded import FULL as SHARDED
 from benchmark.training.small import MODELS as SMALL_MODELS
@@ -30,6 +32,7 @@ from liger_like.planning._models import build, model_class
 
 PATH = RESULTS / "plan.json"
 KEPT = "liger_like, attention kept"
+ON_HOST: dict[str, Any] = {"checkpoint": "attention", "checkpoint_on_host": True, "tiled_mlp": True}
 NAMES: dict[str, dict[str, Any]] = {
     "transformers": {"patched": False},
     "liger_like": {},
@@ -105,7 +108,29 @@ def of_small(result: Row, file: str) -> Iterator[Job]:
                 yield Job(file, text, name, SMALL_MODELS[model].config, how, row)
 
 
-READERS = {"training": of_training, "sweeps": of_sweeps, "sharded": of_sharded, "small": of_small}
+def of_long_context(result: Row, file: str) -> Iterator[Job]:
+    for setting in long_context.SETTINGS:
+        row = result["settings"].get(setting.text(), {}).get(long_context.KEPT, {})
+        if "gib" in row:
+            config = copy.deepcopy(SHARDED.config)
+            config.num_hidden_layers = setting.layers
+            yield Job(
+                file,
+                setting.text(),
+                long_context.KEPT,
+                config,
+                Setting(1, setting.tokens, step_in_backward=True, **ON_HOST),
+                row,
+            )
+
+
+READERS = {
+    "training": of_training,
+    "sweeps": of_sweeps,
+    "sharded": of_sharded,
+    "small": of_small,
+    "long-context": of_long_context,
+}
 
 
 def jobs(prefixes: list[str]) -> Iterator[Job]:

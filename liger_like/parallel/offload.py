@@ -12,6 +12,7 @@ from torch.autograd.graph import saved_tensors_hooks
 
 from liger_like.parallel.host_memory import ENGINES, PAGE, Budget, Pages, free_bytes
 from liger_like.runtime.checks import require_integer, require_positive
+from liger_like.runtime.support import is_local
 
 GIB = 1 << 30
 NO_CHECKPOINT = (
@@ -255,7 +256,8 @@ def _may_leave(tensor: Tensor) -> bool:
         return False
     alone = tensor.numel() * tensor.itemsize
     return (
-        type(tensor) is Tensor
+        is_local(tensor)
+        and not isinstance(tensor, torch.nn.Parameter)
         and tensor.device.type in ENGINES
         and alone >= PAGE
         and tensor.untyped_storage().nbytes() == alone

@@ -14,7 +14,7 @@ from liger_like.planning._prediction import Prediction, predicted
 from liger_like.planning._search import Plan, searched
 from liger_like.planning._settings import Setting
 from liger_like.planning._trace import NotTracedError, Trace, traced
-from liger_like.runtime.checks import require_integer
+from liger_like.runtime.checks import require_integer, require_positive
 
 __all__ = [
     "GPUS",
@@ -37,12 +37,15 @@ def plan(
     batch: int = 1,
     seq: int = 2048,
     fix: Mapping[str, Any] | None = None,
+    host: float | None = None,
+    layers: int | None = None,
 ) -> Plan:
     """Return the ways to train the model of ``config`` on ``gpus`` GPUs, the fastest that fits first.
 
     ``batch``: rows of ``seq`` tokens of all GPUs in one optimizer step; micro-batch and accumulation are chosen.
-    ``fix``: fields of ``Setting`` that are not searched. Raises what ``predict`` does, and TypeError or ValueError for
-    a field or a mesh that is not possible.
+    ``fix``: fields of ``Setting`` that are not searched. ``host``: GiB of the host that checkpoints of all GPUs may
+    take; None: any. ``layers``: train the first layers of the model alone. Raises what ``predict``
+    does, and TypeError or ValueError for a field or a mesh that is not possible.
     """
     fix = dict(fix or {})
     known = {field.name for field in dataclasses.fields(Setting)} - {"seq"}
@@ -50,10 +53,14 @@ def plan(
         raise ValueError(f"fix must be out of {', '.join(sorted(known))}, got {', '.join(sorted(unknown))}")
     for name, value in (("gpus", gpus), ("batch", batch), ("seq", seq)):
         require_integer(name, value, 1)
-    Setting(**{"dtype": "fp32"} | fix)  # raises for a field that is not valid
+    if host is not None:
+        require_positive("host", host)
+    sharded = gpus > 1 or not fix.keys().isdisjoint({"fsdp", "cp"})
+    Setting(**{"dtype": "fp32" if sharded else "bf16", "checkpoint": "full"} | fix)  # raises for a field
     of = gpu_of(gpu)
     config, cls = _models.model_class(config)
-    rows = searched(lambda setting: predict(config, setting, of), of, gpus, batch, seq, fix)
+    config = config if layers is None else _models.shortened(config, layers)
+    rows = searched(lambda setting: predict(config, setting, of), of, gpus, batch, seq, fix, host)
     return Plan(cls.__name__, _models.parameters_of(config, cls), of, gpus, batch, seq, rows)
 
 
@@ -69,8 +76,9 @@ def predict(config: Any, setting: Setting, gpu: GPU | str | float = "h200") -> P
 
 def predict_model(make: Callable[[], Any], setting: Setting, gpu: GPU | str | float = "h200") -> Prediction:
     """Return memory and time of a training step of the model that ``make`` returns: a causal language model on "meta",
-    patched and checkpointed as it will be trained. Only sizes, dtype and sharding of ``setting`` count.
+    patched and checkpointed as it will be trained. ``patched``, ``checkpoint``, ``tiled_mlp`` and ``lora`` of
+    ``setting`` do not count.
 
     A few layers are traced and replayed for all, or the whole model if its layers do not repeat. Raises as ``predict``.
     """
-    return replayed(make(), setting, gpu) or predicted(*trace_step(make(), setting, gpu)[:3])
+    return replayed(make(), setting, gpu) or predicted(*trace_step(make(), setting, gpu)[:3], setting.accumulation)

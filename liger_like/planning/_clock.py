@@ -1,7 +1,8 @@
 """Time of a traced step by a roofline: for each op the larger of FLOPs and bytes over their rates.
 
 The rates are those of kernels measured alone on an H200, scaled by data sheets for other GPUs. The host's time for each
-op is counted beside; a step takes the longer of the two. Collectives of FSDP2 count as if nothing hid them.
+op is counted beside, and that of copies between GPU and host; a step takes the longest of the three.
+Collectives of FSDP2 count as if nothing hid them.
 """
 
 from collections import defaultdict
@@ -43,12 +44,13 @@ def moved(*trees: Any) -> int:
 
 
 class Clock:
-    """Seconds of the GPU by group, of the host, and FLOPs."""
+    """Seconds of the GPU by group, of the host, FLOPs, and bytes sent to the host's memory."""
 
     def __init__(self, gpu: GPU) -> None:
         self.groups: dict[str, float] = defaultdict(float)
-        self.host, self.flops, self.calibrated = 0.0, 0, gpu.calibrated
+        self.host, self.sent, self.flops, self.calibrated = 0.0, 0.0, 0, gpu.calibrated
         self.products, self.copy, self.link = gpu.tflops * 1e12, gpu.bandwidth * 1e12, gpu.link * 1e9
+        self.pcie = gpu.pcie * 1e9
         self.speed = gpu.tflops / GPUS["h200"].tflops
 
     def __call__(self, func: Any, args: Any, kwargs: Any, out: Any) -> None:
@@ -67,8 +69,13 @@ class Clock:
 
     @property
     def seconds(self) -> float:
-        """Return the time of the step: the GPU's, or the host's where that is longer."""
-        return max(sum(self.groups.values()), self.host)
+        """Return the time of the step: the GPU's, or the host's or the copies' where that is longer."""
+        return max(sum(self.groups.values()), self.host, self.copies)
+
+    @property
+    def copies(self) -> float:
+        """Return the time of the copies to the host and back."""
+        return 2 * self.sent / self.pcie
 
     def _products(self, group: str, flops: float, bytes_moved: int, rate: float) -> None:
         self.flops += int(flops)
@@ -106,8 +113,8 @@ class Clock:
             )
             rate = self._attention(TORCHS, q.shape[-1], backward) * (1 if causal else MASKED)
             self._products("attention", flops, 0, rate)
-        elif "_fused_adam" in name:
-            self.groups["optimizer"] += (size + moved(args[0], args[2], args[3])) / (ADAM * self.copy)
+        elif name.removeprefix("_").startswith(("fused_adam", "fused_sgd")):  # parameters and moments are written, too
+            self.groups["optimizer"] += (size + moved(args[0], args[2:4])) / (ADAM * self.copy)
         elif packet is _aten._grouped_mm or packet in flop_registry:
             known = flop_registry.get(packet)
             # of rows [T, K] with [E, K, N], or of [N, T] with [T, K]: torch's registry lacks grouped products

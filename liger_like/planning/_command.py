@@ -37,6 +37,8 @@ def run(
     gpu: str,
     batch: int,
     seq: int,
+    host: float | None,
+    layers: int | None,
     fix: list[str],
     top: int,
     as_json: bool,
@@ -52,7 +54,7 @@ def run(
         if out is not None and not importlib.util.find_spec("matplotlib"):
             sys.exit(missing("matplotlib", "bench"))
         with warnings.catch_warnings(action="ignore"):
-            found = plan(config, gpus, gpu, batch, seq, fixed(fix))
+            found = plan(config, gpus, gpu, batch, seq, fixed(fix), host, layers)
     except (NotExaminedError, NotTracedError, ValueError, TypeError) as error:
         print(f"liger-like: {error}", file=sys.stderr)
         return 2

@@ -23,6 +23,7 @@ from liger_like.planning._trace import traced
 from liger_like.planning._tracer import Tracer
 
 WIDEST = 8  # layers of a period, at most
+SHORT = 64  # tokens of the first step
 Name = tuple[str, int]  # of a cut: what begins, and the layer or the pass
 
 
@@ -69,11 +70,13 @@ class Cuts(NamedTuple):
         return []
 
 
-def cuts_of(config: Any, layers: list[nn.Module], margin: int = 0) -> Cuts | None:
-    """Return how ``layers`` repeat, or None if no fewer than all show it.
+def cuts_of(config: Any, layers: list[nn.Module], setting: Setting) -> Cuts | None:
+    """Return how ``layers`` repeat in a step of ``setting``, or None if no fewer than all show it.
 
-    ``margin``: further layers before and periods behind that differ from the others, since collectives lag behind.
+    Layers that share a checkpoint are in one period. Collectives of FSDP2 lag a checkpoint behind, and copies to
+    the host two: so many layers more before and periods more behind differ from the others.
     """
+    margin, shared = 2 if setting.checkpoint_on_host else int(setting.dtype == "fp32"), setting.checkpoint_layers
     text = config.get_text_config()
     lists = [v for v in text.to_dict().values() if isinstance(v, list) and len(v) == len(layers)]
     kinds = [
@@ -85,8 +88,8 @@ def cuts_of(config: Any, layers: list[nn.Module], margin: int = 0) -> Cuts | Non
         for i, layer in enumerate(layers)
     ]
     count = len(layers)
-    for period in range(1, WIDEST + 1):
-        for first in range(1 + margin, WIDEST):
+    for period in range(shared, WIDEST + 1, shared):
+        for first in range((1 + margin) * shared, (1 + margin) * shared + WIDEST):
             if all(kinds[i] == kinds[i + period] for i in range(first, count - 1 - period)):
                 cuts = Cuts(first, period, (count - 1 - first) % period + margin * period, count)
                 # the last layer takes the place of one of its kind, whose mask the model gives it
@@ -118,25 +121,30 @@ def trace_step(
         if setting.dtype == "fp32":
             stack.enter_context(_models.processes(setting.gpus))
             mesh = _models.mesh_of(setting)
-            _models.shard(model, mesh)
+            _models.shard(model, mesh, setting.checkpoint_layers)
             context = _models.context_of(setting, mesh)
         given = _models.inputs_of(setting, context)
+        short = given if context else _models.inputs_of(dataclasses.replace(setting, micro_batch=1, seq=SHORT), None)
         trace = stack.enter_context(traced(gpu))
         _models.materialise(model)
         trace.know(model)
-        step = _models.step_of(model, given, setting, context)
-        step()  # makes the optimizer's state
+        step = _models.step_of(model, setting, context)
+        step(short, 1)  # makes the optimizer's state
         trace.restart()
         tracer, clock = trace.parts
         if layers:
             for hook in _marking(model, layers, lambda *name: marks.append(_mark(name, tracer, clock))):
                 stack.callback(hook.remove)
-        step()
+        step(given, setting.accumulation)
         return *changes_of(tracer), clock, marks
 
 
 def _mark(name: Any, tracer: Tracer, clock: Clock) -> Mark:
-    return Mark(name, len(tracer.events), {**clock.groups, "host": clock.host})
+    return Mark(name, len(tracer.events), _times(clock))
+
+
+def _times(clock: Clock) -> dict[str, float]:
+    return {**clock.groups, "host": clock.host, "sent": clock.sent}
 
 
 def _marking(model: nn.Module, layers: list[nn.Module], mark: Callable[[str, int], None]) -> list[Any]:
@@ -150,14 +158,15 @@ def _marking(model: nn.Module, layers: list[nn.Module], mark: Callable[[str, int
             if not _in_backward():
                 mark("after", i)
                 output = output[0] if isinstance(output, tuple) else output
-                output.register_hook(lambda grad: mark("backward", i))
+                if output.requires_grad:  # a layer that waits for its checkpoint has no backward of its own
+                    output.register_hook(lambda grad: mark("backward", i))
 
         return hook
 
     hooks: list[Any] = [model.register_forward_pre_hook(lambda module, args: mark("pass", 0))]
     for i, layer in enumerate(layers):
         hooks += [layer.register_forward_pre_hook(begin(i)), layer.register_forward_hook(end(i))]
-    hooks.append(register_optimizer_step_pre_hook(lambda *_: mark("end", 0)))
+    hooks.append(register_optimizer_step_pre_hook(lambda *_: None if _in_backward() else mark("end", 0)))
     return hooks
 
 
@@ -182,16 +191,21 @@ class Segment(NamedTuple):
 
 def replayed(model: Any, setting: Setting, gpu: GPU | str | float) -> Prediction | None:
     """Return what a whole trace of ``model`` would say, from few of its layers; None if these do not repeat."""
-    cuts = cuts_of(model.config, _models.layers_of(model), margin=int(setting.dtype == "fp32"))
+    cuts = cuts_of(model.config, _models.layers_of(model), setting)
     if cuts is None:
         return None
     traced_passes = dataclasses.replace(setting, accumulation=min(setting.accumulation, 3))
-    start, changes, clock, marks = trace_step(model, traced_passes, gpu, shorten(model, cuts))
+    trained = _trained(model)
+    kept = shorten(model, cuts)
+    trained /= _trained(model)
+    start, changes, clock, marks = trace_step(model, traced_passes, gpu, kept)
     passes = _segments(changes, marks, clock)
     for segments in passes:
         for place in range(cuts.first, cuts.first + cuts.period):
             for name in ("forward", "after", "backward"):
                 one, other = (segments.get((name, p)) for p in (place, place + cuts.period))
+                if one is None and other is None and (place + 1) % setting.checkpoint_layers:
+                    continue  # it waits for the layers that share its checkpoint
                 if one is None or other is None or one.outline() != other.outline():
                     return None
     played = _Played(cuts)
@@ -203,21 +217,21 @@ def replayed(model: Any, setting: Setting, gpu: GPU | str | float) -> Prediction
             played.inside(segments, "after", layer)
         for layer in reversed(range(cuts.layers)):
             played.inside(segments, "backward", layer)
-    end = passes[-1]["end", 0]
-    if "optimizer" in end.times:
-        end.times["optimizer"] *= _parameters(_spread(start, cuts)) / _parameters(start)
-    played.outside(end)
-    clock.groups, clock.host = played.times, played.times.pop("host")
-    return predicted(_spread(start, cuts), played.changes, clock)
+    if end := passes[-1].get(("end", 0)):  # there is none if the optimizer steps in the backward
+        end.times["optimizer"] *= trained
+        played.outside(end)
+    clock.host, clock.sent = played.times.pop("host"), played.times.pop("sent")
+    clock.groups = played.times
+    return predicted(_spread(start, cuts), played.changes, clock, setting.accumulation)
 
 
-def _parameters(changes: list[Change]) -> int:
-    return sum(change.size for change in changes if change.part.kind == "parameters")
+def _trained(model: nn.Module) -> float:
+    return sum(p.nbytes for p in model.parameters() if p.requires_grad)
 
 
 def _segments(changes: list[Change], marks: list[Mark], clock: Clock) -> list[dict[Name, Segment]]:
     """Return the segments of each pass by name."""
-    last = Mark(("", 0), len(changes), {**clock.groups, "host": clock.host})
+    last = Mark(("", 0), len(changes), _times(clock))
     marks[0] = Mark(marks[0].name, 0, {})  # the inputs are made before the model runs
     passes: list[dict[Name, Segment]] = []
     for mark, then in zip(marks, [*marks[1:], last], strict=True):
@@ -234,15 +248,16 @@ class _Played:
     def __init__(self, cuts: Cuts) -> None:
         self.cuts = cuts
         self.changes: list[Change] = []
-        self.times: dict[str, float] = {"host": 0.0}
+        self.times: dict[str, float] = {"host": 0.0, "sent": 0.0}
 
     def outside(self, segment: Segment) -> None:
         self._add(_spread(segment.changes, self.cuts), segment.times)
 
     def inside(self, segments: dict[Name, Segment], name: str, layer: int) -> None:
         place = self.cuts.place(layer)
-        segment, by = segments[name, place], layer - place
-        self._add([_moved(change, change.part.layer, by) for change in segment.changes], segment.times)
+        if segment := segments.get((name, place)):
+            by = layer - place
+            self._add([_moved(change, change.part.layer, by) for change in segment.changes], segment.times)
 
     def _add(self, changes: list[Change], times: dict[str, float]) -> None:
         self.changes += changes

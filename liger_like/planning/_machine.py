@@ -17,6 +17,7 @@ class GPU(Machine):
     tflops: float  # of products in bf16 that a step reaches
     bandwidth: float  # TB/s of a copy
     link: float  # GB/s of an all-gather to each GPU
+    pcie: float  # GB/s of a copy between GPU and host
     calibrated: bool = False
 
     @property
@@ -26,16 +27,17 @@ class GPU(Machine):
 
 
 def _gpu(
-    name: str, arch: int, sms: int, gib: float, l2: int, shared: int, tflops: float, copy: float, link: float
-) -> GPU:
-    return GPU(name, arch, sms, l2 << 20, shared << 10, int(gib * GIB), tflops, copy, link, name == "H200")
+    name: str, arch: int, sms: int, gib: float, l2: int, shared: int, tflops: float, copy: float, link: float,
+    pcie: float,
+) -> GPU:  # fmt: skip
+    return GPU(name, arch, sms, l2 << 20, shared << 10, int(gib * GIB), tflops, copy, link, pcie, name == "H200")
 
 
 GPUS = {
-    "h200": _gpu("H200", 9, 132, 139.8, 50, 227, 690, 4.18, 370),
-    "h100": _gpu("H100", 9, 132, 79.1, 50, 227, 690, 2.9, 370),
-    "a100": _gpu("A100", 8, 108, 79.1, 40, 163, 240, 1.7, 230),
-    "b200": _gpu("B200", 10, 148, 178.3, 126, 227, 1500, 6.9, 740),
+    "h200": _gpu("H200", 9, 132, 139.8, 50, 227, 690, 4.18, 370, 55),
+    "h100": _gpu("H100", 9, 132, 79.1, 50, 227, 690, 2.9, 370, 55),
+    "a100": _gpu("A100", 8, 108, 79.1, 40, 163, 240, 1.7, 230, 25),
+    "b200": _gpu("B200", 10, 148, 178.3, 126, 227, 1500, 6.9, 740, 55),
 }
 
 

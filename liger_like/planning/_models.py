@@ -1,17 +1,29 @@
 """Models without data, and the step that trains them: what ``predict`` traces."""
 
 import contextlib
+import copy
+import importlib.util
 from collections.abc import Callable, Iterator
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
-from liger_like.parallel import checkpoint_policy, context_parallel
+from liger_like.parallel import (
+    checkpoint_policy,
+    context_parallel,
+    group_checkpoints,
+    offload_checkpoints,
+    step_in_backward,
+)
 from liger_like.patching import patch
+from liger_like.planning._optimizers import optimizer_of
 from liger_like.planning._settings import Setting
+from liger_like.runtime.checks import require_integer
 
+ENDLESS = 2.0**30  # GiB of the host: what a step sends there is counted, not limited
 KEPT = {"selective": (), "attention": (("attention", "loss"),)}
 
 
@@ -33,18 +45,53 @@ def model_class(config: Any) -> tuple[Any, Any]:
     return config, known(config.to_dict())[1]
 
 
+def shortened(config: Any, layers: int) -> Any:
+    """Return ``config`` with its first ``layers`` layers. Raises TypeError or ValueError for a number it has not."""
+    config = copy.deepcopy(config)
+    text = config.get_text_config()
+    count = text.num_hidden_layers
+    if require_integer("layers", layers, 1) > count:
+        raise ValueError(f"layers must be at most the model's {count}, got {layers}")
+    for name, value in text.to_dict().items():
+        if isinstance(value, list) and len(value) == count:
+            setattr(text, name, value[:layers])
+    text.num_hidden_layers = layers
+    return config
+
+
 def build(config: Any, cls: Any, setting: Setting) -> Any:
     """Return a model on "meta" in the dtype of its parameters, patched and checkpointed as ``setting`` says."""
     attention = "sdpa" if cls._supports_sdpa else "eager"
     dtype = torch.bfloat16 if setting.dtype == "bf16" else torch.float32
     with torch.device("meta"):
         model = cls._from_config(config, attn_implementation=attention, dtype=dtype).train()
+    if setting.lora:
+        model = adapted(model, setting.lora)
     if setting.patched:
-        patch(model)
+        patch(model, **({"mlp": "tiled"} if setting.tiled_mlp else {}))
     if setting.checkpoint != "none":
-        policy = {"context_fn": checkpoint_policy(*KEPT[setting.checkpoint])} if setting.checkpoint in KEPT else {}
-        model.gradient_checkpointing_enable({"use_reentrant": False, **policy})
+        model.gradient_checkpointing_enable({"use_reentrant": False, **policy_of(setting)})
     return model
+
+
+def policy_of(setting: Setting) -> dict[str, Any]:
+    """Return the further arguments of a checkpoint."""
+    if setting.checkpoint == "attention" and setting.checkpoint_on_host:
+        return {"context_fn": checkpoint_policy((), host=("attention",))}
+    kept = KEPT.get(setting.checkpoint)
+    return {} if kept is None else {"context_fn": checkpoint_policy(*kept)}
+
+
+def adapted(model: Any, rank: int) -> Any:
+    """Return ``model`` with PEFT's LoRA of ``rank`` on all linear modules but the head; the rest is frozen.
+
+    Raises ValueError without PEFT.
+    """
+    if not importlib.util.find_spec("peft"):
+        raise ValueError("lora must be 0 without PEFT: run pip install peft")
+    import peft
+
+    return peft.get_peft_model(model, peft.LoraConfig(r=rank, target_modules="all-linear"))
 
 
 def parameters_of(config: Any, cls: Any) -> int:
@@ -81,14 +128,15 @@ def processes(count: int) -> Iterator[None]:
         dist.destroy_process_group()
 
 
-def shard(model: Any, mesh: Any) -> None:
-    """Shard layers and model by FSDP2 over all of ``mesh``, computing in bf16 and reducing gradients in fp32."""
+def shard(model: Any, mesh: Any, together: int) -> None:
+    """Shard model and layers, so many ``together``, by FSDP2 over ``mesh``; it computes in bf16 and reduces in fp32."""
     from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 
     tokens = mesh["fsdp", "cp"]._flatten("tokens")
     policy = MixedPrecisionPolicy(torch.bfloat16, torch.float32)
-    for module in (*layers_of(model), model):
-        fully_shard(module, mesh=tokens, mp_policy=policy)
+    layers = layers_of(model)
+    for unit in (*([*layers[i : i + together]] for i in range(0, len(layers), together)), model):
+        fully_shard(unit, mesh=tokens, mp_policy=policy)
 
 
 def layers_of(model: Any) -> list[nn.Module]:
@@ -105,17 +153,24 @@ def inputs_of(setting: Setting, context: Any) -> dict[str, Any]:
     return shared
 
 
-def step_of(model: Any, given: dict[str, Any], setting: Setting, context: Any) -> Callable[[], None]:
-    """Return a training step: forward and backward for each micro-batch, then AdamW."""
-    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-5, fused=True)
+def step_of(model: Any, setting: Setting, context: Any) -> Callable[[dict[str, Any], int], None]:
+    """Return a training step of an input, in so many passes; the optimizer's is behind them or in the backward."""
+    make = partial(optimizer_of, setting.optimizer)
+    if setting.checkpoint_layers > 1:
+        group_checkpoints(model, setting.checkpoint_layers)
+    if setting.step_in_backward:
+        step_in_backward(model, make)
+    optimizer = None if setting.step_in_backward else make([p for p in model.parameters() if p.requires_grad])
+    host = offload_checkpoints(ENDLESS) if setting.checkpoint_on_host else contextlib.nullcontext()
 
-    def step() -> None:
-        for _ in range(setting.accumulation):
+    def step(given: dict[str, Any], passes: int) -> None:
+        for _ in range(passes):
             own = {k: torch.empty(v.shape, dtype=v.dtype) if isinstance(v, Tensor) else v for k, v in given.items()}
-            with context or contextlib.nullcontext():
+            with context or contextlib.nullcontext(), host:
                 model(**own, use_cache=False).loss.backward()
-        optimizer.step()
-        optimizer.zero_grad()
+        if optimizer is not None:
+            optimizer.step()
+            optimizer.zero_grad()
 
     return step
 

@@ -1,11 +1,13 @@
 """Result of a trace: the peak, and the kinds, layers and modules that it is made of."""
 
+import math
 import re
 from collections import Counter
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
+from liger_like.parallel.host_memory import SLAB
 from liger_like.planning._clock import Clock
 from liger_like.planning._machine import GIB
 from liger_like.planning._tracer import KINDS, Live, Tracer
@@ -37,7 +39,8 @@ class Prediction:
     ``gib``: the peak. ``by_kind``, ``by_layer`` (-1: outside of layers), ``by_module``: what it is made of.
     ``resting``: what is held between steps. ``curve``: memory over the step by kind, in the order of ``KINDS``; a point
     is the highest of several changes. ``seconds``: time of the step, an estimate by a roofline; ``times``: seconds of
-    the GPU by group, and of the host. ``calibrated``: whether the rates were measured on this GPU.
+    the GPU by group, of the host, and of copies to it. ``host_gib``: memory of the host for checkpoints,
+    pinned in slabs of 1 GiB. ``calibrated``: whether the rates were measured on this GPU.
     """
 
     gib: float
@@ -49,6 +52,7 @@ class Prediction:
     seconds: float
     times: dict[str, float]
     calibrated: bool
+    host_gib: int = 0
 
     @property
     def limited_by(self) -> str:
@@ -78,8 +82,8 @@ def changes_of(tracer: Tracer) -> tuple[list[Change], list[Change]]:
     return start, [Change(part(entry), size, counts) for entry, size, counts in tracer.events]
 
 
-def predicted(start: Iterable[Change], changes: Sequence[Change], clock: Clock) -> Prediction:
-    """Return the prediction of ``changes`` after ``start``, which take the time of ``clock``."""
+def predicted(start: Iterable[Change], changes: Sequence[Change], clock: Clock, passes: int = 1) -> Prediction:
+    """Return the prediction of ``changes`` after ``start``, which take the time of ``clock`` in so many ``passes``."""
     held: Counter[Part] = Counter()
     for change in start:
         held[change.part] += change.size
@@ -91,7 +95,9 @@ def predicted(start: Iterable[Change], changes: Sequence[Change], clock: Clock) 
             peak, at = total, i
     made_of, curve = _made_of(held, changes[: at + 1]), _curve(held, changes)
     times = {name: clock.groups[name] for name in sorted(clock.groups)} | {"host": clock.host}
-    return Prediction(peak / GIB, *made_of, resting / GIB, curve, clock.seconds, times, clock.calibrated)
+    times |= {"copies": clock.copies} if clock.sent else {}
+    slabs = math.ceil(clock.sent / passes / SLAB)  # a pass sends all before any of it comes back
+    return Prediction(peak / GIB, *made_of, resting / GIB, curve, clock.seconds, times, clock.calibrated, slabs)
 
 
 def _made_of(before: Counter[Part], changes: Sequence[Change]) -> tuple[Any, Any, Any]:

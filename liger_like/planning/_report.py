@@ -12,8 +12,19 @@ if TYPE_CHECKING:
 
 STATES = "parameters", "gradients", "optimizer"
 KEPT = ("activations",)
+# what examples/parallel.py trains
+SIMPLE: dict[str, Any] = {
+    "checkpoint_on_host": False,
+    "checkpoint_layers": 1,
+    "tiled_mlp": False,
+    "step_in_backward": False,
+    "optimizer": "adamw",
+    "lora": 0,
+}
+OPTIMIZERS = {"adamw": "torch.optim.AdamW", "adamw8bit": "bitsandbytes.optim.AdamW8bit", "sgd": "torch.optim.SGD"}
+KEEPS = '("attention", "loss")', '(), host=("attention",)'  # of a checkpoint, by whether it is on the host
 COLORS = ("#0050d0", "#6fcfc0", "#5b8def", "#a0a0a0", "#e69f00", "#b0559c", "#d79bc8", "#585858", "#a5703f")
-HEADINGS = "", "setting", "needs", "peak", "states", "kept", "rest", "s/step", "tokens/s", "limited by"
+HEADINGS = "", "setting", "needs", "peak", "states", "kept", "rest", "host", "s/step", "tokens/s", "limited by"
 
 
 def table(plan: "Plan") -> str:
@@ -26,12 +37,13 @@ def table(plan: "Plan") -> str:
     rows = [HEADINGS, *(_cells(i, row) for i, row in enumerate(plan.rows, 1))]
     widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
     for row in rows:
-        cells = (c.ljust(w) if i in (1, 9) else c.rjust(w) for i, (c, w) in enumerate(zip(row, widths, strict=True)))
+        cells = (c.ljust(w) if i in (1, 10) else c.rjust(w) for i, (c, w) in enumerate(zip(row, widths, strict=True)))
         lines.append("  ".join(cells).rstrip())
     best = plan.rows[0]
     if plan.best is None:
         lack = best.needs - plan.gpu.memory / GIB
-        lines.append(f"nothing fits: the nearest, {best.setting.text()}, lacks {lack:.1f} GiB")
+        lacks = f"{lack:.1f} GiB" if lack > 0 else f"memory of the host: it takes {best.host_gib} GiB"
+        lines.append(f"nothing fits: the nearest, {best.setting.text()}, lacks {lacks}")
     else:
         lines.append(f"start 1, with this model: {start(best)}")
     return "\n".join(lines)
@@ -43,24 +55,32 @@ def _cells(index: int, row: "Candidate") -> tuple[str, ...]:
     seconds = f"{found.seconds:.3g}" if found.calibrated else f"~{found.seconds:.1g}"
     tokens = f"{row.tokens_per_second:,.0f}" if found.calibrated else f"~{row.tokens_per_second:.0e}"
     gib = (f"{x:.1f}" for x in (row.needs, found.gib, states, kept, found.gib - states - kept))
-    return (str(index) if row.fits else "-", row.setting.text(), *gib, seconds, tokens, found.limited_by)
+    host = str(row.host_gib) if row.host_gib else "-"
+    return (str(index) if row.fits else "-", row.setting.text(), *gib, host, seconds, tokens, found.limited_by)
 
 
 def start(row: "Candidate") -> str:
     """Return the command that starts a setting, or the arguments of a trainer that do."""
     s = row.setting
-    if s.gpus > 1 and s.patched and s.accumulation == 1 and s.checkpoint != "attention" and s.cp_method == "allgather":
+    plain = dataclasses.replace(s, **SIMPLE) == s
+    known = s.patched and s.accumulation == 1 and s.checkpoint != "attention" and s.cp_method == "allgather"
+    if s.gpus > 1 and plain and known:
         sizes = f"--fsdp {s.fsdp}" + f" --cp {s.cp}" * (s.cp > 1)
         shape = f"--batch {s.batch} --seq {s.seq} --checkpointing {s.checkpoint}"
         return f"torchrun --nproc-per-node {s.gpus} -m examples.parallel {sizes} {shape}"
     keeps = {
-        "selective": "context_fn=checkpoint_policy()",
-        "attention": 'context_fn=checkpoint_policy(("attention", "loss"))',
+        "selective": " context_fn=checkpoint_policy()",
+        "attention": f" context_fn=checkpoint_policy({KEEPS[s.checkpoint_on_host]})",
     }
-    parts = ["liger_like.patch(model)"] * s.patched + [f"FSDP2 over {s.fsdp} GPUs"] * (s.fsdp > 1)
-    parts += [f"context_parallel over {s.cp}"] * (s.cp > 1)
+    parts = [f"peft.LoraConfig(r={s.lora}, target_modules='all-linear')"] * (s.lora > 0)
+    parts += [f"liger_like.patch(model{', mlp=' + repr('tiled') if s.tiled_mlp else ''})"] * s.patched
+    parts += [f"FSDP2 over {s.fsdp} GPUs"] * (s.fsdp > 1) + [f"context_parallel over {s.cp}"] * (s.cp > 1)
     if s.checkpoint != "none":
-        parts.append(f"gradient_checkpointing_enable with use_reentrant=False {keeps.get(s.checkpoint, '')}".rstrip())
+        parts.append(f"gradient_checkpointing_enable with use_reentrant=False{keeps.get(s.checkpoint, '')}")
+    parts += [f"group_checkpoints(model, {s.checkpoint_layers})"] * (s.checkpoint_layers > 1)
+    parts += ["offload_checkpoints() around the step"] * s.checkpoint_on_host
+    kind = OPTIMIZERS[s.optimizer]
+    parts += [f"step_in_backward with {kind}"] if s.step_in_backward else [kind] * (s.optimizer != "adamw")
     return ", ".join([*parts, f"micro-batch {s.micro_batch}, accumulation {s.accumulation}"])
 
 

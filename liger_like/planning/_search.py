@@ -14,6 +14,19 @@ from liger_like.planning._settings import CHECKPOINTS, Setting
 # GiB that torch's counts do not hold: the context and libraries, and NCCL's buffers of a group of GPUs (assumed)
 CONTEXT, GROUP = 0.6, 1.0
 FRAGMENTS = 1.02  # of the peak: what the allocator reserves beyond it
+# ways to spend less memory on activations, and those that are tried if none of these fits
+PLAIN: tuple[dict[str, Any], ...] = tuple({"checkpoint": name} for name in CHECKPOINTS)
+TILED: dict[str, Any] = {"checkpoint": "full", "tiled_mlp": True}
+SAVING: tuple[dict[str, Any], ...] = (
+    TILED,
+    {"checkpoint": "full", "checkpoint_on_host": True},
+    *(TILED | {"checkpoint_on_host": True, "checkpoint": kept} for kept in ("full", "attention")),
+    *(
+        TILED | {"checkpoint_on_host": True, "step_in_backward": True, "checkpoint": kept}
+        for kept in ("full", "attention")
+    ),
+    TILED | {"checkpoint_on_host": True, "step_in_backward": True, "checkpoint_layers": 2},
+)
 Predict = Callable[[Setting], Prediction]
 
 
@@ -25,6 +38,11 @@ class Candidate:
     prediction: Prediction
     needs: float
     fits: bool
+
+    @property
+    def host_gib(self) -> int:
+        """Return GiB of the host that the checkpoints of all GPUs take."""
+        return self.prediction.host_gib * self.setting.gpus
 
     @property
     def tokens_per_second(self) -> float:
@@ -72,22 +90,52 @@ def needed(setting: Setting, prediction: Prediction) -> float:
 
 
 def searched(
-    predict: Predict, gpu: GPU, gpus: int, batch: int, seq: int, fix: Mapping[str, Any]
+    predict: Predict,
+    gpu: GPU,
+    gpus: int,
+    batch: int,
+    seq: int,
+    fix: Mapping[str, Any],
+    host: float | None = None,
 ) -> tuple[Candidate, ...]:
     """Return the candidates, the fastest that fits first. Raises ValueError if no mesh divides ``batch``.
 
-    Bisection finds the largest micro-batch that fits a mesh and a checkpointing. ``cp`` GPUs share rows only if nothing
-    fits without, since that sends keys and values.
+    Bisection finds the largest micro-batch that fits a mesh and a checkpointing. Only if nothing fits without, tiled
+    MLPs, checkpoints on the host, of which ``host`` GiB are there, and a step in the backward are tried, and last
+    ``cp`` GPUs that share rows, since that sends keys and values.
     """
     found: list[Candidate] = []
     for mesh in meshes(gpus, batch, seq, fix):
-        for checkpoint in [fix["checkpoint"]] if "checkpoint" in fix else CHECKPOINTS:
-            fields: dict[str, Any] = {"dtype": "fp32" if gpus > 1 else "bf16", **fix, **mesh, "checkpoint": checkpoint}
-            base = Setting(seq=seq, **{k: v for k, v in fields.items() if k not in ("micro_batch", "accumulation")})
-            found.append(_largest(predict, gpu, base, batch, fix))
+        rows = batch // mesh["fsdp"]
+        passes = rows // fix.get("micro_batch", rows)
+        dtype = "fp32" if gpus > 1 else "bf16"
+        fields: dict[str, Any] = {"seq": seq, "dtype": dtype, "accumulation": passes, **fix, **mesh}
+        tried: set[Setting] = set()
+        for ways in (PLAIN, SAVING):
+            bases = {base: None for way in ways if (base := _base(fields, way)) and base not in tried}
+            tried.update(bases)
+            found += [_largest(predict, gpu, base, batch, fix, host) for base in bases]
+            if any(candidate.fits for candidate in found):
+                break
         if any(candidate.fits for candidate in found):
             break
     return (*sorted(found, key=lambda each: (not each.fits, each.prediction.seconds if each.fits else each.needs)),)
+
+
+def _base(fields: Mapping[str, Any], way: Mapping[str, Any]) -> Setting | None:
+    """Return the setting of ``fields`` in this ``way``, for any micro-batch; None if they contradict."""
+    if any(fields.get(name, value) != value for name, value in way.items()):
+        return None
+    both = {**way, **fields}
+    kept = both["checkpoint"]
+    if (
+        (both.get("checkpoint_on_host") and kept in ("none", "selective"))
+        or (both.get("checkpoint_layers", 1) > 1 and kept == "none")
+        or (both.get("tiled_mlp") and not both.get("patched", True))
+        or (both.get("step_in_backward") and both["accumulation"] > 1)
+    ):
+        return None
+    return Setting(**{name: value for name, value in both.items() if name not in ("micro_batch", "accumulation")})
 
 
 def meshes(gpus: int, batch: int, seq: int, fix: Mapping[str, Any]) -> Iterator[dict[str, int]]:
@@ -108,11 +156,14 @@ def meshes(gpus: int, batch: int, seq: int, fix: Mapping[str, Any]) -> Iterator[
     yield from ({"fsdp": f, "cp": c} for f, c in fitting)
 
 
-def _largest(predict: Predict, gpu: GPU, base: Setting, batch: int, fix: Mapping[str, Any]) -> Candidate:
+def _largest(
+    predict: Predict, gpu: GPU, base: Setting, batch: int, fix: Mapping[str, Any], host: float | None
+) -> Candidate:
     """Return the candidate with the largest micro-batch that fits, else the one with the smallest."""
     rows = batch // base.fsdp
     sizes = [n for n in range(1, rows + 1) if rows % n == 0]
-    sizes = [n for n in sizes if n == fix.get("micro_batch", n) and rows // n == fix.get("accumulation", rows // n)]
+    passes = 1 if base.step_in_backward else fix.get("accumulation")
+    sizes = [n for n in sizes if n == fix.get("micro_batch", n) and rows // n == (passes or rows // n)]
     if not sizes:
         given = ", ".join(f"{name} {fix[name]}" for name in ("micro_batch", "accumulation") if name in fix)
         raise ValueError(f"micro_batch times accumulation must be the {rows} rows of a GPU, got {given}")
@@ -121,7 +172,8 @@ def _largest(predict: Predict, gpu: GPU, base: Setting, batch: int, fix: Mapping
         setting = dataclasses.replace(base, micro_batch=size, accumulation=rows // size)
         prediction = predict(setting)
         needs = needed(setting, prediction)
-        return Candidate(setting, prediction, needs, needs <= gpu.memory / GIB)
+        room = host is None or prediction.host_gib * setting.gpus <= host
+        return Candidate(setting, prediction, needs, room and needs <= gpu.memory / GIB)
 
     low, high = 0, len(sizes) - 1
     best = candidate(sizes[high])

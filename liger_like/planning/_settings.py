@@ -6,7 +6,19 @@ from typing import Any
 CHECKPOINTS = "none", "attention", "selective", "full"
 DTYPES = "bf16", "fp32"
 METHODS = "allgather", "ring", "ulysses"
-CHOICES = {"checkpoint": CHECKPOINTS, "dtype": DTYPES, "cp_method": METHODS, "patched": (False, True)}
+OPTIMIZERS = "adamw", "adamw8bit", "sgd"
+SWITCH = False, True
+CHOICES = {
+    "checkpoint": CHECKPOINTS,
+    "dtype": DTYPES,
+    "cp_method": METHODS,
+    "patched": SWITCH,
+    "checkpoint_on_host": SWITCH,
+    "tiled_mlp": SWITCH,
+    "step_in_backward": SWITCH,
+    "optimizer": OPTIMIZERS,
+}
+FROM_ZERO = ("lora",)
 
 
 @dataclass(frozen=True)
@@ -18,7 +30,12 @@ class Setting:
     results of attention), "selective" (those of products, too) or "full" (the layer's input). ``fsdp``: GPUs that shard
     the parameters by FSDP2, each with its own rows. ``cp``: GPUs that share each row, by ``cp_method``. ``dtype``: of
     parameters, gradients and AdamW's moments; "fp32" computes in bf16 all the same, by FSDP2's mixed precision.
-    ``patched``: by ``liger_like.patch``.
+    ``patched``: by ``liger_like.patch``, with ``mlp="tiled"`` if ``tiled_mlp``. ``checkpoint_on_host``: the inputs of
+    checkpointed layers, and with "attention" the results of attention, are on the host
+    (``liger_like.parallel.offload_checkpoints``). ``checkpoint_layers``: layers that share a checkpoint
+    (``group_checkpoints``). ``step_in_backward``: each parameter is updated in the backward, and its gradient freed.
+    ``optimizer``: "adamw" and "sgd" (without momentum) are torch's, "adamw8bit" is that of bitsandbytes. ``lora``: rank
+    of PEFT's LoRA on all linear modules but the head, or 0: the whole model is trained.
 
     Raises TypeError or ValueError for a field that is not valid.
     """
@@ -32,6 +49,12 @@ class Setting:
     cp_method: str = "allgather"
     dtype: str = "bf16"
     patched: bool = True
+    checkpoint_on_host: bool = False
+    checkpoint_layers: int = 1
+    tiled_mlp: bool = False
+    step_in_backward: bool = False
+    optimizer: str = "adamw"
+    lora: int = 0
 
     def __post_init__(self) -> None:
         for field in fields(self):
@@ -43,12 +66,29 @@ class Setting:
                     )
             elif isinstance(value, bool) or not isinstance(value, int):
                 raise TypeError(f"{field.name} must be an integer, got {type(value).__name__}")
-            elif value < 1:
-                raise ValueError(f"{field.name} must be at least 1, got {value}")
+            elif value < (least := int(field.name not in FROM_ZERO)):
+                raise ValueError(f"{field.name} must be at least {least}, got {value}")
         if self.gpus > 1 and self.dtype == "bf16":
             raise ValueError(f"dtype must be fp32 on {self.gpus} GPUs: FSDP2 keeps fp32 and computes in bf16")
         if self.cp > 1 and not self.patched:
             raise ValueError(f"cp must be 1 unless patched, got {self.cp}: only patched attention spreads")
+        self._check_savings()
+
+    def _check_savings(self) -> None:
+        if self.checkpoint_on_host and self.checkpoint not in ("attention", "full"):
+            raise ValueError(
+                f"checkpoint_on_host must be false unless checkpoint is attention or full, it is {self.checkpoint}"
+            )
+        if self.checkpoint_layers > 1 and self.checkpoint == "none":
+            raise ValueError(f"checkpoint_layers must be 1 with checkpoint none, got {self.checkpoint_layers}")
+        if self.tiled_mlp and not self.patched:
+            raise ValueError("tiled_mlp must be false unless patched")
+        if self.step_in_backward and self.accumulation > 1:
+            raise ValueError(f"accumulation must be 1 with step_in_backward, got {self.accumulation}")
+        if self.dtype == "fp32" and self.optimizer == "adamw8bit":
+            raise ValueError("optimizer must be adamw or sgd with dtype fp32: sharded states in 8 bits are not traced")
+        if self.dtype == "fp32" and self.lora:
+            raise ValueError(f"lora must be 0 with dtype fp32, got {self.lora}: sharded adapters are not traced")
 
     @property
     def gpus(self) -> int:
@@ -66,4 +106,8 @@ class Setting:
         parts += ["transformers"] * (not self.patched)
         parts += [f"rows {self.micro_batch}" + f" x {self.accumulation}" * (self.accumulation > 1)]
         parts += ["no checkpointing" if self.checkpoint == "none" else f"{self.checkpoint} checkpointing"]
+        parts += [f"{self.checkpoint_layers} layers each"] * (self.checkpoint_layers > 1)
+        parts += ["on the host"] * self.checkpoint_on_host + ["tiled MLP"] * self.tiled_mlp
+        parts += ["step in backward"] * self.step_in_backward
+        parts += [f"LoRA {self.lora}"] * (self.lora > 0) + [self.optimizer] * (self.optimizer != "adamw")
         return ", ".join(parts)

@@ -6,7 +6,7 @@ Each was found by running: tensors of a trace are on the CPU, without data. ``st
 import contextlib
 import math
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from typing import Any
 from unittest import mock
 
@@ -14,6 +14,7 @@ import torch
 from torch import Tensor
 from triton.tools import tensor_descriptor
 
+from liger_like.parallel.host_memory import ENGINES, PAGE
 from liger_like.runtime import gluon
 from liger_like.runtime.machine import Machine, pretended
 
@@ -80,14 +81,38 @@ def _flash(q: Tensor, k: Tensor, v: Tensor, dropout: float, causal: bool, scale:
     return out[..., :D]  # type: ignore[no-any-return]
 
 
+class Copies:
+    """Copies to the host and back that move nothing. The host's memory is on "meta", so the trace does not count it."""
+
+    def __init__(self, sent: Callable[[int], None]) -> None:
+        self.sent = sent
+
+    def memory(self, size: int) -> Tensor:
+        """Return ``size`` bytes of the host."""
+        return torch.empty(size, dtype=torch.uint8, device="meta")
+
+    def current(self) -> None:
+        """Return no stream."""
+
+    def start(self, pairs: Iterable[tuple[Tensor, Tensor]], owner: None) -> None:
+        """Note the pages that copies to the host fill."""
+        self.sent(PAGE * math.ceil(sum(len(source) for target, source in pairs if target.is_meta) / PAGE))
+
+    def wait(self, end: None, tensor: Tensor) -> None:
+        """Wait for nothing."""
+
+
 @contextlib.contextmanager
-def standing_in(machine: Machine) -> Iterator[None]:
+def standing_in(machine: Machine, sent: Callable[[int], None]) -> Iterator[None]:
     """Let ops, torch's attention and transformers' masks do within the context what they do on ``machine``.
+
+    Checkpoints call ``sent`` with the bytes that they take of the host.
 
     transformers makes a mask for a tensor without data, and looks for packed documents in the data.
     """
     with contextlib.ExitStack() as stack:
         stack.enter_context(pretended(machine))
+        stack.enter_context(mock.patch.dict(ENGINES, cpu=lambda device: Copies(sent)))
         replaced: list[tuple[Any, str, Any]] = [(torch.nn.functional, "scaled_dot_product_attention", attention)]
         for kind in (gluon.TensorDescriptor, tensor_descriptor.TensorDescriptor):
             replaced.append((kind, "__post_init__", lambda self: None))  # it checks the address

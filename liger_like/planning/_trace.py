@@ -37,6 +37,10 @@ class Trace:
         self._tracer.restart()
         self._clock = self._tracer.watch = Clock(self._gpu)
 
+    def _sent(self, size: int) -> None:
+        """Count ``size`` bytes that checkpoints take of the host."""
+        self._clock.sent += size
+
     @property
     def parts(self) -> tuple[Tracer, Clock]:
         """Return the tracer and the clock of the step."""
@@ -69,7 +73,7 @@ def traced(gpu: GPU | str | float = "h200") -> Iterator[Trace]:
     tracer = Tracer(of.workspace)
     trace = Trace(tracer, of)
     try:
-        with FakeTensorMode(allow_non_fake_inputs=True), standing_in(of), tracer.listening():
+        with FakeTensorMode(allow_non_fake_inputs=True), standing_in(of, trace._sent), tracer.listening():
             yield trace
             trace._prediction = trace.prediction
     except Exception as error:

@@ -141,7 +141,7 @@ class Tracer(TorchDispatchMode):  # type: ignore[no-untyped-call]
         summed = func is SUM and not self.stack and torch._C._current_autograd_node() is not None
         counts = not (summed and not args[0]._is_view())
         for t in (out,) if isinstance(out, Tensor) else tree_leaves(out):
-            if isinstance(t, Tensor):
+            if isinstance(t, Tensor) and not t.is_meta:  # the host's memory is on "meta"
                 self.add(t.untyped_storage(), name, counts)
         return out
 
@@ -257,7 +257,8 @@ class Tracer(TorchDispatchMode):  # type: ignore[no-untyped-call]
 
     def _after_step(self, optimizer: Any, args: Any, kwargs: Any) -> None:
         self.stepping = False
-        self.nodes = [(0, "")]
+        if torch._C._current_autograd_node() is None:  # else the backward goes on
+            self.nodes = [(0, "")]
         for parameter, state in optimizer.state.items():
             for value in state.values():
                 self.label(value, "optimizer", self.owners.get(parameter, ""))

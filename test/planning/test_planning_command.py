@@ -94,7 +94,8 @@ def test_a_plan(run, tmp_path):
 
 
 def test_the_table_and_a_gpu_that_is_too_small(run):
-    code, out, _ = run("--seq", "64", "--gpu", "0.5", "--fix", "checkpoint=full", "--fix", "micro_batch=1")
+    fixed = ("--fix", "checkpoint=full", "--fix", "tiled_mlp=false", "--fix", "checkpoint_on_host=false")
+    code, out, _ = run("--seq", "64", "--gpu", "0.5", "--layers", "1", *fixed)
     lines = out.splitlines()
     assert code == 1
     assert "GPU of 0.5 GiB (uncalibrated)" in lines[0]
@@ -130,6 +131,13 @@ def test_commands_that_start():
         (["--seq", "0"], "seq must be at least 1, got 0"),
         (["--out", __file__], "out must be a folder, got the file "),
         (["--top", "0"], "top must be at least 1, got 0"),
+        (["--layers", "3"], "layers must be at most the model's 2, got 3"),
+        (["--host", "-1"], "host must be"),
+        (
+            ["--fix", "checkpoint=selective", "--fix", "checkpoint_on_host=true"],
+            "checkpoint_on_host must be false unless",
+        ),
+        (["--fix", "lora=-1"], "lora must be at least 0, got -1"),
     ],
 )
 def test_errors_take_one_line_and_name_the_field(run, options, message):

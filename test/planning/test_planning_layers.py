@@ -10,6 +10,7 @@ from liger_like.planning._prediction import predicted
 
 SIZES = {"hidden_size": 64, "intermediate_size": 128, "num_attention_heads": 4, "vocab_size": 256}
 LLAMA = LlamaConfig(**SIZES, num_key_value_heads=2, num_hidden_layers=7)
+LONG = LlamaConfig(**SIZES, num_key_value_heads=2, num_hidden_layers=10)
 SHORT = LlamaConfig(**SIZES, num_key_value_heads=2, num_hidden_layers=5)
 GEMMA = Gemma2Config(**SIZES, num_key_value_heads=2, head_dim=16, num_hidden_layers=8)
 LATENT = {"kv_lora_rank": 16, "q_lora_rank": 16, "qk_nope_head_dim": 16, "qk_rope_head_dim": 16, "v_head_dim": 16}
@@ -31,16 +32,18 @@ def made(config, setting):
         (LLAMA, Setting(2, 64, fsdp=2, cp=2, checkpoint="full", dtype="fp32"), 6),
         (GEMMA, Setting(2, 64, patched=False), 6),
         (DEEPSEEK, Setting(2, 64), 5),
+        (LONG, Setting(1, 2**14, accumulation=3, checkpoint="full", checkpoint_on_host=True), 8),
+        (SHORT, Setting(2, 64, lora=4), 4),
+        (LONG, Setting(2, 64, checkpoint="full", checkpoint_layers=2, step_in_backward=True), 8),
     ],
-    ids=["accumulated", "sharded", "two kinds of layers", "dense first layers"],
+    ids=["accumulated", "sharded", "two kinds of layers", "dense first layers", "on the host", "LoRA", "grouped"],
 )
 def test_replayed_layers_are_the_whole_trace(config, setting, kept):
     model = made(config, setting)
-    sharded = setting.gpus > 1
-    assert layers.cuts_of(model.config, layers_of(model), margin=int(sharded)).kept == kept
+    assert layers.cuts_of(model.config, layers_of(model), setting).kept == kept
     few = layers.replayed(model, setting, "h200")
-    whole = predicted(*layers.trace_step(made(config, setting), setting, "h200")[:3])
-    for name in ("gib", "resting", "by_kind", "by_layer", "by_module"):
+    whole = predicted(*layers.trace_step(made(config, setting), setting, "h200")[:3], setting.accumulation)
+    for name in ("gib", "resting", "by_kind", "by_layer", "by_module", "host_gib"):
         assert getattr(few, name) == getattr(whole, name), name
     assert few.times == pytest.approx(whole.times, rel=1e-3)
     assert few.seconds == pytest.approx(whole.seconds, rel=1e-3)
@@ -54,5 +57,5 @@ def test_layers_that_do_not_repeat_are_traced_whole(monkeypatch):
         assert layers.replayed(made(SHORT, Setting(2, 64)), Setting(2, 64), "h200") is None
     short = LlamaConfig(**SIZES, num_hidden_layers=3)
     model = made(short, Setting())
-    assert layers.cuts_of(model.config, layers_of(model)) is None
+    assert layers.cuts_of(model.config, layers_of(model), Setting()) is None
     assert [*predict(short, Setting(2, 64)).by_layer] == [-1, 0, 1, 2]

@@ -1,0 +1,133 @@
+"""What saves memory in a plan: checkpoints on the host, tiled MLPs, optimizers with fewer states, and adapters."""
+
+import dataclasses
+
+import pytest
+import torch
+from test_planning_command import H200, prediction
+from transformers import LlamaConfig
+
+from examples.train import CONFIGS
+from liger_like.planning import Setting, _models, predict
+from liger_like.planning._optimizers import AdamW8bit
+from liger_like.planning._report import start
+from liger_like.planning._search import Candidate, searched
+
+MIB = 2**20
+TINY = CONFIGS["tiny"]
+LAYERS = 6
+SIZES = {"hidden_size": 64, "intermediate_size": 1024, "num_attention_heads": 4, "num_key_value_heads": 2}
+MODEL = LlamaConfig(**SIZES, vocab_size=256, num_hidden_layers=LAYERS)
+TOKENS = 2**14  # whose hidden states take 2 MiB
+LEFT = LAYERS - 1  # the input of the last layer stays
+pytestmark = pytest.mark.usefixtures("references")
+
+
+def bytes_of(found, kind):
+    return found.by_kind[kind] * 2**30
+
+
+def test_checkpoints_on_the_host():
+    # no gradients pile up in the backward, so memory rises by the inputs alone
+    full = Setting(1, TOKENS, checkpoint="full", step_in_backward=True, optimizer="sgd")
+    here, there = (predict(MODEL, dataclasses.replace(full, checkpoint_on_host=on)) for on in (False, True))
+    assert (here.host_gib, there.host_gib) == (0, 1)  # memory is pinned in slabs of 1 GiB
+    assert there.times["copies"] * H200.pcie * 1e9 == pytest.approx(2 * LEFT * 2 * MIB)  # there and back
+    # one input has been copied back while the layer before is computed
+    assert (here.gib - there.gib) * 1024 == pytest.approx(2 * (LEFT - 1), abs=0.1)
+    long = Setting(1, 400 * TOKENS, checkpoint="full", checkpoint_on_host=True)
+    assert predict(MODEL, long).host_gib == 4  # 5 layers of 800 MiB are 3.9 GiB
+
+
+def test_tiled_mlps():
+    whole, tiled = (predict(MODEL, Setting(1, TOKENS, tiled_mlp=on)) for on in (False, True))
+    # a whole one keeps gate and up for the backward
+    assert (whole.gib - tiled.gib) * 2**30 > LAYERS * TOKENS * 2 * 1024 * 2
+
+
+def test_states_of_optimizers():
+    adamw, sgd, eight = (predict(TINY, Setting(2, 64, optimizer=name)) for name in ("adamw", "sgd", "adamw8bit"))
+    assert "optimizer" not in sgd.by_kind
+    assert sgd.resting < eight.resting < adamw.resting
+    with torch.device("meta"):
+        sizes = [p.numel() for p in _models.model_class(TINY)[1](TINY).parameters()]
+    moments = [4 * n if n < 4096 else n for n in sizes]
+    scales = [4 * -(-n // 256) for n in sizes if n >= 4096]
+    rounded = [-(-size // 512) * 512 for size in (*moments, *scales, 4 * 256)]
+    assert bytes_of(eight, "optimizer") == 2 * sum(rounded)
+
+
+def test_eight_bits_are_those_of_bitsandbytes():
+    optim = pytest.importorskip("bitsandbytes").optim
+    parameters = [torch.nn.Parameter(torch.zeros(n)) for n in (4095, 4096, 5000)]
+    real, ours = optim.AdamW8bit(parameters), AdamW8bit(parameters, 1e-5)
+    for i, parameter in enumerate(parameters):
+        real.init_state(real.param_groups[0], parameter, 0, i)
+        state = {name: t for name, t in real.state[parameter].items() if torch.is_tensor(t)}
+        mine = ours._moments(parameter)
+        assert {n: (t.shape, t.dtype) for n, t in state.items()} == {n: (t.shape, t.dtype) for n, t in mine.items()}
+
+
+def test_adapters_are_what_is_trained():
+    rank = 4
+    found = predict(TINY, Setting(2, 64, lora=rank))
+    with torch.device("meta"):
+        model = _models.model_class(TINY)[1](TINY)
+    linear = [m for name, m in model.named_modules() if type(m) is torch.nn.Linear and name != "lm_head"]
+    each = [4 * rank * size for m in linear for size in (m.in_features, m.out_features)]  # PEFT keeps them in fp32
+    rounded = [-(-size // 512) * 512 for size in each]
+    assert bytes_of(found, "optimizer") == 2 * sum(rounded) + 512 * len(each)  # and AdamW's counts of steps
+    assert found.resting < predict(TINY, Setting(2, 64)).resting
+
+
+def rough(setting):
+    """Return a model: rows take 20 GiB, 12 with tiled MLPs, 4 on the host, which then holds 100."""
+    gib = 40 * setting.micro_batch
+    gib = gib * (0.3 if setting.checkpoint_on_host else 1) * (0.6 if setting.tiled_mlp else 1)
+    found = prediction(gib, 1.0 + setting.checkpoint_on_host)
+    return dataclasses.replace(found, host_gib=100 * setting.checkpoint_on_host)
+
+
+def test_savings_are_tried_where_nothing_fits_without():
+    def rows(gib, host=None, **fix):
+        return searched(rough, dataclasses.replace(H200, memory=gib << 30), 1, 1, 2048, fix, host)
+
+    assert not any(row.setting.tiled_mlp or row.setting.checkpoint_on_host for row in rows(50))
+    assert rows(30)[0].setting == Setting(checkpoint="full", tiled_mlp=True)
+    assert rows(15)[0].setting == Setting(checkpoint="full", checkpoint_on_host=True)
+    assert rows(15)[0].host_gib == 100
+    assert not rows(15, host=99)[0].fits
+    assert rows(15, host=100)[0].fits
+    assert {row.setting.checkpoint for row in rows(50, checkpoint_on_host=True)} == {"attention", "full"}
+    assert not any(row.setting.tiled_mlp for row in rows(1, patched=False))
+    assert {row.setting.optimizer for row in rows(1, optimizer="sgd")} == {"sgd"}
+
+
+def test_words_that_start_them():
+    def started(**fields):
+        return start(Candidate(Setting(**fields), prediction(1.0, 1.0), 1.0, True))
+
+    assert "patch(model, mlp='tiled')" in started(tiled_mlp=True)
+    assert "offload_checkpoints()" in started(checkpoint="full", checkpoint_on_host=True)
+    assert "LoraConfig(r=8" in started(lora=8)
+    assert "bitsandbytes.optim.AdamW8bit" in started(optimizer="adamw8bit")
+    assert "examples.parallel" not in started(fsdp=2, dtype="fp32", optimizer="sgd")
+
+
+@pytest.mark.parametrize(
+    ("fields", "message"),
+    [
+        (
+            {"checkpoint_on_host": True},
+            "checkpoint_on_host must be false unless checkpoint is attention or full, it is none",
+        ),
+        ({"tiled_mlp": True, "patched": False}, "tiled_mlp must be false unless patched"),
+        ({"optimizer": "lion"}, "optimizer must be out of adamw, adamw8bit, sgd, got 'lion'"),
+        ({"optimizer": "adamw8bit", "dtype": "fp32"}, "optimizer must be adamw or sgd with dtype fp32"),
+        ({"lora": 2, "dtype": "fp32"}, "lora must be 0 with dtype fp32, got 2"),
+        ({"lora": -1}, "lora must be at least 0, got -1"),
+    ],
+)
+def test_settings_that_contradict(fields, message):
+    with pytest.raises(ValueError, match=message):
+        Setting(**fields)
