@@ -8,7 +8,8 @@ from test_logprobs import SPEC, draws, inputs_of
 
 from liger_like import ops
 from liger_like.ops.experts import choice
-from liger_like.ops.losses import slices, unstored
+from liger_like.ops.losses import products as product_parts
+from liger_like.ops.losses import unstored
 from liger_like.ops.losses.row_kernels import launch_bwd
 from liger_like.runtime.launcher import recorded
 from liger_like.runtime.support import architecture
@@ -55,11 +56,11 @@ def in_torch(monkeypatch):
         reduce_logits=counted("reduce", reduce_logits),
         differentiate_logits=counted("differentiate", differentiate_logits),
     )
-    monkeypatch.setattr(choice, "DTYPES", (torch.float32,))
+    monkeypatch.setattr(choice, "DTYPES", (torch.float32, torch.float16))
     monkeypatch.setattr(choice, "_is_hopper", lambda device: True)
     monkeypatch.setattr(unstored, "gluon_module", lambda name: kernels)
     monkeypatch.setattr(unstored, "WORDS", 16)
-    monkeypatch.setattr(slices, "UNSTORED_COLUMNS", 32)
+    monkeypatch.setattr(product_parts, "SLICE_COLUMNS", 16)
     return counts
 
 
@@ -114,6 +115,13 @@ def test_calls_that_store_logits(shape, options, in_torch, device):
     assert bool(in_torch["differentiate"]) == ("outputs" in options or "topk" in options)
 
 
+@pytest.mark.parametrize("logits_dtype", [torch.float32, torch.float16], ids=str)
+def test_rounded_logits_are_stored(logits_dtype, in_torch, device):
+    inputs = inputs_of(device, (20,), torch.float16)
+    ops.fused_linear_logprobs(**inputs, logits_dtype=logits_dtype, chunk_rows=16).logprob.sum().backward()
+    assert bool(in_torch["reduce"]) == bool(in_torch["differentiate"]) == (logits_dtype == torch.float32)
+
+
 def test_gradients_in_the_forward_store_logits(in_torch, device):
     inputs = inputs_of(device, (20,))
     inputs["weight"] = inputs["weight"].detach()
@@ -129,7 +137,7 @@ def test_gradients_in_the_forward_store_logits(in_torch, device):
 @pytest.mark.parametrize(("H", "V"), [(64, 256), (200, 1003), (256, 8200)])
 def test_kernels(H, V, dtype, hopper, monkeypatch):
     """Tiles that the tokens and the words fill, and that they do not; several slices."""
-    monkeypatch.setattr(slices, "UNSTORED_COLUMNS", 512)
+    monkeypatch.setattr(product_parts, "SLICE_COLUMNS", 256)
     make = lambda: inputs_of("cuda", (300,), dtype, H=H, V=V)  # noqa: E731
     for outputs in (("logprob",), ("logprob", "entropy")):
         options = {"chunk_rows": 128, "temperature": 1.4, "outputs": outputs}

@@ -10,11 +10,10 @@ from torch import Tensor
 from liger_like.ops.losses.chunks import call_of, flops
 from liger_like.ops.losses.dw_sum import scale_rows
 from liger_like.ops.losses.operands import without_ignored
-from liger_like.ops.losses.products import SLICE_COLUMNS, addmm, in_memory_of, logits_behind, slices, store_logits
+from liger_like.ops.losses.products import addmm, in_memory_of, logits_behind, slices, store_logits
 from liger_like.ops.losses.row_kernels import launch_bwd
 from liger_like.ops.losses.rows import OPTIONS_SCHEMA, Options
 from liger_like.ops.losses.units import size_of_gradient
-from liger_like.ops.losses.unstored import SLICE_COLUMNS as UNSTORED_COLUMNS
 from liger_like.ops.losses.unstored import unstored_kernels
 from liger_like.ops.losses.vocab_shards import SHARD_SCHEMA, Shard
 from liger_like.runtime.layout import packed
@@ -201,8 +200,9 @@ def _gradients(call: Backward, more: TokenBackward | None, visit: SliceVisit | N
     entropies = call.entropy if call.entropy.numel() else None
     du_sum = du.new_empty((n, du.shape[1]))
     kernels = visit is None and _kernels(call, x, kept, logits_dtype, d_at)
-    held, least = (x.dtype, UNSTORED_COLUMNS) if kernels else (logits_dtype, SLICE_COLUMNS)
-    parts = slices(V, n * held.itemsize, H * dw.itemsize if dw.numel() else 0, least)
+    held = x.dtype if kernels else logits_dtype
+    times = 2 if kernels else 1  # a column of the gradient takes half of the memory of its logits
+    parts = slices(V, n * held.itemsize, H * dw.itemsize if dw.numel() else 0, times)
     for start, end in ((0, V),) if kept is not None and len(kept) >= n else parts:
         part, accumulate = slice(start, end), start > 0
         z = dz = None  # frees the last slice's memory before the next is allocated

@@ -18,7 +18,6 @@ from liger_like.runtime.support import refused
 
 HOPPER = "liger_like.ops.losses.hopper"
 CHUNK_ROWS = 4096  # tokens that are gathered at a time
-SLICE_COLUMNS = 8192  # least columns of the logits' gradient per slice: a column takes half of the memory of its logits
 WORDS = 256  # that share a largest score: the columns of a tile
 NOT_PLAIN = "the kernels that store no logits take no bias, LoRA, softcap, ids, top-k, kept logits, argmax or mean"
 NOT_HALF = "the kernels that store no logits take bfloat16 and float16 on a Hopper GPU, and H that is a multiple of 8"
