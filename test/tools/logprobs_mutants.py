@@ -130,7 +130,7 @@ LOGPROBS = [
     (TOKEN_LOSS, "total = total + sum(", "sum(", "the definition of constant losses has no gradient"),
     (KERNELS, "(dots + moved * totals) * e", "dots * e", "a part's entropy is that below its own largest score"),
     (KERNELS, "moved = tl.where(tops ==", "moved = tl.where(tops !=", "a part of scores -inf has an entropy"),
-    (KERNELS, "tl.where(counts, lse_rest, 0.0)", "lse_rest", "ignored tokens have a rest of lse"),
+    (KERNELS, "tl.where(counts, lse, 0.0)", "lse", "ignored tokens have an lse"),
     (UNSTORED, "options.softcap is None and ", "", "a softcap is dropped where logits are not stored"),
     (UNSTORED, " and logits_dtype == torch.float32", "", "logits to be rounded are not where they are not stored"),
     (UNSTORED, "weight, index, target", "weight, order[:m], target", "labels of the first chunk for every chunk"),
