@@ -48,8 +48,8 @@ def test_sorted_rows_give_the_same_bits(options, device, monkeypatch, poisoned):
 
 def test_what_tma_moves():
     make = lambda *shape: torch.empty(shape, dtype=torch.bfloat16, device="meta")  # noqa: E731
-    assert choice._moved_by_tma(make(2**30 - 1, 8))
-    assert choice._moved_by_tma(make(3, 5, 16)[..., :8])
+    assert choice.moved_by_tma(make(2**30 - 1, 8))
+    assert choice.moved_by_tma(make(3, 5, 16)[..., :8])
     for wrong in (
         make(2**30, 8),
         make(0, 8),
@@ -58,7 +58,7 @@ def test_what_tma_moves():
         make(8, 5).t(),
         make(5, 16)[:, ::2],
     ):
-        assert not choice._moved_by_tma(wrong)
+        assert not choice.moved_by_tma(wrong)
 
 
 @pytest.mark.parametrize("transposed", [False, True])
@@ -80,7 +80,7 @@ def test_adapters_come_in_the_layout_of_the_matrices(transposed, monkeypatch):
     out.backward(torch.ones_like(out))
     assert len(seen) == 4
     for matrix, factor in seen:
-        assert choice._moved_by_tma(factor)
+        assert choice.moved_by_tma(factor)
         depth = 1 if matrix.shape[1] != factor.shape[1] else 2
         assert [*factor.shape] == [16 if i == depth else n for i, n in enumerate(matrix.shape)]
     if not transposed:

@@ -224,6 +224,25 @@ def test_products(trained, products, device):
         torch.testing.assert_close(value.grad, want.detach())
 
 
+def test_products_between_compiled_graphs(device):
+    """A graph makes four products; ``torch.compiler.disable`` calls the op between two graphs."""
+    inputs = inputs_of(device, (48,), per_token=False)
+    inputs["target"].clamp_(min=0)
+    op = torch.compiler.disable(ops.fused_linear_token_loss)
+
+    @torch.compile(backend="eager")
+    def step(x, weight, target):
+        return 0.5 * op(2 * x, weight, target, lambda tokens: tokens.logprob.square(), chunk_rows=16)
+
+    with FlopCounterMode(display=False) as counter:
+        loss = step(**inputs)
+        assert counter.get_total_flops() == 3 * 2 * 48 * 24 * 97
+        loss.backward()
+    assert counter.get_total_flops() == 3 * 2 * 48 * 24 * 97
+    want = ops.fused_linear_logprobs(2 * inputs["x"], inputs["weight"], inputs["target"]).logprob
+    torch.testing.assert_close(loss, 0.5 * want.square().sum())
+
+
 def test_results_come_without_gradient(device):
     inputs = inputs_of(device, (3, 7), per_token=False)
     fn = lambda tokens: -tokens.logprob  # noqa: E731

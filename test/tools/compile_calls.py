@@ -40,6 +40,14 @@ def calls() -> Iterator[tuple[testing.OpSpec, torch.dtype, dict[str, Any], dict[
             yield spec, dtype, shape, options
 
 
+def unstored_calls() -> Iterator[tuple[testing.OpSpec, torch.dtype, dict[str, Any], dict[str, Any]]]:
+    """Log-probabilities and entropies of all and of some tokens, whose logits are not stored."""
+    spec = next(spec for spec in testing.SPECS if spec.name == "fused_linear_logprobs")
+    outputs = ("logprob",), ("logprob", "entropy")
+    for dtype, names, V in itertools.product(DTYPES[1:], outputs, (1000, 1024)):
+        yield spec, dtype, {"lead": (300,), "H": 32, "V": V}, {"outputs": names, "chunk_rows": 128}
+
+
 def experts_calls(
     dtypes: Iterable[torch.dtype],
 ) -> Iterator[tuple[testing.OpSpec, torch.dtype, dict[str, Any], dict[str, Any]]]:

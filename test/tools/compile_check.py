@@ -28,7 +28,7 @@ from unittest.mock import patch
 
 import torch
 import triton
-from compile_calls import DTYPES, WIDTHS, attention_calls, calls, experts_calls, paged_calls
+from compile_calls import DTYPES, WIDTHS, attention_calls, calls, experts_calls, paged_calls, unstored_calls
 from rich.console import Console
 from rich.progress import track
 from rich.table import Table
@@ -288,7 +288,7 @@ def record() -> list[Launch]:
             patch.object(Tensor, "new_empty", Tensor.new_zeros),  # rows are indices
             patch.multiple(experts_choice, architecture=lambda device: 9, INTERPRET=False),
         ):
-            for spec, dtype, shape, options in experts_calls(choice.DTYPES):
+            for spec, dtype, shape, options in (*experts_calls(choice.DTYPES), *unstored_calls()):
                 differentiate(spec, dtype, shape, options)
         # The ops leave these products to torch on a CPU, so launch them here, with M and N divisible by 16 and not.
         flags, factors = (False, True), (None, torch.ones(1))

@@ -9,12 +9,14 @@ ROWS, BUFFERS, PRODUCTS, FORWARD, BACKWARD, BACKWARD_192, BACKWARD_256 = (
 EXPERTS_PRODUCTS, EXPERTS_ROWS, EXPERTS_DOWN_BWD, EXPERTS_DEPTH = (
     f"ops/experts/hopper/{name}.py" for name in ("products", "rows", "down_bwd", "depth")
 )
+LOGITS = "ops/losses/hopper.py"
 SHARED = "test_attention_hopper and (documents or leaks or few_key_heads or 4097) and 64-64"
 # heads of which products take slices
 SLICED = "(number_of_warp_groups or narrower_heads) and (80 or 96)"
 HOPPER_TESTS = {
     **dict.fromkeys((EXPERTS_ROWS, EXPERTS_DOWN_BWD, EXPERTS_DEPTH), "test_experts_hopper"),
     EXPERTS_PRODUCTS: "test_experts_hopper or several_tiles",
+    LOGITS: "test_unstored_logits and kernels",
     ROWS: SHARED,
     BUFFERS: SLICED,
     PRODUCTS: f"{SHARED} or {SLICED}",
@@ -27,6 +29,17 @@ HOPPER_TESTS = {
 }
 
 HOPPER = [
+    (LOGITS, "label - v_start - n * WIDTH", "label - n * WIDTH", "labels count from the first word of a slice"),
+    (LOGITS, "(cols < V - n * WIDTH)[None, :]", "(cols < V)[None, :]", "words past the end have a score of 0"),
+    (LOGITS, "        slope *= scale\n", "", "the gradient lacks the scale of the logits"),
+    (
+        LOGITS,
+        "dentropy_ptr + tokens, mask=counts, other=0.0) * scale",
+        "dentropy_ptr + tokens, mask=counts, other=0.0)",
+        "the gradient of an entropy lacks the scale of the logits",
+    ),
+    (LOGITS, "out_s.index(2 * half), left)", "out_s.index(0), left)", "two warp groups store by one buffer"),
+    (LOGITS, "n * WIDTH + HALF, k]", "n * WIDTH, k]", "both halves of a tile have the same words"),
     (EXPERTS_PRODUCTS, "FAR - end + row, col", "FAR - end + row + 1, col", "an expert ends a row later"),
     (
         EXPERTS_PRODUCTS,

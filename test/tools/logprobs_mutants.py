@@ -1,9 +1,9 @@
 """Bugs, as in mutants.py, in the ops of post-training and in the losses: file, old, new, why."""
 
 CHECKS = "_loss_checks.py"
-KERNELS, CHUNKS, SLICES, STEPS, TOKEN_LOSS, SUMS = (
+KERNELS, CHUNKS, SLICES, STEPS, TOKEN_LOSS, SUMS, UNSTORED = (
     f"ops/losses/{name}.py"
-    for name in ("row_kernels", "chunks", "slices", "steps", "linear_token_loss", "dw_sum/__init__")
+    for name in ("row_kernels", "chunks", "slices", "steps", "linear_token_loss", "dw_sum/__init__", "unstored")
 )
 TERMS = "_token_losses.py"
 OP, ROWS, PRODUCTS, LOSSES = (
@@ -30,7 +30,12 @@ LOGPROBS = [
     (CHUNKS, "of_kept[others] = row[others]", "pass", "logits that are not kept have no lse"),
     (STEPS, "launch_fwd(kept, target", "launch_fwd(z[: len(kept)], target", "the lse of logits before rounding"),
     (SLICES, "or kept is not None else None", "else None", "kept logits in the order of the tokens"),
-    (SLICES, "z[:k] = kept[:k, part]", "z[:k] = kept[:k, : end - start]", "the first kept words for every slice"),
+    (
+        SLICES,
+        "z[:k] = kept[:k, part]",
+        "z[:k] = kept[:k, : part.stop - part.start]",
+        "the first kept words for every slice",
+    ),
     (SLICES, "None if d_at is None else d_at / factor", "d_at", "gradients of ids lack the factor of fp16"),
     (
         OP,
@@ -123,4 +128,20 @@ LOGPROBS = [
     (SLICES, "last_start == 0 or in_graph(target)", "in_graph(target)", "of ignored tokens of a single chunk"),
     ("ops/losses/operands.py", "x if ignored is None else", "x if True else", "a NaN of an ignored token in dA"),
     (TOKEN_LOSS, "total = total + sum(", "sum(", "the definition of constant losses has no gradient"),
+    (KERNELS, "(dots + moved * totals) * e", "dots * e", "a part's entropy is that below its own largest score"),
+    (KERNELS, "moved = tl.where(tops ==", "moved = tl.where(tops !=", "a part of scores -inf has an entropy"),
+    (KERNELS, "tl.where(counts, lse, 0.0)", "lse", "ignored tokens have an lse"),
+    (UNSTORED, "options.softcap is None and ", "", "a softcap is dropped where logits are not stored"),
+    (UNSTORED, " and logits_dtype == torch.float32", "", "logits to be rounded are not where they are not stored"),
+    (UNSTORED, "weight, index, target", "weight, order[:m], target", "labels of the first chunk for every chunk"),
+    (UNSTORED, "rows, index, options", "rows, order[:m], options", "numbers of every chunk for the first tokens"),
+    (CHUNKS, "stores = any(call.needs) or", "stores =", "gradients in the forward are left out"),
+    (
+        SLICES,
+        "upstream, options, start, V, dz",
+        "upstream, options, 0, V, dz",
+        "labels of the first slice where logits are not stored",
+    ),
+    (SLICES, "call.shard or None, kept, d_at", "call.shard or None, kept", "gradients of ids are dropped"),
+    (SLICES, "call.bias, call.u, call.class_weight, call.shard", "call.class_weight, call.shard", "a bias is dropped"),
 ]

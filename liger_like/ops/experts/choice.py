@@ -44,7 +44,7 @@ def hopper_kernels(name: str, x: Tensor | None, *others: Tensor | None) -> Any:
     moved = [t for t in others if t is not None]
     return (
         ((x is not None and sorts_rows(x, *moved)) or refused(NOT_SORTED))
-        and (all(map(_moved_by_tma, (x, *moved))) or refused(NO_TMA))
+        and (all(map(moved_by_tma, (x, *moved))) or refused(NO_TMA))
         and (name not in BROKEN or refused(f"{name} {BROKEN[name]}"))
         and gluon_module(name)
     )
@@ -59,7 +59,7 @@ def in_layout(v: Tensor | None, x: Tensor, transposed: bool) -> Tensor | None:
     return v if v is None or transposed or not sorts_rows(x) else dense(v.mT)
 
 
-def _moved_by_tma(x: Tensor) -> bool:
+def moved_by_tma(x: Tensor) -> bool:
     """Return True if TMA can move ``x``: dense rows, strides that are multiples of 16 bytes but not 0, few rows."""
     *strides, dense = x.stride()
     size, starts = x.element_size(), address(x)

@@ -19,6 +19,7 @@ from liger_like.ops.losses.products import addmm, even_step, in_memory_of, kept_
 from liger_like.ops.losses.rows import OPTIONS_SCHEMA, Options, raise_bad_label
 from liger_like.ops.losses.steps import NO_WORD, add_chunk, fill_dlogits, fill_rows
 from liger_like.ops.losses.units import unit
+from liger_like.ops.losses.unstored import run_unstored, unstored_kernels
 from liger_like.ops.losses.vocab_shards import SHARD_SCHEMA, Shard
 from liger_like.runtime.registry import op
 from liger_like.runtime.support import in_graph
@@ -207,7 +208,14 @@ def linear_logprobs_fwd(*args: Any) -> tuple[Tensor, ...]:
     """
     call, more = _token_call(args)
     outs, results = token_outputs(call, more)
-    run_chunks(call, outs, more, results)
+    others = call.bias, call.u, *(t if t.numel() else None for t in (outs[4], *results))
+    stores = any(call.needs) or call.shard
+    kernels = not stores and unstored_kernels(call.x, call.weight, more.logits_dtype, call.options, *others)
+    if kernels:
+        _clear(call, outs, results)
+        run_unstored(call, outs, kernels)
+    else:
+        run_chunks(call, outs, more, results)
     return *outs, *results
 
 

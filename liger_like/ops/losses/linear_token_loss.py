@@ -340,8 +340,9 @@ def fused_linear_token_loss(
     The forward computes the gradients, with three products with the head, and the backward multiplies them by the
     upstream gradient: without gradient of the head two products, without grad mode a single one. Until the backward it
     keeps the gradients, that of x in fp32, and for a bf16 ``weight`` the last chunk's gradient of the logits. A graph
-    of torch.compile holds ``fused_linear_logprobs`` and ``loss_fn`` instead, and makes four products. The kernel takes
-    bf16, fp16 and fp32; other dtypes and devices run the plain-torch reference, which materialises all logits.
+    of torch.compile holds ``fused_linear_logprobs`` and ``loss_fn`` instead, and makes four products;
+    ``torch.compiler.disable`` of this function makes three, between two graphs. The kernel takes bf16, fp16 and fp32;
+    other dtypes and devices run the plain-torch reference, which materialises all logits.
 
     Raises TypeError or ValueError for invalid arguments (all operands share a dtype), ValueError also if ``loss_fn``
     does not return floating-point losses [n] or reads another tensor that requires a gradient, and for a label outside

@@ -74,16 +74,16 @@ def kept_first(target: Tensor, ignore_index: int, order: Tensor, *, many: bool) 
     return ask
 
 
-def slices(V: int, column: int, dw_row: int) -> Iterator[tuple[int, int]]:
+def slices(V: int, column: int, dw_row: int, times: int = 1) -> Iterator[tuple[int, int]]:
     """Yield the (start, end) of slices of a vocabulary of ``V``, in multiples of 128 columns.
 
     A slice's logits take the memory of dw after the slice's own rows, which is not yet written; a column of logits has
-    ``column`` bytes and a row of dw ``dw_row``. Slices are as large as that allows, but not below a minimum.
+    ``column`` bytes and a row of dw ``dw_row``. Slices are as large as that allows, but not below ``times`` a minimum.
     """
     start = 0
     while start < V:
         fits = (V - start) * dw_row // (column + dw_row) // 128 * 128
-        size = max(fits, SLICE_COLUMNS if dw_row else 2 * SLICE_COLUMNS)
+        size = max(fits, times * (SLICE_COLUMNS if dw_row else 2 * SLICE_COLUMNS))
         yield start, min(start + size, V)
         start += size
 

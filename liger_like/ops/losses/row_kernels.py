@@ -188,6 +188,40 @@ def _cross_entropy_fwd_kernel(
 
 
 @triton.jit
+def _merge_parts_kernel(
+    top_ptr, total_ptr, dot_ptr, at_ptr, order_ptr, target_ptr, loss_ptr, logprob_ptr, lse_ptr, entropy_ptr,
+    lse_rest_ptr, bad_label_ptr, parts, V, ignore_index, BLOCK_V: tl.constexpr,
+):  # fmt: skip
+    row, label, counts = _token(order_ptr, target_ptr, ignore_index, V)
+    tl.store(bad_label_ptr, label, mask=(counts == 0) & (label != ignore_index))
+    start = tl.program_id(0).to(tl.int64) * parts
+    top, total, dot = float("-inf"), 0.0, 0.0
+    for first in range(0, parts, BLOCK_V):
+        offs = first + tl.arange(0, BLOCK_V)
+        tops = tl.load(top_ptr + start + offs, mask=offs < parts, other=float("-inf"))
+        totals = tl.load(total_ptr + start + offs, mask=offs < parts, other=0.0)
+        new_top = tl.maximum(top, tl.max(tops, axis=0))
+        shift = tl.where(new_top == float("-inf"), 0.0, new_top)
+        moved = tl.where(tops == float("-inf"), 0.0, tops - shift)
+        e = tl.exp(tops - shift)
+        rescale = tl.exp(top - shift)
+        if dot_ptr is not None:
+            dots = tl.load(dot_ptr + start + offs, mask=offs < parts, other=0.0)
+            dot = (dot + tl.where(top == float("-inf"), 0.0, top - shift) * total) * rescale
+            dot += tl.sum((dots + moved * totals) * e, axis=0)
+        total = total * rescale + tl.sum(totals * e, axis=0)
+        top = new_top
+    log_total = tl.log(total)
+    lse, lse_rest = _add_exactly(top, log_total)
+    logprob = (tl.load(at_ptr + tl.program_id(0)) - top) - log_total
+    _store(loss_ptr, row, tl.where(counts, -logprob, 0.0))
+    _store(logprob_ptr, row, tl.where(counts, logprob, 0.0))
+    _store(lse_ptr, row, tl.where(counts, lse, 0.0))
+    _store(entropy_ptr, row, tl.where(counts, log_total - dot / total, 0.0))
+    _store(lse_rest_ptr, row, tl.where(counts, lse_rest, 0.0))
+
+
+@triton.jit
 def _gradient(
     raw, words, inside, w_ptr, label, logit_scale, lse, lse_rest, entropy, slope_p, dentropy, hot, spread,
     SOFTCAP: tl.constexpr, ENTROPY: tl.constexpr, SMOOTHING: tl.constexpr,
@@ -364,4 +398,30 @@ def launch_bwd(
         SMOOTHING=options.label_smoothing != 0,
         BLOCK_K=block_of(_width(at[0])),
         **_tile(vocabulary or V, 2048, 512),
+    )
+
+
+def launch_merge(
+    parts: Tensor,
+    at: Tensor,
+    target: Tensor,
+    rows: Sequence[Tensor | None],
+    order: Tensor,
+    ignore_index: int,
+    V: int,
+) -> None:
+    """Fill ``rows``, (loss, logprob, lse, entropy, lse_rest) of the tokens ``order``, from sums over parts of scores.
+
+    ``parts`` [2 or 3, M, P] holds for each of P parts of the ``V`` words the largest score, the sum of
+    e = exp(score - largest), and for an entropy the sum of e (score - largest). ``at`` [M]: scores of the labels.
+    """
+    top, total, *dot = parts
+    M, P = top.shape
+    launch(
+        _merge_parts_kernel,
+        (M,),
+        (top, total, dot[0] if dot else None, at, order, packed(target), *rows, bad_label(parts.device.type)),
+        (P, V, ignore_index),
+        BLOCK_V=min(block_of(P), 1024),
+        num_warps=2,
     )

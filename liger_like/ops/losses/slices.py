@@ -14,6 +14,7 @@ from liger_like.ops.losses.products import addmm, in_memory_of, logits_behind, s
 from liger_like.ops.losses.row_kernels import launch_bwd
 from liger_like.ops.losses.rows import OPTIONS_SCHEMA, Options
 from liger_like.ops.losses.units import size_of_gradient
+from liger_like.ops.losses.unstored import unstored_kernels
 from liger_like.ops.losses.vocab_shards import SHARD_SCHEMA, Shard
 from liger_like.runtime.layout import packed
 from liger_like.runtime.registry import op
@@ -154,14 +155,35 @@ def _operands(call: Backward, kept: Tensor | None) -> tuple[Tensor, Tensor | Non
     return x, u, index
 
 
+def _kernels(call: Backward, x: Tensor, kept: Tensor | None, logits_dtype: torch.dtype, d_at: Tensor | None) -> Any:
+    """Return the kernels that store no logits, or False if they do not accept the call."""
+    absent = call.bias, call.u, call.class_weight, call.shard or None, kept, d_at
+    return unstored_kernels(x, call.weight, logits_dtype, call.options, *absent)
+
+
+def _logits(
+    call: Backward, x: Tensor, u: Tensor | None, part: slice, kept: Tensor | None, dw: Tensor, dtype: torch.dtype
+) -> Tensor:
+    """Return the logits of the words ``part``: those that are kept, and the others computed."""
+    k = 0 if kept is None else min(len(x), len(kept))
+    if k == len(x):
+        return kept[:k, part]
+    z = logits_behind(dw, part.stop, x, part.stop - part.start, dtype)
+    if k:
+        z[:k] = kept[:k, part]
+    bias, b = (None if t is None else t[part] for t in (call.bias, call.b))
+    store_logits(z[k:], x[k:], call.weight[part], bias, None if u is None else u[k:], b)
+    return z
+
+
 def _gradients(call: Backward, more: TokenBackward | None, visit: SliceVisit | None = None) -> tuple[Tensor, ...]:
     """Return the gradients of ``linear_cross_entropy_bwd``.
 
     ``visit(z, dz, dloss, index, part)`` fills ``dz`` for another loss, with the gradient of logits ``z`` of the words
     ``part`` and the tokens ``index`` (None: all) for upstream gradients ``dloss`` [T].
     """
-    _, weight, target, bias, _, b, class_weight, *_, shard, options = call
-    dw_sum, needs = call.dw_sum, call.needs
+    _, weight, target, _, _, b, class_weight, *_, shard, options = call
+    dw_sum, needs, lse = call.dw_sum, call.needs, (call.lse, call.lse_rest)
     outs = _bwd_outputs(call)
     dx, dw, dbias, du, db = outs
     needs_dx, needs_dw, needs_dbias, needs_du, needs_db = needs
@@ -177,26 +199,25 @@ def _gradients(call: Backward, more: TokenBackward | None, visit: SliceVisit | N
     logits_dtype, at = (x.dtype, (None, None)) if more is None else (more.logits_dtype, (packed(more.ids), d_at))
     entropies = call.entropy if call.entropy.numel() else None
     du_sum = du.new_empty((n, du.shape[1]))
-    k = 0 if kept is None else min(n, len(kept))
-    parts = slices(V, n * logits_dtype.itemsize, H * dw.itemsize if dw.numel() else 0)
-    for start, end in ((0, V),) if k == n else parts:
+    kernels = visit is None and _kernels(call, x, kept, logits_dtype, d_at)
+    held = x.dtype if kernels else logits_dtype
+    times = 2 if kernels else 1  # a column of the gradient takes half of the memory of its logits
+    parts = slices(V, n * held.itemsize, H * dw.itemsize if dw.numel() else 0, times)
+    for start, end in ((0, V),) if kept is not None and len(kept) >= n else parts:
         part, accumulate = slice(start, end), start > 0
         z = dz = None  # frees the last slice's memory before the next is allocated
         w, b_part = weight[part], None if b is None else b[part]
-        if k == n:
-            z = kept[:n, :V]
+        if kernels:
+            dz = logits_behind(dw, end, x, end - start, held)
+            kernels.differentiate_logits(x, w, index, target, lse, entropies, upstream, options, start, V, dz)
         else:
-            z = logits_behind(dw, end, x, end - start, logits_dtype)
-            if k:
-                z[:k] = kept[:k, part]
-            u_k = None if u is None else u[k:]
-            store_logits(z[k:], x[k:], w, None if bias is None else bias[part], u_k, b_part)
-        dz = in_memory_of(z, x.dtype)
+            z = _logits(call, x, u, part, kept, dw, held)
+            dz = in_memory_of(z, x.dtype)
         if visit is not None:
             visit(z, dz, upstream[0], index, part)
-        else:
+        elif not kernels:
             launch_bwd(
-                z, dz, target, class_weight, (call.lse, call.lse_rest), entropies, upstream, options,
+                z, dz, target, class_weight, lse, entropies, upstream, options,
                 order=index, v_start=shard.first_word + start, vocabulary=shard.words or V, at=at,
             )  # fmt: skip
         if needs_dx:

@@ -1,0 +1,158 @@
+"""Log-probabilities by kernels that store no logits: which calls take them, what runs around them, and themselves."""
+
+import types
+
+import pytest
+import torch
+from test_logprobs import SPEC, draws, inputs_of
+
+from liger_like import ops
+from liger_like.ops.experts import choice
+from liger_like.ops.losses import products as product_parts
+from liger_like.ops.losses import unstored
+from liger_like.ops.losses.row_kernels import launch_bwd
+from liger_like.runtime.launcher import recorded
+from liger_like.runtime.support import architecture
+from liger_like.testing import assert_accurate
+
+KERNELS = {"_linear_rows_hopper_kernel", "_linear_dlogits_hopper_kernel"}
+
+
+@pytest.fixture
+def hopper():
+    if not torch.cuda.is_available() or architecture(torch.device("cuda", 0)) != 9:
+        pytest.skip("needs a Hopper GPU")
+
+
+def reduce_logits(x, w, order, target, scale, parts, at):
+    for i, part in enumerate(w.split(unstored.WORDS)):
+        z = scale * x @ part.T
+        top = z.amax(1)
+        z = z - top.masked_fill(top == -torch.inf, 0)[:, None]
+        parts[0, :, i], parts[1, :, i] = top, z.exp().sum(1)
+        if len(parts) == 3:
+            parts[2, :, i] = (z.exp() * z.where(z.exp() > 0, 0)).sum(1)
+    at[: len(x)] = scale * (x * w[target[order].clamp(0, len(w) - 1)]).sum(1)
+
+
+def differentiate_logits(x, w, order, target, lse, entropy, upstream, options, v_start, vocabulary, dz):
+    place = {"order": order, "v_start": v_start, "vocabulary": vocabulary}
+    launch_bwd((x @ w.T).contiguous(), dz, target, None, lse, entropy, upstream, options, **place)
+
+
+@pytest.fixture
+def in_torch(monkeypatch):
+    """Count the calls of the kernels, in whose place torch runs."""
+    counts = {"reduce": 0, "differentiate": 0}
+
+    def counted(name, fn):
+        def run(*args):
+            counts[name] += 1
+            fn(*args)
+
+        return run
+
+    kernels = types.SimpleNamespace(
+        reduce_logits=counted("reduce", reduce_logits),
+        differentiate_logits=counted("differentiate", differentiate_logits),
+    )
+    monkeypatch.setattr(choice, "DTYPES", (torch.float32, torch.float16))
+    monkeypatch.setattr(choice, "_is_hopper", lambda device: True)
+    monkeypatch.setattr(unstored, "gluon_module", lambda name: kernels)
+    monkeypatch.setattr(unstored, "WORDS", 16)
+    monkeypatch.setattr(product_parts, "SLICE_COLUMNS", 16)
+    return counts
+
+
+@pytest.mark.parametrize("outputs", [("logprob", "lse"), ("logprob", "entropy")], ids=str)
+def test_what_runs_around_the_kernels(outputs, in_torch, device, poisoned):
+    """Several chunks of tokens and slices of words; ignored tokens and a temperature."""
+    options = {"chunk_rows": 16, "temperature": 1.4, "outputs": outputs}
+    assert_accurate(SPEC.fn, SPEC.ref, lambda: inputs_of(device, (45,)), options)
+    assert in_torch["reduce"] >= 2
+    assert in_torch["differentiate"] >= 2
+
+
+def test_a_part_without_scores(in_torch, device):
+    """All scores of some words may be -inf; a chunk of ignored tokens has results of 0."""
+    inputs = {name: t.detach() for name, t in inputs_of(device, (40,)).items()}
+    inputs["x"][:, 0], inputs["weight"][16:48, 0], inputs["weight"][:16, 0] = 1.0, -torch.inf, 0.0
+    inputs["weight"][48:, 0] = 0.0
+    inputs["target"][:] = torch.arange(40, device=device) % 16
+    inputs["target"][7:] = -100
+    out = ops.fused_linear_logprobs(**inputs, outputs=("logprob", "entropy", "lse"))
+    logp = (inputs["x"] @ inputs["weight"].T).log_softmax(-1)[:7]
+    torch.testing.assert_close(out.logprob[:7], logp.gather(1, inputs["target"][:7, None])[:, 0])
+    torch.testing.assert_close(out.entropy[:7], -(logp.exp() * logp.where(logp.exp() > 0, 0)).sum(1))
+    assert not any(t[7:].any() for t in (out.logprob, out.entropy, out.lse))
+    assert in_torch["reduce"] == 1
+
+
+@pytest.mark.parametrize(
+    ("shape", "options"),
+    [
+        ({"bias": True}, {}),
+        ({"rank": 4}, {}),
+        ({"ids": 2}, {}),
+        ({"H": 20}, {}),
+        ({}, {"softcap": 5.0}),
+        ({}, {"keep_logits": 2**20}),
+        ({}, {"topk": 2}),
+        ({}, {"outputs": ("logprob", "correct")}),
+        ({}, {"outputs": ("logprob", "mean_logit")}),
+        ({}, {"outputs": ("logprob", "log_sum_sq_prob")}),
+    ],
+    ids=str,
+)
+def test_calls_that_store_logits(shape, options, in_torch, device):
+    """In the forward, and in the backward if it needs them, too; numbers without a gradient are for the forward."""
+    inputs = inputs_of(device, (20,), **shape)
+    if shape == {"rank": 4}:
+        options = {"lora": (inputs.pop("lora_a"), inputs.pop("lora_b"), 0.5)}
+    out = ops.fused_linear_logprobs(**inputs, **options, chunk_rows=16)
+    sum(t.sum() for t in (out.logprob, out.logprob_at) if t is not None).backward()
+    assert not in_torch["reduce"]
+    assert bool(in_torch["differentiate"]) == ("outputs" in options or "topk" in options)
+
+
+@pytest.mark.parametrize("logits_dtype", [torch.float32, torch.float16], ids=str)
+def test_rounded_logits_are_stored(logits_dtype, in_torch, device):
+    inputs = inputs_of(device, (20,), torch.float16)
+    ops.fused_linear_logprobs(**inputs, logits_dtype=logits_dtype, chunk_rows=16).logprob.sum().backward()
+    assert bool(in_torch["reduce"]) == bool(in_torch["differentiate"]) == (logits_dtype == torch.float32)
+
+
+def test_gradients_in_the_forward_store_logits(in_torch, device):
+    inputs = inputs_of(device, (20,))
+    inputs["weight"] = inputs["weight"].detach()
+    ops.fused_linear_logprobs(**inputs, chunk_rows=16).logprob.sum().backward()
+    ops.fused_linear_token_loss(**inputs, loss_fn=lambda tokens: tokens.logprob, chunk_rows=16)
+    with torch.no_grad():
+        ops.fused_linear_token_loss(**inputs, loss_fn=lambda tokens: tokens.logprob, chunk_rows=16)
+    assert in_torch == {"reduce": 0, "differentiate": 0}
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)
+@pytest.mark.parametrize(("H", "V"), [(64, 256), (200, 1003), (256, 8200)])
+def test_kernels(H, V, dtype, hopper, monkeypatch):
+    """Tiles that the tokens and the words fill, and that they do not; several slices."""
+    monkeypatch.setattr(product_parts, "SLICE_COLUMNS", 256)
+    make = lambda: inputs_of("cuda", (300,), dtype, H=H, V=V)  # noqa: E731
+    for outputs in (("logprob",), ("logprob", "entropy")):
+        options = {"chunk_rows": 128, "temperature": 1.4, "outputs": outputs}
+        with recorded() as launches:
+            ops.fused_linear_logprobs(**make(), **options).logprob.sum().backward()
+        assert {kernel.__name__ for kernel, *_ in launches} >= KERNELS
+        assert_accurate(SPEC.fn, SPEC.ref, make, options, draws("cuda"))
+
+
+@pytest.mark.gpu
+def test_kernels_repeat_bit_for_bit(hopper):
+    inputs = inputs_of("cuda", (700,), torch.bfloat16, H=128, V=5000)
+    leaves = inputs["x"], inputs["weight"]
+    runs = []
+    for _ in range(2):
+        out = ops.fused_linear_logprobs(**inputs, outputs=("logprob", "entropy"))
+        runs.append((out.logprob, out.entropy, *torch.autograd.grad((out.logprob + out.entropy).sum(), leaves)))
+    assert all(map(torch.equal, *runs))
