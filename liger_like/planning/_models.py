@@ -68,7 +68,7 @@ def build(config: Any, cls: Any, setting: Setting) -> Any:
     if setting.lora:
         model = adapted(model, setting.lora)
     if setting.patched:
-        patch(model, **({"mlp": "tiled"} if setting.tiled_mlp else {}))
+        patch(model, mlp="tiled" if setting.tiled_mlp else True)
     if setting.checkpoint != "none":
         model.gradient_checkpointing_enable({"use_reentrant": False, **policy_of(setting)})
     return model
