@@ -159,6 +159,7 @@ def _fwd_outputs(x: Tensor, weight: Tensor | None, bias: Tensor | None, eps: flo
 @op(
     "layer_norm_fwd(Tensor x, Tensor? weight, Tensor? bias, float eps) -> (Tensor y, Tensor mean, Tensor rstd)",
     _fwd_outputs,
+    replayed=True,
 )
 def _layer_norm_fwd(x: Tensor, weight: Tensor | None, bias: Tensor | None, eps: float) -> tuple[Tensor, Tensor, Tensor]:
     y, mean, rstd = _fwd_outputs(x, weight, bias, eps)
@@ -196,6 +197,7 @@ def _bwd_outputs(
     "layer_norm_bwd(Tensor dy, Tensor x, Tensor? weight, Tensor? bias, Tensor mean, Tensor rstd, bool[2] needs)"
     " -> (Tensor dx, Tensor dparams)",
     _bwd_outputs,
+    replayed=True,
 )
 def _layer_norm_bwd(
     dy: Tensor, x: Tensor, weight: Tensor | None, bias: Tensor | None, mean: Tensor, rstd: Tensor, needs: list[bool]

@@ -275,6 +275,7 @@ def _outputs(q: Tensor, k: Tensor, *args: Any) -> tuple[Tensor, Tensor]:
     " -> (Tensor, Tensor)",
     _outputs,
     inlined=True,
+    replayed=True,
 )
 def _rope(
     q: Tensor, k: Tensor, cos: Tensor, sin: Tensor, layout: str, cos_layout: str, unsqueeze_dim: int, inverse: bool

@@ -11,6 +11,7 @@ from torch._subclasses.functional_tensor import FunctionalTensor, FunctionalTens
 from torch.utils.flop_counter import register_flop_formula
 
 from liger_like.runtime.fallback import NotCompiledError
+from liger_like.runtime.replay import Replayed, is_here, is_possible, signature
 from liger_like.runtime.support import INTERPRET
 
 LIBRARY = torch.library.Library("liger_like", "DEF")
@@ -26,6 +27,7 @@ def op(
     flops: Callable[..., int] | None = None,
     inlined: bool | Callable[..., bool] = False,
     in_cuda_graph: Callable[[tuple[Any, ...]], tuple[Any, ...]] | None = None,
+    replayed: bool = False,
 ) -> Callable[[Callable[..., Any]], Callable[..., Any]]:
     """Register the decorated launcher as ``torch.ops.liger_like.<name>``.
 
@@ -36,7 +38,8 @@ def op(
 
     ``inlined``: torch.compile's graphs hold the launches of Triton kernels in place of the op; for a function, if it
     returns True for the op's arguments. ``in_cuda_graph`` returns the arguments of the op in a graph of torch.compile
-    that becomes a CUDA graph.
+    that becomes a CUDA graph. ``replayed``: the launcher looks at nothing but its arguments, so later calls of the same
+    signature repeat its launches (``runtime.replay``).
     """
 
     def register(launch: Callable[..., Any]) -> Callable[..., Any]:
@@ -69,14 +72,20 @@ def op(
         if flops is not None:
             register_flop_formula(packet, get_raw=True)(lambda *args, out_val: flops(*args))
 
+        replay = Replayed(launch)
+
         @functools.wraps(launch)
         def run(*args: Any) -> Any:
-            if torch.compiler.is_compiling() or _heard(args):
+            if torch.compiler.is_compiling() or _is_heard():
                 return dispatched(*args)
-            x = args[0]
-            if x.is_cuda and x.get_device() != torch._C._cuda_getDevice():
-                return on_device(*args)
+            key = signature(args) if replayed and is_possible() and is_here(args[0]) else None
             try:
+                if key is not None:
+                    return replay(args, key)
+                if _is_special(args):
+                    return dispatched(*args)
+                if args[0].is_cuda and not is_here(args[0]):
+                    return on_device(*args)
                 return launch(*args)
             except NotCompiledError as error:
                 error.fall_back()
@@ -128,12 +137,14 @@ def _kinds(values: tuple[Any, ...]) -> set[type]:
     return kinds
 
 
-def _heard(args: tuple[Any, ...]) -> bool:
-    """True if the call must go through the dispatcher: an active mode or profiler, a tensor subclass, or a meta first
-    argument.
-    """
-    listens = torch._C._len_torch_dispatch_stack() or torch._C._autograd._profiler_enabled() or args[0].is_meta
-    return listens or not _kinds(args) <= _PLAIN
+def _is_heard() -> Any:
+    """Return True while a mode or a profiler is active, which must see the op."""
+    return torch._C._len_torch_dispatch_stack() or torch._C._autograd._profiler_enabled()
+
+
+def _is_special(args: tuple[Any, ...]) -> bool:
+    """Return True if the dispatcher must handle the arguments: a tensor subclass, or a first tensor without data."""
+    return args[0].is_meta or not _kinds(args) <= _PLAIN
 
 
 def on_shards(rule: Callable[..., Any]) -> Callable[[F], F]:

@@ -1,0 +1,239 @@
+"""Repeat the launches of an op for inputs like earlier ones, without the Python that prepares them.
+
+A launcher that only allocates, views and launches does the same for all inputs of one signature: sizes, strides, dtypes,
+devices, alignment and all other arguments. At the second call of a signature a ``Recording`` notes what the launcher
+allocates, and which pointers, sizes and constants each of its kernels gets. Later calls allocate and launch alone, in a
+quarter of the host time. A launcher that does anything else is not recorded: its ops run as they are.
+"""
+
+from collections.abc import Callable
+from operator import itemgetter
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+from torch.nn import Parameter
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from liger_like.runtime import launcher, machine, support
+
+MOST = 1024  # signatures of an op that are kept
+_ATEN = torch.ops.aten
+_MAKES = {
+    _ATEN.empty.memory_format,
+    _ATEN.empty_like.default,
+    _ATEN.empty_strided.default,
+    _ATEN.new_empty.default,
+    _ATEN.new_empty_strided.default,
+}
+_VIEWS = {
+    _ATEN.alias.default,
+    _ATEN.as_strided.default,
+    _ATEN.detach.default,
+    _ATEN.expand.default,
+    _ATEN.permute.default,
+    _ATEN.select.int,
+    _ATEN.slice.Tensor,
+    _ATEN.squeeze.dim,
+    _ATEN.t.default,
+    _ATEN.transpose.int,
+    _ATEN.unsqueeze.default,
+    _ATEN.view.default,
+}
+_SCALARS = {int, str, bool, type(None), torch.dtype}
+
+
+class _Launch(NamedTuple):
+    """A compiled kernel with all of its arguments but the pointers, which are taken from those of the call."""
+
+    run: Callable[..., None]
+    grid: tuple[int, ...]
+    before: tuple[Any, ...]  # between the stream and the descriptors
+    descriptors: tuple[tuple[type, dict[str, Any], int], ...]  # types, fields and places of their pointers
+    take: Callable[[list[int | None]], tuple[int | None, ...]]
+    after: tuple[Any, ...]
+
+
+class _Memory:
+    """The base of a descriptor: Triton asks for nothing but the pointer."""
+
+    def __init__(self, pointer: int) -> None:
+        self.pointer = pointer
+
+    def data_ptr(self) -> int:
+        return self.pointer
+
+
+class Plan(NamedTuple):
+    """The memory that an op allocates, the offsets of its views, and its launches; ``results`` are places in the
+    memory, one or several.
+    """
+
+    makers: tuple[tuple[Callable[..., Tensor], tuple[Any, ...], dict[str, Any]], ...]
+    views: tuple[tuple[int, int], ...]
+    launches: tuple[_Launch, ...]
+    results: int | tuple[int, ...] | None
+    hooks: tuple[list[Any], ...]  # of the kernels: empty lists until somebody adds a hook
+
+    def __call__(self, args: tuple[Any, ...]) -> Any:
+        """Launch for ``args``, and return the results."""
+        memory = [make(*sizes, **options) for make, sizes, options in self.makers]
+        pointers: list[Any] = [arg.data_ptr() for arg in args if isinstance(arg, Tensor)]
+        pointers += [t.data_ptr() for t in memory]
+        pointers += [pointers[place] + offset for place, offset in self.views]
+        pointers.append(None)
+        stream = torch._C._cuda_getCurrentRawStream(args[0].get_device())
+        for run, grid, before, descriptors, take, after in self.launches:
+            described = [_described(*descriptor, pointers) for descriptor in descriptors]
+            run(*grid, stream, *before, *described, *take(pointers), *after)
+        if self.results is None:
+            return None
+        return memory[self.results] if type(self.results) is int else tuple([memory[i] for i in self.results])
+
+
+def _described(kind: type, fields: dict[str, Any], place: int, pointers: list[Any]) -> Any:
+    """Return a new descriptor of the memory at ``place``: two threads may follow a plan at once."""
+    descriptor = object.__new__(kind)
+    vars(descriptor).update(fields, base=_Memory(pointers[place]))
+    return descriptor
+
+
+class Recording(TorchDispatchMode):
+    """A record of what a launcher does with ``args``."""
+
+    def __init__(self, args: tuple[Any, ...]) -> None:
+        super().__init__()
+        self.held = [arg for arg in args if isinstance(arg, Tensor)]  # so that no other tensor gets their ids
+        self.inputs = len(self.held)
+        self.places = {id(t): (i, 0) for i, t in enumerate(self.held)}  # of inputs, of memory, and of their views
+        self.makers: list[Any] = []
+        self.launches: list[Any] = []
+        self.complete = True
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        """Run an op of torch, and note it if it only allocates or views."""
+        out = func(*args, **(kwargs or {}))
+        if func in _MAKES:
+            self._make(torch.empty_strided, out, tuple(out.shape), out.stride())
+        elif func is _ATEN.zeros.default:
+            self._make(torch.zeros, out, tuple(out.shape))
+        elif func in _VIEWS and id(args[0]) in self.places:
+            place, offset = self.places[id(args[0])]
+            self._place(out, place, offset + out.data_ptr() - args[0].data_ptr())
+        elif func is not _ATEN.promote_types.default:
+            self.refuse()
+        return out
+
+    def _make(self, make: Callable[..., Tensor], t: Tensor, *sizes: tuple[int, ...]) -> None:
+        self._place(t, self.inputs + len(self.makers), 0)
+        self.makers.append((make, sizes, {"dtype": t.dtype, "device": t.device}))
+
+    def _place(self, t: Tensor, place: int, offset: int) -> None:
+        self.held.append(t)
+        self.places[id(t)] = place, offset
+
+    def refuse(self) -> None:
+        """Forget everything: no plan can repeat this call."""
+        self.complete = False
+        for record in (self.held, self.places, self.makers, self.launches):
+            record.clear()  # type: ignore[attr-defined]
+
+    def add(
+        self, kernel: Any, found: tuple[Any, ...], grid: tuple[int, ...], descriptors: tuple[Any, ...],
+        tensors: tuple[Tensor | None, ...], numbers: tuple[Any, ...],
+    ) -> None:  # fmt: skip
+        """Note a launch."""
+        if all(t is None or id(t) in self.places for t in (*tensors, *(d.base for d in descriptors))):
+            self.launches.append((kernel, found, grid, descriptors, tensors, numbers))
+        else:
+            self.refuse()
+
+    def plan(self, results: Any) -> Plan | None:
+        """Return a plan that repeats the call, which has returned ``results``, or None if no plan can."""
+        several = results if isinstance(results, tuple) else () if results is None else (results,)
+        found = [self._memory_of(t) for t in several]
+        if not self.complete or None in found:
+            return None
+        whole = self.inputs + len(self.makers)
+        views = [*dict.fromkeys(spot for spot in self.places.values() if spot[1])]
+        spots = {(place, 0): place for place in range(whole)} | {spot: whole + i for i, spot in enumerate(views)}
+        places = {id(None): whole + len(views)} | {key: spots[spot] for key, spot in self.places.items()}
+        launches = []
+        for _, (run, function, metadata, constants), grid, descriptors, tensors, numbers in self.launches:
+            fields = [{name: value for name, value in vars(d).items() if name != "base"} for d in descriptors]
+            described = [(type(d), of, places[id(d.base)]) for d, of in zip(descriptors, fields, strict=True)]
+            take = _taker([places[id(t)] for t in tensors])
+            before = function, metadata, None, None, None
+            launches.append(_Launch(run, grid, before, tuple(described), take, (*numbers, *constants)))
+        hooks = tuple(kernel.pre_run_hooks for kernel, *_ in self.launches)
+        one = None if results is None else found[0]
+        return Plan(tuple(self.makers), tuple(views), tuple(launches), tuple(found) if several is results else one, hooks)
+
+    def _memory_of(self, t: Tensor) -> int | None:
+        """Return the index of the memory that ``t`` is, as a whole, else None."""
+        place, offset = self.places.get(id(t), (-1, 0))
+        if place < self.inputs or offset:
+            return None
+        _, sizes, options = self.makers[place - self.inputs]
+        same = sizes[0] == t.shape and t.dtype == options["dtype"] and t.stride() == sizes[-1]
+        return place - self.inputs if same else None
+
+
+def _taker(places: list[int]) -> Callable[[list[int | None]], tuple[int | None, ...]]:
+    """Return a function that returns the items of a list at ``places``; itemgetter returns no tuple of one item."""
+    return itemgetter(*places) if len(places) > 1 else lambda pointers: (pointers[places[0]],)
+
+
+def signature(args: tuple[Any, ...]) -> tuple[Any, ...] | None:
+    """Return all that a launcher may look at but the values of tensors; None if an argument is of an unknown kind."""
+    key: list[Any] = [*launcher.OPTIONS.values()]
+    for arg in args:
+        kind = type(arg)
+        if kind is Tensor or kind is Parameter:
+            key += arg.shape, arg.stride(), arg.dtype, arg.get_device(), arg.data_ptr() & 15
+        elif kind in _SCALARS:  # with types: 1 and True are equal
+            key += kind, arg
+        elif kind is float:
+            key += kind, arg or str(arg)  # 0.0 and -0.0 are equal
+        elif kind is list and {*map(type, arg)} == {bool}:
+            key += kind, tuple(arg)
+        else:
+            return None
+    return tuple(key)
+
+
+def is_possible() -> bool:
+    """Return True if nobody watches launches, and no machine is pretended."""
+    hooked = launcher._RUNTIME.launch_enter_hook.calls or launcher._RUNTIME.launch_exit_hook.calls
+    watched = hooked or launcher._recorded is not None or support._reasons is not None
+    return not watched and machine.current is None
+
+
+class Replayed:
+    """A launcher with the plans for its signatures; a call is the launcher's where there is no plan."""
+
+    def __init__(self, launch: Callable[..., Any]) -> None:
+        self.launch = launch
+        self.plans: dict[tuple[Any, ...], Plan | bool] = {}  # True after one call, False if there is no plan
+
+    def __call__(self, args: tuple[Any, ...], key: tuple[Any, ...]) -> Any:
+        """Return what the launcher returns for ``args``, whose signature is ``key``."""
+        plan = self.plans.get(key)
+        if type(plan) is Plan and not any(plan.hooks):
+            return plan(args)
+        tensors = [id(arg) for arg in args if isinstance(arg, Tensor)]
+        if plan is not True or len({*tensors}) < len(tensors):  # a plan must know the arguments apart
+            if plan is None:
+                if len(self.plans) >= MOST:
+                    self.plans.clear()
+                self.plans[key] = True
+            return self.launch(*args)
+        with Recording(args) as recording, launcher.told(recording):
+            results = self.launch(*args)
+        self.plans[key] = recording.plan(results) or False
+        return results
+
+
+def is_here(x: Tensor) -> bool:
+    """Return True if ``x`` is on the current GPU."""
+    return x.is_cuda and x.get_device() == torch._C._cuda_getDevice()
