@@ -79,8 +79,9 @@ class _Forgets:
 
 def _is_forward_only() -> bool:
     """Return True if nothing differentiates: no backward follows, and neither a transform nor a dual level is there."""
-    transformed = torch._C._are_functorch_transforms_active() or forward_ad._current_level >= 0
-    return not (torch.is_grad_enabled() or transformed)
+    if torch.is_grad_enabled():
+        return False
+    return not torch._C._are_functorch_transforms_active() and forward_ad._current_level < 0
 
 
 def apply(function: Any, *args: Any, op: Any = None) -> Any:

@@ -11,12 +11,13 @@ from torch._subclasses.functional_tensor import FunctionalTensor, FunctionalTens
 from torch.utils.flop_counter import register_flop_formula
 
 from liger_like.runtime.fallback import NotCompiledError
-from liger_like.runtime.replay import Replayed, is_here, is_possible, signature
+from liger_like.runtime.replay import is_here, repeat, signature
 from liger_like.runtime.support import INTERPRET
 
 LIBRARY = torch.library.Library("liger_like", "DEF")
 LAUNCHERS: dict[Any, Callable[..., Any]] = {}  # by op, for traces that count what launchers allocate
-_PLAIN = {Tensor, torch.nn.Parameter, int, float, str, bool, list, tuple, torch.dtype, type(None)}
+_LEAVES = {Tensor, torch.nn.Parameter, int, float, str, bool, torch.dtype, type(None)}
+_PLAIN = _LEAVES | {list, tuple}
 F = TypeVar("F", bound=Callable[..., Any])
 
 
@@ -72,21 +73,17 @@ def op(
         if flops is not None:
             register_flop_formula(packet, get_raw=True)(lambda *args, out_val: flops(*args))
 
-        replay = Replayed(launch)
-
         @functools.wraps(launch)
         def run(*args: Any) -> Any:
             if torch.compiler.is_compiling() or _is_heard():
                 return dispatched(*args)
-            key = signature(args) if replayed and is_possible() and is_here(args[0]) else None
+            known = signature(args) if replayed else None
             try:
-                if key is not None:
-                    return replay(args, key)
+                if known is not None:
+                    return repeat(launch, args, *known)
                 if _is_special(args):
                     return dispatched(*args)
-                if args[0].is_cuda and not is_here(args[0]):
-                    return on_device(*args)
-                return launch(*args)
+                return on_device(*args) if args[0].is_cuda and not is_here(args[0]) else launch(*args)
             except NotCompiledError as error:
                 error.fall_back()
                 return on_device(*args)
@@ -173,6 +170,8 @@ def _for_dtensors(handle: Callable[..., Any]) -> Callable[[F], F]:
     def decorate(function: F) -> F:
         @functools.wraps(function)
         def run(*args: Any, **kwargs: Any) -> Any:
+            if {*map(type, args), *map(type, kwargs.values())} <= _LEAVES:
+                return function(*args, **kwargs)
             kinds = _kinds((*args, *kwargs.values())) - _PLAIN
             if any(kind.__name__ == "DTensor" for kind in kinds):  # by name: torch 2.11 can compile that
                 return handle(function, args, kwargs)

@@ -1,12 +1,13 @@
 """Repeat the launches of an op for inputs like earlier ones, without the Python that prepares them.
 
-A launcher that only allocates, views and launches does the same for all inputs of one signature: sizes, strides, dtypes,
-devices, alignment and all other arguments. At the second call of a signature a ``Recording`` notes what the launcher
-allocates, and which pointers, sizes and constants each of its kernels gets. Later calls allocate and launch alone, in a
-quarter of the host time. A launcher that does anything else is not recorded: its ops run as they are.
+A launcher that only allocates, views and launches does the same for all inputs of one signature: sizes, strides,
+dtypes, devices, alignment and all other arguments. At the second call of a signature a ``Recording`` notes what the
+launcher allocates, and which pointers, sizes and constants each of its kernels gets. Later calls only allocate and
+launch. A launcher that does anything else is called each time.
 """
 
 from collections.abc import Callable
+from functools import partial
 from operator import itemgetter
 from typing import Any, NamedTuple
 
@@ -17,7 +18,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from liger_like.runtime import launcher, machine, support
 
-MOST = 1024  # signatures of an op that are kept
+MOST = 4096  # signatures that are kept
 _ATEN = torch.ops.aten
 _MAKES = {
     _ATEN.empty.memory_format,
@@ -40,6 +41,7 @@ _VIEWS = {
     _ATEN.unsqueeze.default,
     _ATEN.view.default,
 }
+PLANS: "dict[tuple[Any, ...], Plan | bool]" = {}  # by launcher and signature: True after one call, False for no plan
 _SCALARS = {int, str, bool, type(None), torch.dtype}
 
 
@@ -69,26 +71,27 @@ class Plan(NamedTuple):
     memory, one or several.
     """
 
-    makers: tuple[tuple[Callable[..., Tensor], tuple[Any, ...], dict[str, Any]], ...]
+    makers: tuple[Callable[[], Tensor], ...]
     views: tuple[tuple[int, int], ...]
     launches: tuple[_Launch, ...]
     results: int | tuple[int, ...] | None
     hooks: tuple[list[Any], ...]  # of the kernels: empty lists until somebody adds a hook
 
-    def __call__(self, args: tuple[Any, ...]) -> Any:
-        """Launch for ``args``, and return the results."""
-        memory = [make(*sizes, **options) for make, sizes, options in self.makers]
-        pointers: list[Any] = [arg.data_ptr() for arg in args if isinstance(arg, Tensor)]
+    def __call__(self, pointers: list[Any], device: int) -> Any:
+        """Launch for inputs at ``pointers`` on the current ``device``, and return the results."""
+        makers, views, launches, results, _ = self
+        memory = [make() for make in makers]
         pointers += [t.data_ptr() for t in memory]
-        pointers += [pointers[place] + offset for place, offset in self.views]
+        for place, offset in views:
+            pointers.append(pointers[place] + offset)
         pointers.append(None)
-        stream = torch._C._cuda_getCurrentRawStream(args[0].get_device())
-        for run, grid, before, descriptors, take, after in self.launches:
-            described = [_described(*descriptor, pointers) for descriptor in descriptors]
+        stream = torch._C._cuda_getCurrentRawStream(device)
+        for run, grid, before, descriptors, take, after in launches:
+            described = [_described(*descriptor, pointers) for descriptor in descriptors] if descriptors else ()
             run(*grid, stream, *before, *described, *take(pointers), *after)
-        if self.results is None:
-            return None
-        return memory[self.results] if type(self.results) is int else tuple([memory[i] for i in self.results])
+        if type(results) is tuple:
+            return tuple([memory[i] for i in results])
+        return None if results is None else memory[results]
 
 
 def _described(kind: type, fields: dict[str, Any], place: int, pointers: list[Any]) -> Any:
@@ -167,7 +170,8 @@ class Recording(TorchDispatchMode):
             launches.append(_Launch(run, grid, before, tuple(described), take, (*numbers, *constants)))
         hooks = tuple(kernel.pre_run_hooks for kernel, *_ in self.launches)
         one = None if results is None else found[0]
-        return Plan(tuple(self.makers), tuple(views), tuple(launches), tuple(found) if several is results else one, hooks)
+        makers = tuple(partial(make, *sizes, **options) for make, sizes, options in self.makers)
+        return Plan(makers, tuple(views), tuple(launches), tuple(found) if several is results else one, hooks)
 
     def _memory_of(self, t: Tensor) -> int | None:
         """Return the index of the memory that ``t`` is, as a whole, else None."""
@@ -184,13 +188,29 @@ def _taker(places: list[int]) -> Callable[[list[int | None]], tuple[int | None, 
     return itemgetter(*places) if len(places) > 1 else lambda pointers: (pointers[places[0]],)
 
 
-def signature(args: tuple[Any, ...]) -> tuple[Any, ...] | None:
-    """Return all that a launcher may look at but the values of tensors; None if an argument is of an unknown kind."""
+def is_here(x: Tensor) -> bool:
+    """Return True if ``x`` is on the current GPU."""
+    return x.is_cuda and x.get_device() == torch._C._cuda_getDevice()
+
+
+def signature(args: tuple[Any, ...]) -> tuple[tuple[Any, ...], list[Any]] | None:
+    """Return all that a launcher may look at but the values of tensors, and the pointers of the tensors.
+
+    Returns None if an argument is of an unknown kind, if the first is not on the current GPU, if somebody watches
+    launches, and if a machine is pretended.
+    """
+    hooked = launcher._RUNTIME.launch_enter_hook.calls or launcher._RUNTIME.launch_exit_hook.calls
+    watched = hooked or launcher._recorded is not None or support._reasons is not None
+    if watched or machine.current is not None or not is_here(args[0]):
+        return None
     key: list[Any] = [*launcher.OPTIONS.values()]
+    pointers: list[Any] = []
     for arg in args:
         kind = type(arg)
         if kind is Tensor or kind is Parameter:
-            key += arg.shape, arg.stride(), arg.dtype, arg.get_device(), arg.data_ptr() & 15
+            pointer = arg.data_ptr()
+            pointers.append(pointer)
+            key += arg.shape, arg.stride(), arg.dtype, arg.get_device(), pointer & 15
         elif kind in _SCALARS:  # with types: 1 and True are equal
             key += kind, arg
         elif kind is float:
@@ -199,41 +219,23 @@ def signature(args: tuple[Any, ...]) -> tuple[Any, ...] | None:
             key += kind, tuple(arg)
         else:
             return None
-    return tuple(key)
+    return tuple(key), pointers
 
 
-def is_possible() -> bool:
-    """Return True if nobody watches launches, and no machine is pretended."""
-    hooked = launcher._RUNTIME.launch_enter_hook.calls or launcher._RUNTIME.launch_exit_hook.calls
-    watched = hooked or launcher._recorded is not None or support._reasons is not None
-    return not watched and machine.current is None
-
-
-class Replayed:
-    """A launcher with the plans for its signatures; a call is the launcher's where there is no plan."""
-
-    def __init__(self, launch: Callable[..., Any]) -> None:
-        self.launch = launch
-        self.plans: dict[tuple[Any, ...], Plan | bool] = {}  # True after one call, False if there is no plan
-
-    def __call__(self, args: tuple[Any, ...], key: tuple[Any, ...]) -> Any:
-        """Return what the launcher returns for ``args``, whose signature is ``key``."""
-        plan = self.plans.get(key)
-        if type(plan) is Plan and not any(plan.hooks):
-            return plan(args)
-        tensors = [id(arg) for arg in args if isinstance(arg, Tensor)]
-        if plan is not True or len({*tensors}) < len(tensors):  # a plan must know the arguments apart
-            if plan is None:
-                if len(self.plans) >= MOST:
-                    self.plans.clear()
-                self.plans[key] = True
-            return self.launch(*args)
-        with Recording(args) as recording, launcher.told(recording):
-            results = self.launch(*args)
-        self.plans[key] = recording.plan(results) or False
-        return results
-
-
-def is_here(x: Tensor) -> bool:
-    """Return True if ``x`` is on the current GPU."""
-    return x.is_cuda and x.get_device() == torch._C._cuda_getDevice()
+def repeat(launch: Callable[..., Any], args: tuple[Any, ...], key: tuple[Any, ...], pointers: list[Any]) -> Any:
+    """Return ``launch(*args)``, by a plan if there is one; ``key`` and ``pointers`` are the signature of ``args``."""
+    key = launch, *key
+    plan = PLANS.get(key)
+    if type(plan) is Plan and not any(plan.hooks):
+        return plan(pointers, args[0].get_device())
+    if plan is None:
+        if len(PLANS) >= MOST:
+            PLANS.clear()
+        PLANS[key] = True
+    tensors = [id(arg) for arg in args if isinstance(arg, Tensor)]
+    if plan is not True or len({*tensors}) < len(tensors):  # a plan must know the arguments apart
+        return launch(*args)
+    with Recording(args) as recording, launcher.told(recording):
+        results = launch(*args)
+    PLANS[key] = recording.plan(results) or False
+    return results
