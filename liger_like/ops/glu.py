@@ -229,7 +229,7 @@ def check_halves(gate: Tensor, up: Tensor | None) -> None:
             raise TypeError(f"up must have the dtype of gate, {gate.dtype}, got {up.dtype}")
 
 
-@on_shards(_elements)
+@on_shards(_elements, replayed=True)
 def swiglu(gate: Tensor, up: Tensor | None = None) -> Tensor:
     """Return ``silu(gate) * up`` [..., I] for ``gate`` and ``up`` [..., I], or packed ``gate`` [..., 2I] = [gate | up].
 
@@ -243,7 +243,7 @@ def swiglu(gate: Tensor, up: Tensor | None = None) -> Tensor:
     return apply(_GLU, gate, up, "silu") if use_row_kernel(gate) else swiglu_ref(gate, up)
 
 
-@on_shards(_elements)
+@on_shards(_elements, replayed=True)
 def geglu(gate: Tensor, up: Tensor | None = None, *, approximate: str = "tanh") -> Tensor:
     """Return ``gelu(gate) * up`` [..., I] for ``gate`` and ``up`` [..., I], or packed ``gate`` [..., 2I] = [gate | up].
 

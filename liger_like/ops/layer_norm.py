@@ -249,7 +249,7 @@ class _LayerNorm(torch.autograd.Function):
         )
 
 
-@on_shards(rows_alike)
+@on_shards(rows_alike, replayed=True)
 def layer_norm(x: Tensor, weight: Tensor | None = None, bias: Tensor | None = None, eps: float = 1e-5) -> Tensor:
     """Return LayerNorm of ``x`` [..., N] over its last dimension, [..., N] in x.dtype.
 

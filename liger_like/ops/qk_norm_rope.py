@@ -266,7 +266,7 @@ _OP = torch.ops.liger_like.qk_norm_rope_fwd.default
 torch.library.register_autograd(_OP, _QKNormRoPE.backward, setup_context=_save, lib=LIBRARY)
 
 
-@on_shards(heads_and_tokens)
+@on_shards(heads_and_tokens, replayed=True)
 def qk_norm_rope(
     q: Tensor,
     k: Tensor,

@@ -344,7 +344,7 @@ def _checked(x: Tensor, weight: Tensor | None, eps: Any, offset: Any, casting_mo
     return require_eps(eps), require_number("offset", offset)
 
 
-@on_shards(rows_alike)
+@on_shards(rows_alike, replayed=True)
 def rms_norm(
     x: Tensor, weight: Tensor | None = None, eps: float = 1e-6, *, offset: float = 0.0, casting_mode: str = "llama"
 ) -> Tensor:
@@ -364,7 +364,7 @@ def rms_norm(
     return apply(_RMSNorm, x, None, weight, eps, offset, casting_mode)
 
 
-@on_shards(rows_alike)
+@on_shards(rows_alike, replayed=True)
 def add_rms_norm(
     x: Tensor,
     residual: Tensor,

@@ -361,7 +361,7 @@ def heads_and_tokens(cos: Tensor, unsqueeze_dim: int = 1, **kwargs: Any) -> dict
     return {"q": heads, "k": heads, "cos": tokens, "sin": tokens}
 
 
-@on_shards(heads_and_tokens)
+@on_shards(heads_and_tokens, replayed=True)
 def rope(
     q: Tensor,
     k: Tensor,

@@ -52,6 +52,11 @@ def recorded() -> Iterator[list[tuple[Any, tuple[int, ...], dict[str, Any]]]]:
         _recorded = None
 
 
+def is_recorded() -> bool:
+    """Return True within ``told``."""
+    return _told.recording is not None
+
+
 def is_inlined(x: Any) -> bool:
     """Return True while a compiled graph inlines an op of ``x``: each launch then becomes a node of the graph."""
     return type(x) is FunctionalTensor

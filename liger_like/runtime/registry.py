@@ -10,7 +10,9 @@ from torch._subclasses.fake_tensor import FakeTensor
 from torch._subclasses.functional_tensor import FunctionalTensor, FunctionalTensorMode
 from torch.utils.flop_counter import register_flop_formula
 
+from liger_like.runtime.autograd import is_forward_only
 from liger_like.runtime.fallback import NotCompiledError
+from liger_like.runtime.launcher import is_recorded
 from liger_like.runtime.replay import is_here, repeat, signature
 from liger_like.runtime.support import INTERPRET
 
@@ -75,12 +77,14 @@ def op(
 
         @functools.wraps(launch)
         def run(*args: Any) -> Any:
-            if torch.compiler.is_compiling() or _is_heard():
+            if torch.compiler.is_compiling():
                 return dispatched(*args)
+            if _is_heard():
+                return launch(*args) if _hears_recording() else dispatched(*args)
             known = signature(args) if replayed else None
             try:
                 if known is not None:
-                    return repeat(launch, args, *known)
+                    return repeat(launch, args, {}, *known)
                 if _is_special(args):
                     return dispatched(*args)
                 return on_device(*args) if args[0].is_cuda and not is_here(args[0]) else launch(*args)
@@ -139,37 +143,54 @@ def _is_heard() -> Any:
     return torch._C._len_torch_dispatch_stack() or torch._C._autograd._profiler_enabled()
 
 
+def _hears_recording() -> bool:
+    """Return True if the only mode is a recording of the function that calls the op."""
+    alone = torch._C._len_torch_dispatch_stack() == 1 and not torch._C._autograd._profiler_enabled()
+    return alone and is_recorded()
+
+
 def _is_special(args: tuple[Any, ...]) -> bool:
     """Return True if the dispatcher must handle the arguments: a tensor subclass, or a first tensor without data."""
     return args[0].is_meta or not _kinds(args) <= _PLAIN
 
 
-def on_shards(rule: Callable[..., Any]) -> Callable[[F], F]:
-    """Let the decorated op take DTensors: each rank runs it on its shards, by a ``rule`` (see ``runtime.dtensor``)."""
+def on_shards(rule: Callable[..., Any], *, replayed: bool = False) -> Callable[[F], F]:
+    """Let the decorated op take DTensors: each rank runs it on its shards, by a ``rule`` (see ``runtime.dtensor``).
+
+    ``replayed``: the op looks at nothing but its arguments, so without gradients later calls of the same signature
+    repeat its launches, without its checks.
+    """
 
     def run(function: F, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         from liger_like.runtime.dtensor import run_on_shards  # importing DTensor takes long
 
         return run_on_shards(function, rule, args, kwargs)
 
-    return _for_dtensors(run)
+    return _for_dtensors(run, replayed)
 
 
-def refuses_dtensors(instead: str) -> Callable[[F], F]:
-    """Let the decorated op raise TypeError for DTensors, with the name of the function to use ``instead``."""
+def refuses_dtensors(instead: str, *, replayed: bool = False) -> Callable[[F], F]:
+    """Let the decorated op raise TypeError for DTensors, with the name of the function to use ``instead``.
+
+    ``replayed``: as for ``on_shards``.
+    """
 
     def run(function: F, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         raise TypeError(f"{function.__name__} takes no DTensors: use {instead}, or give local tensors (to_local())")
 
-    return _for_dtensors(run)
+    return _for_dtensors(run, replayed)
 
 
-def _for_dtensors(handle: Callable[..., Any]) -> Callable[[F], F]:
+def _for_dtensors(handle: Callable[..., Any], replayed: bool) -> Callable[[F], F]:
     """Return a decorator that calls ``handle(function, args, kwargs)`` if an argument is a DTensor."""
 
     def decorate(function: F) -> F:
         @functools.wraps(function)
         def run(*args: Any, **kwargs: Any) -> Any:
+            if replayed and not torch.compiler.is_compiling() and is_forward_only() and not _is_heard():
+                known = signature((*args, *kwargs.values()))
+                if known is not None:
+                    return repeat(function, args, kwargs, *known)
             if {*map(type, args), *map(type, kwargs.values())} <= _LEAVES:
                 return function(*args, **kwargs)
             kinds = _kinds((*args, *kwargs.values())) - _PLAIN

@@ -102,11 +102,11 @@ def _described(kind: type, fields: dict[str, Any], place: int, pointers: list[An
 
 
 class Recording(TorchDispatchMode):
-    """A record of what a launcher does with ``args``."""
+    """A record of what a launcher does with ``tensors``."""
 
-    def __init__(self, args: tuple[Any, ...]) -> None:
+    def __init__(self, tensors: list[Tensor]) -> None:
         super().__init__()
-        self.held = [arg for arg in args if isinstance(arg, Tensor)]  # so that no other tensor gets their ids
+        self.held = [*tensors]  # so that no other tensor gets their ids
         self.inputs = len(self.held)
         self.places = {id(t): (i, 0) for i, t in enumerate(self.held)}  # of inputs, of memory, and of their views
         self.makers: list[Any] = []
@@ -188,9 +188,9 @@ def _taker(places: list[int]) -> Callable[[list[int | None]], tuple[int | None, 
     return itemgetter(*places) if len(places) > 1 else lambda pointers: (pointers[places[0]],)
 
 
-def is_here(x: Tensor) -> bool:
-    """Return True if ``x`` is on the current GPU."""
-    return x.is_cuda and x.get_device() == torch._C._cuda_getDevice()
+def is_here(x: Any) -> bool:
+    """Return True if ``x`` is a plain tensor on the current GPU."""
+    return type(x) in (Tensor, Parameter) and x.is_cuda and x.get_device() == torch._C._cuda_getDevice()
 
 
 def signature(args: tuple[Any, ...]) -> tuple[tuple[Any, ...], list[Any]] | None:
@@ -201,7 +201,7 @@ def signature(args: tuple[Any, ...]) -> tuple[tuple[Any, ...], list[Any]] | None
     """
     hooked = launcher._RUNTIME.launch_enter_hook.calls or launcher._RUNTIME.launch_exit_hook.calls
     watched = hooked or launcher._recorded is not None or support._reasons is not None
-    if watched or machine.current is not None or not is_here(args[0]):
+    if watched or machine.current is not None or not args or not is_here(args[0]):
         return None
     key: list[Any] = [*launcher.OPTIONS.values()]
     pointers: list[Any] = []
@@ -210,21 +210,23 @@ def signature(args: tuple[Any, ...]) -> tuple[tuple[Any, ...], list[Any]] | None
         if kind is Tensor or kind is Parameter:
             pointer = arg.data_ptr()
             pointers.append(pointer)
-            key += arg.shape, arg.stride(), arg.dtype, arg.get_device(), pointer & 15
+            key += arg.shape, arg.stride(), arg.dtype, arg.get_device(), pointer & 15, arg.requires_grad
         elif kind in _SCALARS:  # with types: 1 and True are equal
             key += kind, arg
         elif kind is float:
             key += kind, arg or str(arg)  # 0.0 and -0.0 are equal
-        elif kind is list and {*map(type, arg)} == {bool}:
-            key += kind, tuple(arg)
+        elif (kind is list or kind is tuple) and {*map(type, arg)} <= _SCALARS:
+            key += kind, *map(type, arg), *arg
         else:
             return None
     return tuple(key), pointers
 
 
-def repeat(launch: Callable[..., Any], args: tuple[Any, ...], key: tuple[Any, ...], pointers: list[Any]) -> Any:
-    """Return ``launch(*args)``, by a plan if there is one; ``key`` and ``pointers`` are the signature of ``args``."""
-    key = launch, *key
+def repeat(
+    launch: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any], key: tuple[Any, ...], pointers: list[Any]
+) -> Any:
+    """Return ``launch(*args, **kwargs)``, by a plan if there is one; ``key``, ``pointers`` are their signature."""
+    key = launch, *kwargs, *key
     plan = PLANS.get(key)
     if type(plan) is Plan and not any(plan.hooks):
         return plan(pointers, args[0].get_device())
@@ -232,10 +234,10 @@ def repeat(launch: Callable[..., Any], args: tuple[Any, ...], key: tuple[Any, ..
         if len(PLANS) >= MOST:
             PLANS.clear()
         PLANS[key] = True
-    tensors = [id(arg) for arg in args if isinstance(arg, Tensor)]
-    if plan is not True or len({*tensors}) < len(tensors):  # a plan must know the arguments apart
-        return launch(*args)
-    with Recording(args) as recording, launcher.told(recording):
-        results = launch(*args)
+    tensors = [arg for arg in (*args, *kwargs.values()) if isinstance(arg, Tensor)]
+    if plan is not True or len({*map(id, tensors)}) < len(tensors):  # a plan must know the arguments apart
+        return launch(*args, **kwargs)
+    with Recording(tensors) as recording, launcher.told(recording):
+        results = launch(*args, **kwargs)
     PLANS[key] = recording.plan(results) or False
     return results

@@ -7,6 +7,7 @@ from types import SimpleNamespace
 import pytest
 import torch
 import triton
+from torch.profiler import profile
 
 from liger_like.runtime import launcher, machine, registry, replay, support
 from liger_like.runtime.hopper import Descriptor
@@ -40,7 +41,7 @@ class Kernel:
 def pretended(monkeypatch):
     """CPU tensors are on the current GPU, whose kernels are launched without Triton."""
     for module in (replay, registry):
-        monkeypatch.setattr(module, "is_here", lambda x: x.device.type == "cpu")
+        monkeypatch.setattr(module, "is_here", lambda x: isinstance(x, torch.Tensor) and x.device.type == "cpu")
     monkeypatch.setattr(launcher, "support", SimpleNamespace(INTERPRET=False))
     monkeypatch.setattr(launcher, "DIRECT", True)
     monkeypatch.setattr(launcher, "_COMPILED", {})
@@ -51,7 +52,7 @@ def called(run, *args):
     """Return the results of a call, and whether there was a plan."""
     key, pointers = signature(args)
     found = isinstance(replay.PLANS.get((run, *key)), Plan)
-    return repeat(run, args, key, pointers), found
+    return repeat(run, args, {}, key, pointers), found
 
 
 def scaled(kernel):
@@ -95,16 +96,17 @@ def test_signatures_know_arguments_apart(order):
         *((x, None, 0.5, True, [True]) for x in tensors),
         *((tensors[0], None, eps, True, [True]) for eps in (0.0, -0.0, 1, 1.0, True, "1", torch.float16)),
         *((tensors[0], None, 0.5, flag, [True]) for flag in (False, 1, 0, 1.0)),
-        *((tensors[0], None, 0.5, True, needs) for needs in ([False], [True, True], [])),
+        *((tensors[0], None, 0.5, True, needs) for needs in ([False], [1], (True,), [True, True], [])),
         (tensors[0], tensors[1], 0.5, True, [True]),
         (tensors[0], torch.empty(4, 8, device="meta"), 0.5, True, [True]),
-        (torch.nn.Parameter(base[:8, :8]), base[:8, :8], 0.5, True, [True]),
+        (tensors[0].clone().requires_grad_(), None, 0.5, True, [True]),
     ]
-    keys = [known and known[0] for known in map(signature, values[::order])]
-    assert keys.count(None) == 1  # of the empty list, whose items have no type
+    keys = [signature(args)[0] for args in values[::order]]
     assert all(a != b for a, b in itertools.combinations(keys, 2))
     assert signature((base, [base])) is None
     assert signature((base, torch.nn.Parameter)) is None
+    assert signature((1.0, base)) is None
+    assert signature(()) is None
 
 
 def test_tensors_in_two_places():
@@ -186,6 +188,42 @@ def test_who_watches_sees_launches(monkeypatch):
     kernel.pre_run_hooks.clear()
     monkeypatch.setattr(launcher, "OPTIONS", {"enable_fp_fusion": False})
     assert not called(run, *args)[1]
+
+
+def test_a_function_repeats_the_launches_of_its_ops(monkeypatch):
+    """Without gradients its checks run twice, and all modes still see its ops."""
+    kernel, checked = Kernel(2), []
+    monkeypatch.setattr(registry, "LIBRARY", library := torch.library.Library("liger_like_replay", "DEF"))
+    monkeypatch.setattr(torch.ops, "liger_like", torch.ops.liger_like_replay)
+    monkeypatch.setattr(torch.library, "register_fake", lambda *args, **kwargs: None)
+
+    @registry.op("double(Tensor x, float eps) -> Tensor", None, replayed=True)
+    def double(x, eps):
+        y = torch.empty_like(x)
+        launch(kernel, (1,), (x, y), (1,), (eps,), N=1)
+        return y
+
+    @registry.on_shards(None, replayed=True)
+    def twice(x, *, eps=1.0):
+        checked.append(eps)
+        return double(double(x, eps), eps)
+
+    for call in range(4):
+        x = torch.randn(8)
+        with torch.no_grad():
+            y = twice(x, eps=0.5)
+        (*_, x_ptr, inner, _, _, _), (*_, same, y_ptr, _, eps, _) = kernel.runs[-2:]
+        assert (x_ptr, y_ptr, eps) == (x.data_ptr(), y.data_ptr(), 0.5)
+        assert inner == same != y_ptr
+        assert len(checked) == min(call + 1, 2)
+    with torch.no_grad(), profile() as prof:
+        twice(x, eps=0.5)
+    assert [event.count for event in prof.key_averages() if event.key == "liger_like_replay::double"] == [2]
+    twice(x, eps=0.5)
+    with torch.no_grad():
+        twice(x, eps=0.25)
+    assert checked[2:] == [0.5, 0.5, 0.25]
+    del library
 
 
 def test_other_threads():
