@@ -80,7 +80,7 @@ def op(
             if torch.compiler.is_compiling():
                 return dispatched(*args)
             if _is_heard():
-                return launch(*args) if _hears_recording() else dispatched(*args)
+                return on_device(*args) if _hears_recording() else dispatched(*args)
             known = signature(args) if replayed else None
             try:
                 if known is not None:

@@ -204,7 +204,7 @@ def test_a_function_repeats_the_launches_of_its_ops(monkeypatch):
         return y
 
     @registry.on_shards(None, replayed=True)
-    def twice(x, *, eps=1.0):
+    def twice(x, *, eps=1.0, unused=1.0):
         checked.append(eps)
         return double(double(x, eps), eps)
 
@@ -222,7 +222,8 @@ def test_a_function_repeats_the_launches_of_its_ops(monkeypatch):
     twice(x, eps=0.5)
     with torch.no_grad():
         twice(x, eps=0.25)
-    assert checked[2:] == [0.5, 0.5, 0.25]
+        twice(x, unused=0.5)
+    assert checked[2:] == [0.5, 0.5, 0.25, 1.0]
     del library
 
 

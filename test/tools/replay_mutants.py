@@ -9,7 +9,7 @@ REPLAY = [
         for left in KEY.split(", ")
         if left != "arg.get_device()"  # which needs two GPUs
     ),
-    (FILE, "key += kind, arg  # with types", "key += (arg,)  # with types", "a plan for 1 serves True"),
+    (FILE, "key += kind, arg\n        elif", "key += (arg,)\n        elif", "a plan for 1 serves True"),
     (FILE, "arg or str(arg)", "arg", "a plan for 0.0 serves -0.0"),
     (FILE, "key += kind, *map(type, arg), *arg", "key += kind, *arg", "a plan for [1] serves [True]"),
     (FILE, "[*launcher.OPTIONS.values()]", "[]", "a plan with fused products serves without"),
