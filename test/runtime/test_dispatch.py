@@ -1,5 +1,6 @@
 """The ops skip torch's dispatcher only where it would do nothing but call them; for modes see test_opcheck, too."""
 
+import itertools
 from inspect import signature
 
 import pytest
@@ -90,14 +91,19 @@ def test_tensors_without_data():
 @pytest.mark.parametrize("spec", SPECS, ids=lambda spec: spec.name)
 def test_ops_repeat_their_results(spec, monkeypatch):
     """Fresh inputs of a known signature give the bits that an op gives which repeats nothing."""
-    options = {**spec.options[0]} | (
-        {"deterministic": True} if "deterministic" in signature(spec.ref).parameters else {}
-    )
-    for seed in range(4):
+    options = {**spec.options[0]}
+    if "deterministic" in signature(spec.ref).parameters:
+        options["deterministic"] = True
+    for shape, seed in itertools.product(spec.test_shapes, range(4)):
         torch.manual_seed(seed)
-        inputs = spec.inputs(torch.float16, "cuda", **spec.test_shapes[0])
+        inputs = spec.inputs(torch.float16, "cuda", **shape)
         found = run(spec.fn, inputs, options)
+        with torch.no_grad():
+            outputs = spec.fn(**inputs, **options)
         with monkeypatch.context() as alone:
             alone.setattr(registry, "signature", lambda args: None)
             expected = run(spec.fn, inputs, options)
-        assert [name for name, t in expected.items() if not torch.equal(found[name], t)] == []
+        outputs = [t for t in (outputs if isinstance(outputs, tuple) else (outputs,)) if t is not None]
+        found |= {f"out{i} without gradients": t for i, t in enumerate(outputs)}
+        unequal = [name for name, t in found.items() if not torch.equal(t, expected[name.split()[0]])]
+        assert unequal == [], (shape, seed)
