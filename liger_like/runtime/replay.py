@@ -175,8 +175,8 @@ class Recording(TorchDispatchMode):
 
     def _memory_of(self, t: Tensor) -> int | None:
         """Return the index of the memory that ``t`` is, as a whole, else None."""
-        place, offset = self.places.get(id(t), (-1, 0))
-        if place < self.inputs or offset:
+        place, _ = self.places.get(id(t), (-1, 0))
+        if place < self.inputs:
             return None
         _, sizes, options = self.makers[place - self.inputs]
         same = sizes[0] == t.shape and t.dtype == options["dtype"] and t.stride() == sizes[-1]

@@ -21,8 +21,8 @@ REPLAY = [
     (FILE, "launcher._recorded is not None or ", "", "a record of launches misses those of plans"),
     (FILE, "watched or machine.current is not None", "watched", "a trace of a pretended GPU follows plans"),
     (FILE, "offset + out.data_ptr() - args[0].data_ptr()", "offset", "a view starts where its tensor does"),
-    (FILE, "if place < self.inputs or offset:", "if place < self.inputs:", "a view is returned as the whole"),
-    (FILE, "if place < self.inputs or offset:", "if offset:", "an input is returned as memory"),
+    (FILE, "return place - self.inputs if same else None", "return place - self.inputs", "a view is returned whole"),
+    (FILE, "if place < self.inputs:", "if place < 0:", "an input is returned as memory"),
     (
         FILE,
         "        elif func is not _ATEN.promote_types.default:",
