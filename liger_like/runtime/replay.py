@@ -75,11 +75,12 @@ class Plan(NamedTuple):
     views: tuple[tuple[int, int], ...]
     launches: tuple[_Launch, ...]
     results: int | tuple[int, ...] | None
+    device: int
     hooks: tuple[list[Any], ...]  # of the kernels: empty lists until somebody adds a hook
 
-    def __call__(self, pointers: list[Any], device: int) -> Any:
-        """Launch for inputs at ``pointers`` on the current ``device``, and return the results."""
-        makers, views, launches, results, _ = self
+    def __call__(self, pointers: list[Any]) -> Any:
+        """Launch for inputs at ``pointers``, and return the results."""
+        makers, views, launches, results, device, _ = self
         memory = [make() for make in makers]
         pointers += [t.data_ptr() for t in memory]
         for place, offset in views:
@@ -171,7 +172,8 @@ class Recording(TorchDispatchMode):
         hooks = tuple(kernel.pre_run_hooks for kernel, *_ in self.launches)
         one = None if results is None else found[0]
         makers = tuple(partial(make, *sizes, **options) for make, sizes, options in self.makers)
-        return Plan(makers, tuple(views), tuple(launches), tuple(found) if several is results else one, hooks)
+        results, device = tuple(found) if several is results else one, self.held[0].get_device()
+        return Plan(makers, tuple(views), tuple(launches), results, device, hooks)
 
     def _memory_of(self, t: Tensor) -> int | None:
         """Return the index of the memory that ``t`` is, as a whole, else None."""
@@ -229,7 +231,7 @@ def repeat(
     key = launch, *kwargs, *key
     plan = PLANS.get(key)
     if type(plan) is Plan and not any(plan.hooks):
-        return plan(pointers, args[0].get_device())
+        return plan(pointers)
     if plan is None:
         if len(PLANS) >= MOST:
             PLANS.clear()

@@ -211,18 +211,18 @@ def test_a_function_repeats_the_launches_of_its_ops(monkeypatch):
     for call in range(4):
         x = torch.randn(8)
         with torch.no_grad():
-            y = twice(x, eps=0.5)
+            y = twice(x=x, eps=0.5)
         (*_, x_ptr, inner, _, _, _), (*_, same, y_ptr, _, eps, _) = kernel.runs[-2:]
         assert (x_ptr, y_ptr, eps) == (x.data_ptr(), y.data_ptr(), 0.5)
         assert inner == same != y_ptr
         assert len(checked) == min(call + 1, 2)
     with torch.no_grad(), profile() as prof:
-        twice(x, eps=0.5)
+        twice(x=x, eps=0.5)
     assert [event.count for event in prof.key_averages() if event.key == "liger_like_replay::double"] == [2]
-    twice(x, eps=0.5)
+    twice(x=x, eps=0.5)
     with torch.no_grad():
-        twice(x, eps=0.25)
-        twice(x, unused=0.5)
+        twice(x=x, eps=0.25)
+        twice(x=x, unused=0.5)
     assert checked[2:] == [0.5, 0.5, 0.25, 1.0]
     del library
 
