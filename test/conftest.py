@@ -83,6 +83,14 @@ def _surface_errors(monkeypatch):
     monkeypatch.setattr("liger_like.patching.raise_errors", True)
 
 
+@pytest.fixture(autouse=True)
+def forgotten(monkeypatch):
+    """No op repeats what it did in another test, which may have changed how it works."""
+    from liger_like.runtime import replay
+
+    monkeypatch.setattr(replay, "PLANS", {})
+
+
 @pytest.fixture
 def poisoned():
     """Memory that torch hands out unfilled holds NaN (integers: their maximum), so that a read of it shows.

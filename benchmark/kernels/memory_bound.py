@@ -29,12 +29,14 @@ Libraries that are not installed are left out; the report names them.
 """
 
 import argparse
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from functools import partial
 from typing import Any
 from unittest.mock import patch
 
 import torch
+import triton
+import triton.language as tl
 from torch import Tensor
 from triton.runtime.jit import JITFunction
 
@@ -56,9 +58,10 @@ from benchmark.common.measure import (
 )
 from benchmark.kernels import contestants as table
 from benchmark.kernels.contestants import SPECS, named, torch_rms_norm
-from benchmark.kernels.memory_bound_report import tables, write_report
+from benchmark.kernels.memory_bound_report import EMPTY, tables, write_report
 from liger_like import testing
 from liger_like.runtime import support
+from liger_like.runtime.launcher import launch, recorded
 
 Contest = tuple[testing.OpSpec, str, Mapping[str, Build]]
 
@@ -69,23 +72,50 @@ HOST_SIZES = {"lead": (16,), "N": 1024, "B": 1, "H": 8, "Hk": 2, "S": 16, "D": 6
 OPS = {name: op for name, op in table.OPS.items() if {"N", "R"} & op.spec.bench_shapes[0].keys()}
 
 
+@triton.jit
+def _empty_kernel(x_ptr, y_ptr, z_ptr, M, N, BLOCK: tl.constexpr):
+    pass
+
+
 class _Empty(torch.autograd.Function):
-    """Computes nothing: what every op that is written in Python costs the host."""
+    """Computes nothing: what every op that is written in Python, and its launches, cost the host."""
 
     @staticmethod
-    def forward(ctx: Any, x: Tensor, weight: Tensor, results: Sequence[Tensor]) -> Tensor:
-        ctx.results = results
-        return results[0].view_as(results[0])
+    def forward(ctx: Any, held: tuple[list[Tensor], list[Tensor | None], int, int], *inputs: Tensor) -> Any:
+        ctx.held = held
+        results, _, launches, _ = held
+        return _launched(launches, results)
 
     @staticmethod
-    def backward(ctx: Any, dy: Tensor) -> tuple[Tensor, Tensor, None]:
-        _, dx, dw = ctx.results
-        return dx, dw, None
+    def backward(ctx: Any, *upstream: Tensor) -> Any:
+        _, gradients, _, launches = ctx.held
+        return None, *_launched(launches, gradients)
+
+
+def _launched(launches: int, results: Sequence[Tensor | None]) -> tuple[Tensor | None, ...]:
+    """Return ``results`` after so many launches of an empty kernel."""
+    x = next(t for t in results if t is not None)
+    for _ in range(launches):
+        launch(_empty_kernel, (1,), (x, x, x), (1, 16), BLOCK=16)
+    return tuple(results)
 
 
 def empty(inputs: Inputs) -> Step:
-    x, weight = inputs.values()
-    return partial(_Empty.apply, x, weight, [torch.empty_like(t, requires_grad=False) for t in (x, x, weight)])
+    x, weight = (t.detach().clone() for t in inputs.values())
+    return partial(_Empty.apply, ([x.clone()], [x, weight], 0, 0), *inputs.values())
+
+
+def empty_of(fn: Callable[..., Any], inputs: Inputs) -> Step:
+    """Return an empty function with the inputs, results and launches of ``fn``."""
+    with recorded() as forward:
+        outputs = fn(**inputs)
+    outputs = outputs if isinstance(outputs, tuple) else (outputs,)
+    leaves = [t for t in inputs.values() if t.requires_grad]
+    with recorded() as backward:
+        found = iter(torch.autograd.grad(outputs, leaves, [torch.ones_like(t) for t in outputs]))
+    gradients = [next(found) if t.requires_grad else None for t in inputs.values()]
+    results = [t.detach() for t in outputs]
+    return partial(_Empty.apply, (results, gradients, len(forward), len(backward)), *inputs.values())
 
 
 FLOOR: dict[str, Build] = {"empty autograd.Function": empty, "torch's rms_norm": named(torch_rms_norm)}
@@ -133,8 +163,9 @@ def small_shapes(spec: testing.OpSpec) -> list[dict[str, Any]]:
 
 
 def contests(names: Iterable[str]) -> list[Contest]:
-    """Return the rows of these ops, after the cost of an empty op."""
-    return [(SPECS["rms_norm"], "floor", FLOOR), *((OPS[n].spec, n, OPS[n].contestants()) for n in names)]
+    """Return the rows of these ops, after the cost of an empty op; each op has a row of what an empty one costs."""
+    rows = [(OPS[n].spec, n, {**OPS[n].contestants(), EMPTY: partial(empty_of, OPS[n].spec.fn)}) for n in names]
+    return [(SPECS["rms_norm"], "floor", FLOOR), *rows]
 
 
 def time_host(
@@ -162,7 +193,14 @@ def host_alone(names: Iterable[str]) -> Row:
     if torch.cuda.is_available():
         host = time_host(contests(names), ROUNDS)
     else:
-        ours = [(spec, title, dict([*contestants.items()][:1])) for spec, title, contestants in contests(names)]
+        ours = [
+            (
+                spec,
+                title,
+                {name: build for i, (name, build) in enumerate(contestants.items()) if not i or name == EMPTY},
+            )
+            for spec, title, contestants in contests(names)
+        ]
         nothing = patch.object(JITFunction, "run", lambda *_, **__: None)
         with patch.object(support, "INTERPRET", True), nothing:  # without it, CPU tensors launch nothing
             host = time_host(ours, ROUNDS, "cpu", lambda: None)

@@ -127,7 +127,7 @@ def _fwd_output(gate: Tensor, up: Tensor | None, act: str) -> Tensor:
     return torch.empty_like(gate, memory_format=torch.contiguous_format)
 
 
-@op("glu_fwd(Tensor gate, Tensor? up, str act) -> Tensor", _fwd_output)
+@op("glu_fwd(Tensor gate, Tensor? up, str act) -> Tensor", _fwd_output, replayed=True)
 def glu_fwd(gate: Tensor, up: Tensor | None, act: str) -> Tensor:
     """Return act(gate) * up; ``up`` None: packed halves of ``gate``."""
     y = _fwd_output(gate, up, act)
@@ -179,7 +179,11 @@ def glu_backward(
     return dgate, dup
 
 
-@op("glu_bwd(Tensor dy, Tensor gate, Tensor? up, str act, bool[2] needs) -> (Tensor dgate, Tensor dup)", bwd_outputs)
+@op(
+    "glu_bwd(Tensor dy, Tensor gate, Tensor? up, str act, bool[2] needs) -> (Tensor dgate, Tensor dup)",
+    bwd_outputs,
+    replayed=True,
+)
 def _glu_bwd(dy: Tensor, gate: Tensor, up: Tensor | None, act: str, needs: list[bool]) -> tuple[Tensor, Tensor]:
     return glu_backward(dy, gate, up, act, needs, False)
 
@@ -225,7 +229,7 @@ def check_halves(gate: Tensor, up: Tensor | None) -> None:
             raise TypeError(f"up must have the dtype of gate, {gate.dtype}, got {up.dtype}")
 
 
-@on_shards(_elements)
+@on_shards(_elements, replayed=True)
 def swiglu(gate: Tensor, up: Tensor | None = None) -> Tensor:
     """Return ``silu(gate) * up`` [..., I] for ``gate`` and ``up`` [..., I], or packed ``gate`` [..., 2I] = [gate | up].
 
@@ -239,7 +243,7 @@ def swiglu(gate: Tensor, up: Tensor | None = None) -> Tensor:
     return apply(_GLU, gate, up, "silu") if use_row_kernel(gate) else swiglu_ref(gate, up)
 
 
-@on_shards(_elements)
+@on_shards(_elements, replayed=True)
 def geglu(gate: Tensor, up: Tensor | None = None, *, approximate: str = "tanh") -> Tensor:
     """Return ``gelu(gate) * up`` [..., I] for ``gate`` and ``up`` [..., I], or packed ``gate`` [..., 2I] = [gate | up].
 

@@ -20,6 +20,7 @@ from liger_like.runtime.support import autocast_dtype, is_local, unhooked, use_k
 @op(
     "glu_bwd_y_for_dy(Tensor(a!) dy, Tensor gate, Tensor? up, str act, bool[2] needs) -> (Tensor dgate, Tensor dup)",
     bwd_outputs,
+    replayed=True,
 )
 def _glu_bwd_y_for_dy(
     dy: Tensor, gate: Tensor, up: Tensor | None, act: str, needs: list[bool]

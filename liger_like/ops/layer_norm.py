@@ -159,6 +159,7 @@ def _fwd_outputs(x: Tensor, weight: Tensor | None, bias: Tensor | None, eps: flo
 @op(
     "layer_norm_fwd(Tensor x, Tensor? weight, Tensor? bias, float eps) -> (Tensor y, Tensor mean, Tensor rstd)",
     _fwd_outputs,
+    replayed=True,
 )
 def _layer_norm_fwd(x: Tensor, weight: Tensor | None, bias: Tensor | None, eps: float) -> tuple[Tensor, Tensor, Tensor]:
     y, mean, rstd = _fwd_outputs(x, weight, bias, eps)
@@ -196,6 +197,7 @@ def _bwd_outputs(
     "layer_norm_bwd(Tensor dy, Tensor x, Tensor? weight, Tensor? bias, Tensor mean, Tensor rstd, bool[2] needs)"
     " -> (Tensor dx, Tensor dparams)",
     _bwd_outputs,
+    replayed=True,
 )
 def _layer_norm_bwd(
     dy: Tensor, x: Tensor, weight: Tensor | None, bias: Tensor | None, mean: Tensor, rstd: Tensor, needs: list[bool]
@@ -247,7 +249,7 @@ class _LayerNorm(torch.autograd.Function):
         )
 
 
-@on_shards(rows_alike)
+@on_shards(rows_alike, replayed=True)
 def layer_norm(x: Tensor, weight: Tensor | None = None, bias: Tensor | None = None, eps: float = 1e-5) -> Tensor:
     """Return LayerNorm of ``x`` [..., N] over its last dimension, [..., N] in x.dtype.
 

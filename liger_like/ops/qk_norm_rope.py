@@ -164,6 +164,7 @@ def _norm_outputs(
     " float offset, str casting_mode, str layout, str cos_layout, int unsqueeze_dim) -> (Tensor, Tensor)",
     _norm_outputs,
     inlined=True,
+    replayed=True,
 )
 def _qk_norm_rope_fwd(
     q: Tensor, k: Tensor, q_weight: Tensor, k_weight: Tensor, cos: Tensor, sin: Tensor, eps: float, offset: float,
@@ -189,6 +190,7 @@ def _norm_grads(
     " bool[2] needs) -> (Tensor dq, Tensor dk, Tensor dweights)",
     _norm_grads,
     inlined=True,
+    replayed=True,
 )
 def _qk_norm_rope_bwd(
     dq_out: Tensor, dk_out: Tensor, q: Tensor, k: Tensor, q_weight: Tensor, k_weight: Tensor, cos: Tensor, sin: Tensor,
@@ -264,7 +266,7 @@ _OP = torch.ops.liger_like.qk_norm_rope_fwd.default
 torch.library.register_autograd(_OP, _QKNormRoPE.backward, setup_context=_save, lib=LIBRARY)
 
 
-@on_shards(heads_and_tokens)
+@on_shards(heads_and_tokens, replayed=True)
 def qk_norm_rope(
     q: Tensor,
     k: Tensor,

@@ -215,6 +215,7 @@ def _fwd_outputs(
 @op(
     "rms_norm_fwd(Tensor x, Tensor? weight, float eps, float offset, str casting_mode) -> (Tensor y, Tensor rstd)",
     _fwd_outputs,
+    replayed=True,
 )
 def _rms_norm_fwd(
     x: Tensor, weight: Tensor | None, eps: float, offset: float, casting_mode: str
@@ -235,6 +236,7 @@ def _add_fwd_outputs(
     "add_rms_norm_fwd(Tensor x, Tensor residual, Tensor? weight, float eps, float offset, str casting_mode)"
     " -> (Tensor y, Tensor s, Tensor rstd)",
     _add_fwd_outputs,
+    replayed=True,
 )
 def _add_rms_norm_fwd(
     x: Tensor, residual: Tensor, weight: Tensor | None, eps: float, offset: float, casting_mode: str
@@ -255,6 +257,7 @@ def _bwd_outputs(
     "rms_norm_bwd(Tensor dy, Tensor? ds, Tensor x, Tensor? weight, Tensor rstd, float offset, bool[2] needs)"
     " -> (Tensor dx, Tensor dw)",
     _bwd_outputs,
+    replayed=True,
 )
 def _rms_norm_bwd(
     dy: Tensor, ds: Tensor | None, x: Tensor, weight: Tensor | None, rstd: Tensor, offset: float, needs: list[bool]
@@ -341,7 +344,7 @@ def _checked(x: Tensor, weight: Tensor | None, eps: Any, offset: Any, casting_mo
     return require_eps(eps), require_number("offset", offset)
 
 
-@on_shards(rows_alike)
+@on_shards(rows_alike, replayed=True)
 def rms_norm(
     x: Tensor, weight: Tensor | None = None, eps: float = 1e-6, *, offset: float = 0.0, casting_mode: str = "llama"
 ) -> Tensor:
@@ -361,7 +364,7 @@ def rms_norm(
     return apply(_RMSNorm, x, None, weight, eps, offset, casting_mode)
 
 
-@on_shards(rows_alike)
+@on_shards(rows_alike, replayed=True)
 def add_rms_norm(
     x: Tensor,
     residual: Tensor,

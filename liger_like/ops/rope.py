@@ -275,6 +275,7 @@ def _outputs(q: Tensor, k: Tensor, *args: Any) -> tuple[Tensor, Tensor]:
     " -> (Tensor, Tensor)",
     _outputs,
     inlined=True,
+    replayed=True,
 )
 def _rope(
     q: Tensor, k: Tensor, cos: Tensor, sin: Tensor, layout: str, cos_layout: str, unsqueeze_dim: int, inverse: bool
@@ -360,7 +361,7 @@ def heads_and_tokens(cos: Tensor, unsqueeze_dim: int = 1, **kwargs: Any) -> dict
     return {"q": heads, "k": heads, "cos": tokens, "sin": tokens}
 
 
-@on_shards(heads_and_tokens)
+@on_shards(heads_and_tokens, replayed=True)
 def rope(
     q: Tensor,
     k: Tensor,

@@ -77,10 +77,11 @@ class _Forgets:
         pass
 
 
-def _is_forward_only() -> bool:
+def is_forward_only() -> bool:
     """Return True if nothing differentiates: no backward follows, and neither a transform nor a dual level is there."""
-    transformed = torch._C._are_functorch_transforms_active() or forward_ad._current_level >= 0
-    return not (torch.is_grad_enabled() or transformed)
+    if torch.is_grad_enabled():
+        return False
+    return not torch._C._are_functorch_transforms_active() and forward_ad._current_level < 0
 
 
 def apply(function: Any, *args: Any, op: Any = None) -> Any:
@@ -93,7 +94,7 @@ def apply(function: Any, *args: Any, op: Any = None) -> Any:
     to compile it.
     """
     if not torch.compiler.is_compiling():
-        return function.forward(_Forgets(args), *args) if _is_forward_only() else function.apply(*args)
+        return function.forward(_Forgets(args), *args) if is_forward_only() else function.apply(*args)
     distinct: list[Any] = []
     for arg in args:
         again = isinstance(arg, Tensor) and any(arg is other for other in distinct)

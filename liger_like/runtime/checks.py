@@ -44,6 +44,8 @@ def require_number(
     name: str, value: Any, must: str = "must be finite", low: float = -FLOAT_MAX, high: float = FLOAT_MAX
 ) -> float:
     """Return ``value`` as a Python float. Raise unless it is a number, of Python or NumPy, in [``low``, ``high``]."""
+    if type(value) is float and not torch.compiler.is_compiling() and low <= value <= high:
+        return value
     if not isinstance(value, int | float) and not isinstance(value, torch.SymInt | torch.SymFloat | numbers.Real):
         raise TypeError(f"{name} must be a number, got {type(value).__name__}")
     if not torch.compiler.is_compiling() and not low <= value <= high:  # a traced number may have no value

@@ -1,6 +1,7 @@
 """Launch a Triton kernel in less host time than Triton does."""
 
 import contextlib
+import threading
 from collections.abc import Iterator
 from typing import Any
 
@@ -23,6 +24,23 @@ _recorded: list[tuple[Any, tuple[int, ...], dict[str, Any]]] | None = None  # wh
 _COMPILED: dict[tuple[Any, ...], tuple[Any, ...]] = {}
 
 
+class _Told(threading.local):
+    recording: Any = None
+
+
+_told = _Told()
+
+
+@contextlib.contextmanager
+def told(recording: Any) -> Iterator[None]:
+    """Tell ``recording`` of every launch of this thread within the context; a launch by Triton makes it refuse."""
+    _told.recording = recording
+    try:
+        yield
+    finally:
+        _told.recording = None
+
+
 @contextlib.contextmanager
 def recorded() -> Iterator[list[tuple[Any, tuple[int, ...], dict[str, Any]]]]:
     """Collect (kernel, grid, options) of every launch within the context, in order; not for several threads at once."""
@@ -32,6 +50,11 @@ def recorded() -> Iterator[list[tuple[Any, tuple[int, ...], dict[str, Any]]]]:
         yield launches
     finally:
         _recorded = None
+
+
+def is_recorded() -> bool:
+    """Return True within ``told``."""
+    return _told.recording is not None
 
 
 def is_inlined(x: Any) -> bool:
@@ -90,8 +113,12 @@ def launch(
         run, function, metadata, constants = found
         stream = torch._C._cuda_getCurrentRawStream(device)
         grid += (1,) * (3 - len(grid))
+        if _told.recording is not None:
+            _told.recording.add(kernel, found, grid, descriptors, tensors, (*sizes, *floats))
         run(*grid, stream, function, metadata, None, None, None, *descriptors, *pointers, *sizes, *floats, *constants)
         return
+    if _told.recording is not None:
+        _told.recording.refuse()
     options = OPTIONS | options
     given = *descriptors, *tensors, *sizes, *floats
     compiled = start(kernel, grid, given, options)

@@ -10,12 +10,16 @@ from torch._subclasses.fake_tensor import FakeTensor
 from torch._subclasses.functional_tensor import FunctionalTensor, FunctionalTensorMode
 from torch.utils.flop_counter import register_flop_formula
 
+from liger_like.runtime.autograd import is_forward_only
 from liger_like.runtime.fallback import NotCompiledError
+from liger_like.runtime.launcher import is_recorded
+from liger_like.runtime.replay import is_here, repeat, signature
 from liger_like.runtime.support import INTERPRET
 
 LIBRARY = torch.library.Library("liger_like", "DEF")
 LAUNCHERS: dict[Any, Callable[..., Any]] = {}  # by op, for traces that count what launchers allocate
-_PLAIN = {Tensor, torch.nn.Parameter, int, float, str, bool, list, tuple, torch.dtype, type(None)}
+_LEAVES = {Tensor, torch.nn.Parameter, int, float, str, bool, torch.dtype, type(None)}
+_PLAIN = _LEAVES | {list, tuple}
 F = TypeVar("F", bound=Callable[..., Any])
 
 
@@ -26,6 +30,7 @@ def op(
     flops: Callable[..., int] | None = None,
     inlined: bool | Callable[..., bool] = False,
     in_cuda_graph: Callable[[tuple[Any, ...]], tuple[Any, ...]] | None = None,
+    replayed: bool = False,
 ) -> Callable[[Callable[..., Any]], Callable[..., Any]]:
     """Register the decorated launcher as ``torch.ops.liger_like.<name>``.
 
@@ -36,7 +41,8 @@ def op(
 
     ``inlined``: torch.compile's graphs hold the launches of Triton kernels in place of the op; for a function, if it
     returns True for the op's arguments. ``in_cuda_graph`` returns the arguments of the op in a graph of torch.compile
-    that becomes a CUDA graph.
+    that becomes a CUDA graph. ``replayed``: the launcher looks at nothing but its arguments, so later calls of the same
+    signature repeat its launches (``runtime.replay``).
     """
 
     def register(launch: Callable[..., Any]) -> Callable[..., Any]:
@@ -71,13 +77,17 @@ def op(
 
         @functools.wraps(launch)
         def run(*args: Any) -> Any:
-            if torch.compiler.is_compiling() or _heard(args):
+            if torch.compiler.is_compiling():
                 return dispatched(*args)
-            x = args[0]
-            if x.is_cuda and x.get_device() != torch._C._cuda_getDevice():
-                return on_device(*args)
+            if _is_heard():
+                return on_device(*args) if _hears_recording() else dispatched(*args)
+            known = signature(args) if replayed else None
             try:
-                return launch(*args)
+                if known is not None:
+                    return repeat(launch, args, {}, *known)
+                if _is_special(args):
+                    return dispatched(*args)
+                return on_device(*args) if args[0].is_cuda and not is_here(args[0]) else launch(*args)
             except NotCompiledError as error:
                 error.fall_back()
                 return on_device(*args)
@@ -128,40 +138,61 @@ def _kinds(values: tuple[Any, ...]) -> set[type]:
     return kinds
 
 
-def _heard(args: tuple[Any, ...]) -> bool:
-    """True if the call must go through the dispatcher: an active mode or profiler, a tensor subclass, or a meta first
-    argument.
+def _is_heard() -> Any:
+    """Return True while a mode or a profiler is active, which must see the op."""
+    return torch._C._len_torch_dispatch_stack() or torch._C._autograd._profiler_enabled()
+
+
+def _hears_recording() -> bool:
+    """Return True if the only mode is a recording of the function that calls the op."""
+    alone = torch._C._len_torch_dispatch_stack() == 1 and not torch._C._autograd._profiler_enabled()
+    return alone and is_recorded()
+
+
+def _is_special(args: tuple[Any, ...]) -> bool:
+    """Return True if the dispatcher must handle the arguments: a tensor subclass, or a first tensor without data."""
+    return args[0].is_meta or not _kinds(args) <= _PLAIN
+
+
+def on_shards(rule: Callable[..., Any], *, replayed: bool = False) -> Callable[[F], F]:
+    """Let the decorated op take DTensors: each rank runs it on its shards, by a ``rule`` (see ``runtime.dtensor``).
+
+    ``replayed``: the op looks at nothing but its arguments, so without gradients later calls of the same signature
+    repeat its launches, without its checks.
     """
-    listens = torch._C._len_torch_dispatch_stack() or torch._C._autograd._profiler_enabled() or args[0].is_meta
-    return listens or not _kinds(args) <= _PLAIN
-
-
-def on_shards(rule: Callable[..., Any]) -> Callable[[F], F]:
-    """Let the decorated op take DTensors: each rank runs it on its shards, by a ``rule`` (see ``runtime.dtensor``)."""
 
     def run(function: F, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         from liger_like.runtime.dtensor import run_on_shards  # importing DTensor takes long
 
         return run_on_shards(function, rule, args, kwargs)
 
-    return _for_dtensors(run)
+    return _for_dtensors(run, replayed)
 
 
-def refuses_dtensors(instead: str) -> Callable[[F], F]:
-    """Let the decorated op raise TypeError for DTensors, with the name of the function to use ``instead``."""
+def refuses_dtensors(instead: str, *, replayed: bool = False) -> Callable[[F], F]:
+    """Let the decorated op raise TypeError for DTensors, with the name of the function to use ``instead``.
+
+    ``replayed``: as for ``on_shards``.
+    """
 
     def run(function: F, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         raise TypeError(f"{function.__name__} takes no DTensors: use {instead}, or give local tensors (to_local())")
 
-    return _for_dtensors(run)
+    return _for_dtensors(run, replayed)
 
 
-def _for_dtensors(handle: Callable[..., Any]) -> Callable[[F], F]:
+def _for_dtensors(handle: Callable[..., Any], replayed: bool) -> Callable[[F], F]:
     """Return a decorator that calls ``handle(function, args, kwargs)`` if an argument is a DTensor."""
 
     def decorate(function: F) -> F:
         @functools.wraps(function)
         def run(*args: Any, **kwargs: Any) -> Any:
+            if replayed and not torch.compiler.is_compiling() and is_forward_only() and not _is_heard():
+                known = signature((*args, *kwargs.values()))
+                if known is not None:
+                    return repeat(function, args, kwargs, *known)
+            if {*map(type, args), *map(type, kwargs.values())} <= _LEAVES:
+                return function(*args, **kwargs)
             kinds = _kinds((*args, *kwargs.values())) - _PLAIN
             if any(kind.__name__ == "DTensor" for kind in kinds):  # by name: torch 2.11 can compile that
                 return handle(function, args, kwargs)

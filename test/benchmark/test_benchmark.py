@@ -166,6 +166,7 @@ MEMORY_BOUND = {
     ],
     "host": [
         {"op": "norm", "name": "ours", "forward_us": 20.04, "us": 50.06},
+        {"op": "norm", "name": memory_bound.EMPTY, "forward_us": 10.0, "us": 40.0},
         {"op": "glu", "name": "theirs", "reason": "no | GPU"},
     ],
 }
@@ -190,10 +191,11 @@ glu:
 
 Time on the host:
 
-| op |  | forward us | forward + backward us |
-|---|---|---|---|
-| norm | ours | 20.0 | 50.1 |
-| glu | theirs | no \| GPU | - |
+| op |  | forward us | forward + backward us | of an empty op |
+|---|---|---|---|---|
+| norm | ours | 20.0 | 50.1 | 1.25 |
+| norm | empty, with the launches of liger_like | 10.0 | 40.0 | 1.00 |
+| glu | theirs | no \| GPU | - | - |
 """
 
 
@@ -354,7 +356,7 @@ def test_time_on_a_host_without_gpu(monkeypatch):
         rows = memory_bound.host_alone(["rms_norm"])["host"]
     finally:
         sys.setprofile(None)
-    assert [row["name"] for row in rows] == ["empty autograd.Function", "liger_like"]
+    assert [row["name"] for row in rows] == ["empty autograd.Function", "liger_like", memory_bound.EMPTY]
     assert all(0 < row["forward_us"] < row["us"] for row in rows)
 
 

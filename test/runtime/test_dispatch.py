@@ -1,5 +1,8 @@
 """The ops skip torch's dispatcher only where it would do nothing but call them; for modes see test_opcheck, too."""
 
+import itertools
+from inspect import signature
+
 import pytest
 import torch
 from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
@@ -9,6 +12,7 @@ from torch.utils._pytree import tree_map
 import liger_like
 from liger_like.ops.rms_norm import _rms_norm_fwd as rms_norm_fwd
 from liger_like.runtime import registry
+from liger_like.testing import SPECS, run
 
 OPS = ["liger_like::rms_norm_fwd", "liger_like::rms_norm_bwd"]
 
@@ -47,10 +51,12 @@ def x(device):
 def test_nobody_listens(x, monkeypatch):
     """Neither forward nor backward takes the way through the dispatcher."""
     calls = []
-    heard = registry._heard
-    monkeypatch.setattr(registry, "_heard", lambda args: calls.append(heard(args)) or calls[-1])
+    for name in ("_is_heard", "_is_special"):
+        asked = getattr(registry, name)
+        monkeypatch.setattr(registry, name, lambda *args, asked=asked: calls.append(asked(*args)) or calls[-1])
     step(x)
-    assert [bool(call) for call in calls] == [False, False]
+    assert len(calls) in (2, 4)  # a known signature is not special
+    assert not any(calls)
 
 
 def test_the_profiler_sees_the_ops(x):
@@ -79,3 +85,25 @@ def test_fake_tensors(x):
 def test_tensors_without_data():
     y, rstd = rms_norm_fwd(torch.empty(4, 32, device="meta"), None, 1e-6, 0.0, "llama")
     assert (y.shape, y.device.type, rstd.shape, rstd.device.type) == ((4, 32), "meta", (4,), "meta")
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("spec", SPECS, ids=lambda spec: spec.name)
+def test_ops_repeat_their_results(spec, monkeypatch):
+    """Fresh inputs of a known signature give the bits that an op gives which repeats nothing."""
+    options = {**spec.options[0]}
+    if "deterministic" in signature(spec.ref).parameters:
+        options["deterministic"] = True
+    for shape, seed in itertools.product(spec.test_shapes, range(4)):
+        torch.manual_seed(seed)
+        inputs = spec.inputs(torch.float16, "cuda", **shape)
+        found = run(spec.fn, inputs, options)
+        with torch.no_grad():
+            outputs = spec.fn(**inputs, **options)
+        with monkeypatch.context() as alone:
+            alone.setattr(registry, "signature", lambda args: None)
+            expected = run(spec.fn, inputs, options)
+        outputs = [t for t in (outputs if isinstance(outputs, tuple) else (outputs,)) if t is not None]
+        found |= {f"out{i} without gradients": t for i, t in enumerate(outputs)}
+        unequal = [name for name, t in found.items() if not torch.equal(t, expected[name.split()[0]])]
+        assert unequal == [], (shape, seed)

@@ -153,11 +153,11 @@ EXACT = [
     ),
     (
         "runtime/autograd.py",
-        "torch._C._are_functorch_transforms_active() or ",
+        "not torch._C._are_functorch_transforms_active() and ",
         "",
         "without gradients an op forgets a transform",
     ),
-    ("runtime/autograd.py", " or forward_ad._current_level >= 0", "", "without gradients an op forgets a tangent"),
+    ("runtime/autograd.py", " and forward_ad._current_level < 0", "", "without gradients an op forgets a tangent"),
     ("runtime/autograd.py", 'getattr(ctx, "grads_now", False)', "False", "the fused loss hides a second backward"),
     (
         "ops/rope.py",

@@ -35,6 +35,7 @@ from ops_mutants import OPS
 from paged_mutants import PAGED
 from parallel_mutants import PARALLEL
 from patches_mutants import PATCHES
+from replay_mutants import REPLAY
 from rich.progress import track
 from router_mutants import ROUTERS
 from trl_mutants import TRL
@@ -43,6 +44,7 @@ from vocab_mutants import VOCAB
 ROOT = Path(__file__).parents[2]
 PACKAGE = "liger_like"
 FILES = (
+    "test/runtime/test_replay.py",
     "test/ops/test_experts.py",
     "test/ops/test_experts_lora.py",
     "test/patches/test_patches_experts_report.py",
@@ -127,6 +129,8 @@ LINEAR = (
 # file -> the -k of pytest that selects the tests which must catch the bugs in the file
 TESTS = {
     **{f"runtime/{file}.py": "test_ops or test_tiles or compiled_graph" for file in RUNTIME},
+    **{file: "test_replay or test_ops or test_tiles or compiled_graph" for file, *_ in REPLAY},
+    "runtime/replay.py": "test_replay",
     "runtime/tiles.py": "test_ops or test_tiles",
     "ops/rms_norm.py": "rms_norm or norms",
     "ops/layer_norm.py": "layer_norm or norms",
@@ -198,6 +202,7 @@ MUTANTS = [
         *DIVERGENCE,
         *ROUTERS,
         *EXACT,
+        *REPLAY,
         *EXPERTS,
         *ATTENTION,
         *ATTENTION_BACKWARD,

@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from liger_like.ops.attention.backward import attention_bwd
-from liger_like.ops.attention.checks import check_heads, check_masks, check_offsets, check_options
+from liger_like.ops.attention.checks import VALUES, check_heads, check_masks, check_offsets, check_options
 from liger_like.ops.attention.forward import attention_fwd
 from liger_like.ops.attention.masking import TENSORS, Masking
 from liger_like.ops.attention.portable.delta import attention_delta
@@ -154,7 +154,7 @@ def _deterministic(asked: bool | None) -> bool:
     return torch.are_deterministic_algorithms_enabled() if asked is None else asked
 
 
-@refuses_dtensors("liger_like.parallel.context_parallel")
+@refuses_dtensors("liger_like.parallel.context_parallel", replayed=not VALUES)
 def flash_attention(
     q: Tensor, k: Tensor, v: Tensor, *, causal: bool = False, scale: float | None = None,
     window: tuple[int, int] = (-1, -1), softcap: float | None = None, sinks: Tensor | None = None,

@@ -66,6 +66,7 @@ def _empty(x: Tensor, parts: int = 1) -> Tensor:
     _grads,
     flops=backward_flops,
     inlined=lambda dout, q, k, v, stats, key_spans, *args: is_small(q, k, v, *args),
+    replayed=True,
 )
 def _attention_bwd(
     dout: Tensor, q: Tensor, k: Tensor, v: Tensor, stats: Tensor, key_spans: Tensor | None, *args: Any

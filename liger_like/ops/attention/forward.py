@@ -35,6 +35,7 @@ def _outputs(
     _outputs,
     flops=forward_flops,
     inlined=lambda q, k, v, sinks, *options: is_small(q, k, v, *options),
+    replayed=True,
 )
 def attention_fwd(
     q: Tensor, k: Tensor, v: Tensor, sinks: Tensor | None, *options: Any

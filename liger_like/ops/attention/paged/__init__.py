@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from liger_like.ops.attention import Result, _attend_ref, _scale, _use_kernel, _window
-from liger_like.ops.attention.checks import check_options
+from liger_like.ops.attention.checks import VALUES, check_options
 from liger_like.ops.attention.paged.checks import (
     check_caches,
     check_pages,
@@ -125,7 +125,7 @@ def paged_write_ref(
         cache[page[known], row[known]] = new[known]
 
 
-@refuses_dtensors("full_tensor()")
+@refuses_dtensors("full_tensor()", replayed=not VALUES)
 def flash_attention_paged(
     q: Tensor, k_cache: Tensor, v_cache: Tensor, pages: Tensor | None, lengths: Tensor, *,
     cu_seqlens_q: Tensor | None = None, max_seqlen_q: int = 1, k: Tensor | None = None, v: Tensor | None = None,
@@ -188,7 +188,7 @@ def flash_attention_paged(
     return (out, lse) if return_lse else out
 
 
-@refuses_dtensors("full_tensor()")
+@refuses_dtensors("full_tensor()", replayed=not VALUES)
 def paged_write(
     k: Tensor, v: Tensor, k_cache: Tensor, v_cache: Tensor, slots: Tensor | None = None, *, pages: Tensor | None = None,
     lengths: Tensor | None = None, cu_seqlens_q: Tensor | None = None,

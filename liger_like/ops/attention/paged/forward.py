@@ -109,6 +109,7 @@ def _chunk(keys: int, slots: bool, block_n: int, least: int) -> int:
     " Tensor? qv, Tensor? sinks, SymInt max_seqlen_q, float scale, float? softcap, int left) -> (Tensor, Tensor)",
     _outputs,
     flops=_flops,
+    replayed=True,
 )
 def paged_attention_fwd(
     q: Tensor, k_cache: Tensor, v_cache: Tensor, pages: Tensor | None, lengths: Tensor, cu_seqlens_q: Tensor | None,

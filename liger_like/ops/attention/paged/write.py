@@ -59,6 +59,7 @@ def _paged_write_kernel(
 @op(
     f"paged_write(Tensor k, Tensor v, Tensor(a!) k_cache, Tensor(b!) v_cache, {PAGES_SCHEMA}) -> ()",
     lambda *args: None,
+    replayed=True,
 )
 def paged_write_rows(
     k: Tensor, v: Tensor, k_cache: Tensor, v_cache: Tensor, pages: Tensor | None, lengths: Tensor | None,

@@ -63,6 +63,7 @@ def _delta_outputs(
     " -> (Tensor stats, Tensor dsinks)",
     _delta_outputs,
     inlined=True,
+    replayed=True,
 )
 def attention_delta(
     dout: Tensor, out: Tensor, lse: Tensor, sums: Tensor | None, dlse: Tensor | None, sinks: Tensor | None

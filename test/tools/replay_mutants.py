@@ -1,0 +1,43 @@
+"""Bugs, as in mutants.py, in the plans by which ops repeat their launches."""
+
+FILE = "runtime/replay.py"
+KEY = "arg.shape, arg.stride(), arg.dtype, arg.get_device(), pointer & 15, arg.requires_grad"
+
+REPLAY = [
+    *(
+        (FILE, KEY, ", ".join(part for part in KEY.split(", ") if part != left), f"a signature without {left}")
+        for left in KEY.split(", ")
+        if left != "arg.get_device()"  # which needs two GPUs
+    ),
+    (FILE, "key += kind, arg\n        elif", "key += (arg,)\n        elif", "a plan for 1 serves True"),
+    (FILE, "arg or str(arg)", "arg", "a plan for 0.0 serves -0.0"),
+    (FILE, "key += kind, *map(type, arg), *arg", "key += kind, *arg", "a plan for [1] serves [True]"),
+    (FILE, "[*launcher.OPTIONS.values()]", "[]", "a plan with fused products serves without"),
+    (FILE, "key = launch, *kwargs, *key", "key = launch, *key", "a plan of one keyword serves another"),
+    (FILE, " or len({*map(id, tensors)}) < len(tensors)", "", "a plan of a tensor in two places serves two tensors"),
+    (FILE, "and not any(plan.hooks)", "", "a plan forgets the hooks of a kernel"),
+    (FILE, "hooked or launcher._recorded is not None", "launcher._recorded is not None", "profilers see no launch"),
+    (FILE, " or support._reasons is not None", "", "explain hears no reason"),
+    (FILE, "launcher._recorded is not None or ", "", "a record of launches misses those of plans"),
+    (FILE, "watched or machine.current is not None", "watched", "a trace of a pretended GPU follows plans"),
+    (FILE, "offset + out.data_ptr() - args[0].data_ptr()", "offset", "a view starts where its tensor does"),
+    (FILE, "return place - self.inputs if same else None", "return place - self.inputs", "a view is returned whole"),
+    (FILE, "if place < self.inputs:", "if place < 0:", "an input is returned as memory"),
+    (
+        FILE,
+        "        elif func is not _ATEN.promote_types.default:",
+        "        elif not out.shape:",
+        "an op of torch is left out",
+    ),
+    (FILE, "base=_Memory(pointers[place])", "base=_Memory(pointers[0])", "a descriptor has the memory of another"),
+    (FILE, "if len(PLANS) >= MOST:", "if False:", "plans pile up"),
+    (
+        "runtime/launcher.py",
+        "        _told.recording.refuse()\n",
+        "        pass\n",
+        "a plan without the launches by Triton",
+    ),
+    ("runtime/launcher.py", "class _Told(threading.local)", "class _Told", "a plan has launches of other threads"),
+    ("runtime/registry.py", "and is_forward_only() and not _is_heard()", "and not _is_heard()", "plans lose gradients"),
+    ("runtime/registry.py", "is_forward_only() and not _is_heard()", "is_forward_only()", "modes do not see a plan"),
+]
