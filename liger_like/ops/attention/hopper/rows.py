@@ -6,7 +6,7 @@ from liger_like.ops.attention.visibility import bounds_of_spans, schedule, start
 from liger_like.runtime.gluon import gl, gluon, mbarrier
 from liger_like.runtime.hopper import barriers
 
-FIELDS = gl.constexpr(8)  # of a QueryTile, all but the start of its keys: for the warp groups that multiply
+FIELDS = gl.constexpr(8)  # of a QueryTile, for the warp groups that multiply: all before the start of the sequence of keys
 QUAD = gl.constexpr(6)  # the bits of a column by which the threads that share a row differ
 
 
@@ -35,7 +35,8 @@ class Problem(NamedTuple):
 
 class QueryTile(NamedTuple):
     """A tile of queries: first row in its sequence, batch, head, the start and length of the sequence of queries, the
-    length of that of keys, the keys from ``start`` to ``end`` that it sees, and the start of the sequence of keys.
+    length of that of keys, the keys from ``start`` to ``end`` that it sees, the start of the sequence of keys, and the
+    keys from ``inner_start`` to ``inner_end`` that need no mask.
     """
 
     row: gl.tensor
@@ -47,6 +48,8 @@ class QueryTile(NamedTuple):
     start: gl.tensor
     end: gl.tensor
     start_k: gl.tensor
+    inner_start: gl.tensor
+    inner_end: gl.tensor
 
 
 class KeyBlock(NamedTuple):
@@ -134,9 +137,11 @@ def tile_of(
         row, start_q, length_q, start_k, length_k = find_packed_rows(
             block, problem.cu_q_ptr, problem.cu_k_ptr, problem.count, S, SK, BLOCK_M, SEQUENCES
         )
-    start, end, _, _ = keys_seen(problem, b, row, length_q, length_k, HAS_LEFT, HAS_RIGHT, BLOCK_M, BLOCK_N)
+    start, end, inner_start, inner_end = keys_seen(
+        problem, b, row, length_q, length_k, HAS_LEFT, HAS_RIGHT, BLOCK_M, BLOCK_N
+    )
     end = start + gl.maximum(gl.cdiv(end - start, BLOCK_N), 1) * BLOCK_N
-    return QueryTile(row, b, head % H, start_q, length_q, length_k, start, end, start_k)
+    return QueryTile(row, b, head % H, start_q, length_q, length_k, start, end, start_k, inner_start, inner_end)
 
 
 @gluon.jit
