@@ -17,6 +17,7 @@ from liger_like.ops.attention.hopper import backward as hopper_backward
 from liger_like.ops.attention.hopper import buffers, products
 from liger_like.ops.attention.portable import backward as portable_backward
 from liger_like.ops.attention.portable import forward as portable_forward
+from liger_like.ops.attention.portable.parts import part_width
 from liger_like.ops.attention.visibility import schedule
 from liger_like.testing import run
 from liger_like.testing.inputs import attention_inputs
@@ -90,6 +91,20 @@ def test_few_queries_split_the_keys(name, dtype, launched, device, poisoned):
     check(make, options, draws=1 if dtype == torch.float32 else 3)
     assert launched[0][1][1] > 2  # the number of parts
     assert launched[1][0] == "_merge_kernel"
+
+
+@pytest.mark.parametrize(
+    ("D", "widths"),
+    [(1, (32, 0)), (16, (32, 0)), (33, (32, 16)), (80, (64, 16)), (96, (64, 32)), (97, (128, 0)), (192, (128, 64))],
+)
+def test_parts_of_heads(D, widths):
+    assert (part_width(D, 0), part_width(D, 1)) == widths
+
+
+def test_values_of_up_to_16_features(device, poisoned):
+    """Rows are not aligned; Triton 3.6 compiles tiles of 16 columns wrongly for Hopper then."""
+    make = lambda: attention_inputs(torch.float16, device, B=1, S=5, Sk=70, H=2, Hk=2, D=24, Dv=12)  # noqa: E731
+    check(make, {"causal": True}, draws=2)
 
 
 def test_split_rows_without_keys(launched, device, poisoned):

@@ -16,6 +16,7 @@ TILES = "ops/attention/tiles.py"
 VISIBILITY = "ops/attention/visibility.py"
 
 ATTENTION = [
+    (PARTS, "whole = max(32, ", "whole = max(16, ", "tiles of 16 columns, which Triton 3.6 compiles wrongly"),
     (PARTS, "inside = (cols < D)[None, :]", "inside = (cols <= D)[None, :]", "reads a feature beyond the head"),
     (
         PARTS,
