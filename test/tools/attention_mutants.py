@@ -16,7 +16,7 @@ TILES = "ops/attention/tiles.py"
 VISIBILITY = "ops/attention/visibility.py"
 
 ATTENTION = [
-    (PARTS, "whole = max(32, ", "whole = max(16, ", "tiles of 16 columns, which Triton 3.6 compiles wrongly"),
+    (PARTS, "return part_width(DV, 0) < part_width(D, 0)", "return False", "Triton 3.6 takes other rows for values"),
     (PARTS, "inside = (cols < D)[None, :]", "inside = (cols <= D)[None, :]", "reads a feature beyond the head"),
     (
         PARTS,

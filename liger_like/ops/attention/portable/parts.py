@@ -13,16 +13,21 @@ from liger_like.ops.attention.softmax import LOG2E, scores
 
 @triton.constexpr_function
 def part_width(D, part):
-    """Return the width of the first or second part of D features; 0 if there is no second part.
-
-    A head of up to 16 features is padded to 32 for the ptxas 12.8 of Triton 3.6. For Hopper it computes the addresses
-    of tiles of 16 columns in shared memory from the wrong register: of values in a forward with 32 or more columns of
-    keys, blocks of 64 keys and no copies ahead, as where rows are not aligned. ptxas 12.9 does not.
-    """
-    whole = max(32, next_power_of_2(D))
+    """Return the width of the first or second part of D features; 0 if there is no second part."""
+    whole = max(16, next_power_of_2(D))
     first = whole // 2
     rest = max(16, next_power_of_2(max(1, D - first)))
-    return (whole, 0)[part] if first + rest >= whole else (first, rest)[part]
+    return (whole, 0)[part] if first < 16 or first + rest >= whole else (first, rest)[part]
+
+
+@triton.constexpr_function
+def values_first(D, DV):
+    """Return True if a block's values must be loaded before its scores are computed: they are narrower than its keys.
+
+    Where no copies run ahead, as of rows that are not aligned, the values would take the shared memory of the keys. The
+    ptxas 12.8 of Triton 3.6 then computes addresses of narrower values from the wrong register; ptxas 12.9 does not.
+    """
+    return part_width(DV, 0) < part_width(D, 0)
 
 
 @triton.constexpr_function
