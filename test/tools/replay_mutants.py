@@ -35,8 +35,8 @@ REPLAY = [
     (FILE, "if place < self.inputs:", "if place < 0:", "an input is returned as memory"),
     (
         FILE,
-        "else:\n            self.refuse()",
-        "elif not out.shape:\n            self.refuse()",
+        "else:\n            self.refuse()\n        return out",
+        "elif not out.shape:\n            self.refuse()\n        return out",
         "an op of torch is left out",
     ),
     (FILE, "base=_Memory(pointers[place])", "base=_Memory(pointers[0])", "a descriptor has the memory of another"),
