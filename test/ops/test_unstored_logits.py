@@ -12,7 +12,7 @@ from liger_like.ops.losses import products as product_parts
 from liger_like.ops.losses import unstored
 from liger_like.ops.losses.row_kernels import launch_bwd
 from liger_like.runtime.launcher import recorded
-from liger_like.runtime.support import architecture
+from liger_like.runtime.support import architecture, collected_reasons
 from liger_like.testing import assert_accurate
 
 KERNELS = {"_linear_rows_hopper_kernel", "_linear_dlogits_hopper_kernel"}
@@ -118,8 +118,18 @@ def test_calls_that_store_logits(shape, options, in_torch, device):
 @pytest.mark.parametrize("logits_dtype", [torch.float32, torch.float16], ids=str)
 def test_rounded_logits_are_stored(logits_dtype, in_torch, device):
     inputs = inputs_of(device, (20,), torch.float16)
-    ops.fused_linear_logprobs(**inputs, logits_dtype=logits_dtype, chunk_rows=16).logprob.sum().backward()
-    assert bool(in_torch["reduce"]) == bool(in_torch["differentiate"]) == (logits_dtype == torch.float32)
+    with collected_reasons() as reasons:
+        ops.fused_linear_logprobs(**inputs, logits_dtype=logits_dtype, chunk_rows=16).logprob.sum().backward()
+    rounded = logits_dtype != torch.float32
+    assert bool(in_torch["reduce"]) == bool(in_torch["differentiate"]) != rounded
+    assert any("take logits_dtype float32" in reason for reason in reasons) == rounded
+
+
+def test_cross_entropy_has_no_reason_against_kernels_of_another_op(in_torch, device):
+    inputs = inputs_of(device, (20,), torch.float16)
+    with collected_reasons() as reasons:
+        ops.fused_linear_cross_entropy(**inputs, reduction="none").sum().backward()
+    assert not [reason for reason in reasons if "store no logits" in reason]
 
 
 def test_gradients_in_the_forward_store_logits(in_torch, device):

@@ -364,7 +364,7 @@ def fused_linear_logprobs(
     "logprob", as of their mean, so that the forward computes all gradients; the backward waits for the GPU to learn
     whether they are equal, and computes the logits again if not, or if "entropy" or ``ids`` get gradients.
     ``accumulate_grad`` and ``chunk_rows`` are those of ``fused_linear_cross_entropy`` (None: 1024 tokens for logits in
-    fp32). ``shard`` is set by ``liger_like.parallel.vocab_parallel_logprobs``.
+    fp32, 4096 where none are stored). ``shard`` is set by ``liger_like.parallel.vocab_parallel_logprobs``.
 
     Under autocast the operands are cast to its dtype. The kernel takes bf16, fp16 and fp32; other dtypes and devices
     run the plain-torch reference, which materialises all logits, and so do graphs of torch.compile with few tokens.

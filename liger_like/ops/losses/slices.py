@@ -199,7 +199,7 @@ def _gradients(call: Backward, more: TokenBackward | None, visit: SliceVisit | N
     logits_dtype, at = (x.dtype, (None, None)) if more is None else (more.logits_dtype, (packed(more.ids), d_at))
     entropies = call.entropy if call.entropy.numel() else None
     du_sum = du.new_empty((n, du.shape[1]))
-    kernels = visit is None and _kernels(call, x, kept, logits_dtype, d_at)
+    kernels = visit is None and more is not None and _kernels(call, x, kept, logits_dtype, d_at)
     held = x.dtype if kernels else logits_dtype
     times = 2 if kernels else 1  # a column of the gradient takes half of the memory of its logits
     parts = slices(V, n * held.itemsize, H * dw.itemsize if dw.numel() else 0, times)

@@ -19,7 +19,10 @@ from liger_like.runtime.support import refused
 HOPPER = "liger_like.ops.losses.hopper"
 CHUNK_ROWS = 4096  # tokens that are gathered at a time
 WORDS = 256  # that share a largest score: the columns of a tile
-NOT_PLAIN = "the kernels that store no logits take no bias, LoRA, softcap, ids, top-k, kept logits, argmax or mean"
+NOT_PLAIN = (
+    "the kernels that store no logits take logits_dtype float32, and no bias, LoRA, softcap, ids, top-k, shard, kept"
+    " logits, argmax, correct, mean_logit or log_sum_sq_prob"
+)
 NOT_HALF = "the kernels that store no logits take bfloat16 and float16 on a Hopper GPU, and H that is a multiple of 8"
 
 
