@@ -16,7 +16,7 @@ from torch import Tensor
 from torch.nn import Parameter
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from liger_like.runtime import launcher, machine, support
+from liger_like.runtime import fallback, launcher, machine, support
 
 MOST = 4096  # signatures that are kept
 _ATEN = torch.ops.aten
@@ -29,7 +29,6 @@ _MAKES = {
 }
 _VIEWS = {
     _ATEN.alias.default,
-    _ATEN.as_strided.default,
     _ATEN.detach.default,
     _ATEN.expand.default,
     _ATEN.permute.default,
@@ -116,15 +115,21 @@ class Recording(TorchDispatchMode):
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         """Run an op of torch, and note it if it only allocates or views."""
-        out = func(*args, **(kwargs or {}))
+        kwargs = kwargs or {}
+        with self:  # in inference mode reshape() comes whole, and contiguous() even if it does nothing
+            out = func.decompose(*args, **kwargs)
+        if out is not NotImplemented:
+            return out
+        out = func(*args, **kwargs)
         if func in _MAKES:
             self._make(torch.empty_strided, out, tuple(out.shape), out.stride())
         elif func is _ATEN.zeros.default:
             self._make(torch.zeros, out, tuple(out.shape))
         elif func in _VIEWS and id(args[0]) in self.places:
             place, offset = self.places[id(args[0])]
-            self._place(out, place, offset + out.data_ptr() - args[0].data_ptr())
-        elif func is not _ATEN.promote_types.default:
+            steps = out.storage_offset() - args[0].storage_offset()  # a view without elements has no pointer
+            self._place(out, place, offset + steps * out.element_size())
+        else:
             self.refuse()
         return out
 
@@ -205,7 +210,7 @@ def signature(args: tuple[Any, ...]) -> tuple[tuple[Any, ...], list[Any]] | None
     watched = hooked or launcher._recorded is not None or support._reasons is not None
     if watched or machine.current is not None or not args or not is_here(args[0]):
         return None
-    key: list[Any] = [*launcher.OPTIONS.values()]
+    key: list[Any] = [*launcher.OPTIONS.values(), *fallback.BROKEN]
     pointers: list[Any] = []
     for arg in args:
         kind = type(arg)
@@ -218,7 +223,7 @@ def signature(args: tuple[Any, ...]) -> tuple[tuple[Any, ...], list[Any]] | None
         elif kind is float:
             key += kind, arg or str(arg)  # 0.0 and -0.0 are equal
         elif (kind is list or kind is tuple) and {*map(type, arg)} <= _SCALARS:
-            key += kind, *map(type, arg), *arg
+            key += kind, *arg, *map(type, arg)
         else:
             return None
     return tuple(key), pointers

@@ -18,6 +18,7 @@ from liger_like.ops.attention.hopper import buffers, products
 from liger_like.ops.attention.hopper import forward as hopper_forward
 from liger_like.ops.attention.portable import backward as portable_backward
 from liger_like.ops.attention.portable import forward as portable_forward
+from liger_like.ops.attention.portable.parts import values_first
 from liger_like.ops.attention.visibility import schedule
 from liger_like.testing import run
 from liger_like.testing.inputs import attention_inputs
@@ -91,6 +92,14 @@ def test_few_queries_split_the_keys(name, dtype, launched, device, poisoned):
     check(make, options, draws=1 if dtype == torch.float32 else 3)
     assert launched[0][1][1] > 2  # the number of parts
     assert launched[1][0] == "_merge_kernel"
+
+
+@pytest.mark.parametrize(("D", "Dv", "first"), [(24, 12, True), (72, 24, True), (24, 20, False), (192, 128, False)])
+def test_narrower_values_are_loaded_before_the_scores(D, Dv, first, device, poisoned):
+    """In the place of the keys in shared memory, Triton 3.6 would read other values on Hopper: no row is aligned."""
+    assert values_first(D, Dv) is first
+    make = lambda: attention_inputs(torch.float16, device, B=1, S=5, Sk=70, H=2, Hk=2, D=D, Dv=Dv)  # noqa: E731
+    check(make, {"causal": True})
 
 
 def test_split_rows_without_keys(launched, device, poisoned):

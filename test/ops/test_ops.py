@@ -14,7 +14,7 @@ from torch.utils._pytree import tree_leaves
 from torch.utils.checkpoint import checkpoint
 
 from liger_like import ops
-from liger_like.runtime import launcher
+from liger_like.runtime import launcher, replay
 from liger_like.testing import SPECS, assert_accurate, run
 
 CASES = [(spec, options) for spec in SPECS for options in spec.options]
@@ -405,9 +405,11 @@ def test_numbers_of_any_type(spec, device, poisoned, monkeypatch):
         fresh = {}
         for value in (0.5, 1.0):
             monkeypatch.setattr(launcher, "_COMPILED", {})
+            monkeypatch.setattr(replay, "PLANS", {})
             fresh[value] = run(spec.fn, inputs, {name: value})
         for order in (1, -1):
             monkeypatch.setattr(launcher, "_COMPILED", {})
+            monkeypatch.setattr(replay, "PLANS", {})
             for number in NUMBERS[::order]:
                 try:
                     found = run(spec.fn, inputs, {name: number})

@@ -9,7 +9,7 @@ import torch
 import triton
 from torch.profiler import profile
 
-from liger_like.runtime import launcher, machine, registry, replay, support
+from liger_like.runtime import fallback, launcher, machine, registry, replay, support
 from liger_like.runtime.hopper import Descriptor
 from liger_like.runtime.launcher import launch
 from liger_like.runtime.replay import Plan, repeat, signature
@@ -102,11 +102,32 @@ def test_signatures_know_arguments_apart(order):
         (tensors[0].clone().requires_grad_(), None, 0.5, True, [True]),
     ]
     keys = [signature(args)[0] for args in values[::order]]
+    keys += signature((base, [], 5))[0], signature((base, [5]))[0]
     assert all(a != b for a, b in itertools.combinations(keys, 2))
     assert signature((base, [base])) is None
     assert signature((base, torch.nn.Parameter)) is None
     assert signature((1.0, base)) is None
     assert signature(()) is None
+
+
+@pytest.mark.parametrize("mode", [torch.no_grad, torch.inference_mode])
+def test_views_and_copies_that_are_none(mode):
+    """In inference mode, too, where torch shows reshape() and contiguous() whole; a view may be empty."""
+    kernel = Kernel(4)
+
+    def run(x, weight):
+        y = torch.empty_like(x, dtype=torch.promote_types(x.dtype, weight.dtype))
+        launch(kernel, (1,), (x.reshape(-1, 8), weight.contiguous(), x[2:], y), (1,), (1.0,), N=1)
+        return y
+
+    for repeats in (False, False, True, True):
+        with mode():
+            x, weight = torch.randn(2, 4, 8), torch.ones(8)
+            y, found = called(run, x, weight)
+        assert (found, y.is_inference()) == (repeats, x.is_inference())
+        _, x_ptr, weight_ptr, empty_ptr, y_ptr, *_ = kernel.runs[-1]
+        assert (x_ptr, weight_ptr, y_ptr) == (x.data_ptr(), weight.data_ptr(), y.data_ptr())
+        assert empty_ptr in (0, x.data_ptr() + x.nbytes)  # Triton takes no negative pointer
 
 
 def test_tensors_in_two_places():
@@ -124,6 +145,7 @@ REFUSED = {
     "an op of torch": lambda kernel, x: launch(kernel, (1,), (x * 1,), (1,), (1.0,), N=1),
     "a copy": lambda kernel, x: launch(kernel, (1,), (x.T.contiguous(),), (1,), (1.0,), N=1),
     "a fill": lambda kernel, x: launch(kernel, (1,), (torch.empty_like(x).zero_(),), (1,), (1.0,), N=1),
+    "a place in memory": lambda kernel, x: launch(kernel, (1,), (x.as_strided((4,), (1,), 0),), (1,), (1.0,), N=1),
     "a value": lambda kernel, x: launch(kernel, (1,), (x,), (int(x[0, 0]),), (1.0,), N=1),
     "memory from outside": lambda kernel, x: launch(kernel, (1,), (OUTSIDE,), (1,), (1.0,), N=1),
     "memory that is not aligned": lambda kernel, x: launch(kernel, (1,), (x.view(-1)[1:],), (1,), (1.0,), N=1),
@@ -186,6 +208,9 @@ def test_who_watches_sees_launches(monkeypatch):
     called(run, *args)
     assert kernel.compiled == compiled + 1  # Triton itself launches, and calls the hook
     kernel.pre_run_hooks.clear()
+    with monkeypatch.context() as patch:
+        patch.setitem(fallback.BROKEN, "a", "does not compile")  # later calls choose portable kernels
+        assert not called(run, *args)[1]
     monkeypatch.setattr(launcher, "OPTIONS", {"enable_fp_fusion": False})
     assert not called(run, *args)[1]
 

@@ -18,7 +18,7 @@ from triton.runtime.jit import JITFunction
 
 from benchmark.kernels import tune
 from liger_like.ops.losses import dw_sum
-from liger_like.runtime import launcher, support, tiles
+from liger_like.runtime import launcher, replay, support, tiles
 from liger_like.runtime.launcher import launch
 from liger_like.runtime.tiles import HOPPER, RULES, Tile, candidates, select, tiled
 from liger_like.testing import SPECS, assert_accurate, run
@@ -89,6 +89,7 @@ def test_results_do_not_depend_on_the_tile(spec, device, monkeypatch):
 
         monkeypatch.setattr(tiles, "select", other)
         monkeypatch.setattr(tiles, "_CHOSEN", {})
+        monkeypatch.setattr(replay, "PLANS", {})
         assert_accurate(spec.fn, spec.ref, lambda: inputs, {})
         assert chosen
 
@@ -143,6 +144,7 @@ def test_autotune(spec, monkeypatch):
     assert_accurate(spec.fn, spec.ref, lambda: spec.inputs(torch.bfloat16, "cuda", **small(spec)), {}, draws=4)
     assert all(tile in list(candidates(kernel, width)) for (kernel, width, *_), tile in chosen.items())
     assert chosen
+    monkeypatch.setattr(replay, "PLANS", {})
     monkeypatch.setattr(tiles, "candidates", None)  # a second call does not search
     run(spec.fn, spec.inputs(torch.bfloat16, "cuda", **small(spec)), {})
 

@@ -17,6 +17,7 @@ TILES = "ops/attention/tiles.py"
 VISIBILITY = "ops/attention/visibility.py"
 
 ATTENTION = [
+    (PARTS, "return part_width(DV, 0) < part_width(D, 0)", "return False", "Triton 3.6 takes other rows for values"),
     (PARTS, "inside = (cols < D)[None, :]", "inside = (cols <= D)[None, :]", "reads a feature beyond the head"),
     (
         PARTS,

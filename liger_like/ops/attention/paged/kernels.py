@@ -27,6 +27,7 @@ from liger_like.ops.attention.portable.parts import (
     load_parts,
     scale_parts,
     store_parts,
+    values_first,
     zero_parts,
 )
 from liger_like.ops.attention.softmax import LN2, LOG2E, finish, online_softmax, scores, unit_of_scores
@@ -58,9 +59,10 @@ def _attend_block(
     keys = n + rows
     mask = (keys >= low) & (keys < end)  # what nobody sees may be NaN, and may have no page
     k = _load_keys(k_ptr, page, row, rows, stride_kp, STRIDE_K, mask, WHOLE, D)
+    if qv is not None or values_first(D, DV):
+        v = _load_keys(v_ptr, page, row, rows, stride_vp, STRIDE_V, mask, WHOLE, DV)
     products = contract(q, k)
     if qv is not None:
-        v = _load_keys(v_ptr, page, row, rows, stride_vp, STRIDE_V, mask, WHOLE, DV)
         products = contract(qv, v, products)
     s, _ = scores(products, None, scale, SOFTCAP, EXACT)
     if edge:
@@ -68,7 +70,7 @@ def _attend_block(
         s = tl.where(seen, s, float("-inf"))
     unit = unit_of_scores(scale, SOFTCAP, False, EXACT)
     p, decay, total, row_max = online_softmax(s, total, row_max, unit, EXACT or SOFTCAP is not None)
-    if qv is None:
+    if qv is None and not values_first(D, DV):
         v = _load_keys(v_ptr, page, row, rows, stride_vp, STRIDE_V, mask, WHOLE, DV)
     return add_product(scale_parts(acc, decay[:, None]), p, v), total, row_max
 

@@ -14,6 +14,7 @@ from liger_like.ops.attention.portable.parts import (
     load_parts,
     scale_parts,
     store_parts,
+    values_first,
     zero_parts,
 )
 from liger_like.ops.attention.softmax import LN2, LOG2E, finish, online_softmax, scores, unit_of_scores
@@ -45,13 +46,16 @@ def _attend_block(
     keys = n + rows
     mask = keys < length_k
     k = load_parts(k_ptr + first * STRIDE_K, rows, STRIDE_K, mask, D)
+    if mask_ptr is not None:
+        mask = tl.load(mask_ptr + keys, mask=mask, other=0) != 0
+    if values_first(D, DV):
+        v = load_parts(v_ptr + first * STRIDE_V, rows, STRIDE_V, mask, DV)
     bias = None
     if bias_ptr is not None:
         bias = load_bias(bias_ptr, queries[:, None], keys[None, :], stride_bs, stride_bk, length_q, length_k)
     s, _ = scores(contract(q, k), bias, scale, SOFTCAP, EXACT)
     unit = unit_of_scores(scale, SOFTCAP, bias_ptr is not None, EXACT)
     if mask_ptr is not None:
-        mask = tl.load(mask_ptr + keys, mask=mask, other=0) != 0
         s = tl.where(mask[None, :], s, float("-inf"))
     if edge:
         seen = visible(queries[:, None], keys[None, :], shift, length_k, left, right, HAS_LEFT, HAS_RIGHT)
@@ -60,7 +64,8 @@ def _attend_block(
     # scores times the unit may overflow in fp32, and those of a softcap or a bias in any dtype
     APART: tl.constexpr = EXACT or SOFTCAP is not None or bias_ptr is not None
     p, decay, total, row_max = online_softmax(s, total, row_max, unit, APART)
-    v = load_parts(v_ptr + first * STRIDE_V, rows, STRIDE_V, mask, DV)  # zero where masked: what is there may be NaN
+    if not values_first(D, DV):
+        v = load_parts(v_ptr + first * STRIDE_V, rows, STRIDE_V, mask, DV)  # zero where masked: there may be NaN
     acc = add_product(scale_parts(acc, decay[:, None]), p, v)
     return acc, total, row_max
 

@@ -21,6 +21,16 @@ def part_width(D, part):
 
 
 @triton.constexpr_function
+def values_first(D, DV):
+    """Return True if a block's values must be loaded before its scores are computed: they are narrower than its keys.
+
+    Where no copies run ahead, as of rows that are not aligned, the values would take the shared memory of the keys. The
+    ptxas 12.8 of Triton 3.6 then computes addresses of narrower values from the wrong register; ptxas 12.9 does not.
+    """
+    return part_width(DV, 0) < part_width(D, 0)
+
+
+@triton.constexpr_function
 def product_precision(dtype):
     """Return the precision of ``tl.dot``: full fp32 for fp32 operands."""
     return "ieee" if dtype == tl.float32 else None
