@@ -312,6 +312,9 @@ def compile_for(index: int, gpu: str) -> Cost:
         products = re.findall(r"\bHGMMA\b.*?;", dump(kernel, "-sass"))
         if 2 * sum("gsb0" in product for product in products) > len(products):  # for example, too few registers
             raise RuntimeError("each product waits for the one before it")
+        steps = re.findall(r"wgmma\.wait_group|\bbar\.(?:warp\.)?sync|mbarrier\.arrive\.shared", kernel.asm["ptx"])
+        if ("wgmma.wait_group", "mbarrier.arrive.shared") in itertools.pairwise(steps):
+            raise RuntimeError("a warp says for its group that a buffer is empty, while products of the others read it")
     return cost(kernel)
 
 

@@ -309,6 +309,7 @@ def _attend(
             s = _masked(s, n, limits, inner_start, inner_end, scale, SOFTCAP, STARTS)
             p, row_max, total, decay = _softmax(s, row_max, total, unit, dtype)
             acc = times_rows(acc, decay)
+        group_barrier()  # a warp waits for its own products; Triton 3.6 takes the meeting before that for enough
         mbarrier.arrive(shared.q.empty.index(g), count=1)
         last = use % STAGES
         mbarrier.wait(shared.v_full.index(last), use // STAGES & 1)
