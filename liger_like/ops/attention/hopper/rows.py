@@ -6,7 +6,7 @@ from liger_like.ops.attention.visibility import bounds_of_spans, schedule, start
 from liger_like.runtime.gluon import gl, gluon, mbarrier
 from liger_like.runtime.hopper import barriers
 
-FIELDS = gl.constexpr(8)  # of a QueryTile, for the warp groups that multiply: all before the start of the sequence of keys
+FIELDS = gl.constexpr(8)  # of a QueryTile, for warp groups that multiply: all before the start of the keys
 QUAD = gl.constexpr(6)  # the bits of a column by which the threads that share a row differ
 
 
