@@ -6,7 +6,6 @@
     python -m benchmark long_context --copies              only the rates of copies between GPU and host
     python -m benchmark long_context --quick               tiny shapes, printed only; needs no GPU
     python -m benchmark long_context --report              the report again, without a GPU
-    python -m benchmark long_context --memory 131072       traces memory, without a GPU; --layers 4 of a part
 
 A step is forward, backward and optimizer in bf16, with every layer checkpointed, on random tokens and weights of layers
 of Llama-3-8B. Each setting has a process of its own, which ends with the setting's time. In it all contestants have the
@@ -14,6 +13,7 @@ same weights and take turns, so that 1 % shows; Liger comes last, because it cha
 with steps on at most 65,536 tokens: they compile kernels, and last until the clock has fallen to where it stays. AdamW
 steps in the backward. GPU memory is the peak of all that torch allocated. Host memory is what a step copies there. The
 host's memory is pinned before. The floor is the time of a step's matrix products and attention alone.
+`python -m benchmark plan --files long-context` compares the peaks with predicted ones.
 """
 
 import argparse
@@ -34,7 +34,6 @@ import liger_like
 from benchmark.common.markdown import Row
 from benchmark.common.measure import RESULTS, ToldError, attempt, environment, known, locked, present, rounded, save
 from benchmark.common.processes import DEVICE, GPU, Processes, reset_peak, times
-from benchmark.training.long_context_memory import memory_table
 from benchmark.training.long_context_report import tables, write_report
 from benchmark.training.training import build, nothing, patch_by_liger, tokens_of
 from examples.parallel import LARGER
@@ -254,16 +253,11 @@ def main(arguments: Sequence[str] | None = None) -> None:
     parser.add_argument("--copies", action="store_true", help="only the rates of copies between GPU and host")
     parser.add_argument("--quick", action="store_true", help="tiny shapes, printed only; needs no GPU")
     parser.add_argument("--report", action="store_true", help="only write the report of results/; needs no GPU")
-    parser.add_argument("--memory", type=int, nargs="+", metavar="TOKENS", help="only trace memory; needs no GPU")
-    parser.add_argument("--layers", type=int, default=32, help="of the model whose memory is traced")
     options = parser.parse_args(arguments)
-    if options.memory:
-        config = LlamaConfig(**LARGER["8b"].to_dict() | {"num_hidden_layers": options.layers})
-        return print(memory_table(config, options.memory))
     if options.report:
         return write_report()
     if not GPU and not options.quick:
-        parser.error("needs a GPU (all but --quick, --report and --memory)")
+        parser.error("needs a GPU (all but --quick and --report)")
     result: Row = environment("transformers", "Liger") | {"settings": {}}
     if GPU and (options.copies or len(options.settings) == len(SETTINGS)):
         (result["copies"],) = Processes(1, 60).run(copies)

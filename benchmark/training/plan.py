@@ -32,7 +32,6 @@ from liger_like.planning._models import build, model_class
 
 PATH = RESULTS / "plan.json"
 KEPT = "liger_like, attention kept"
-ON_HOST: dict[str, Any] = {"checkpoint": "attention", "checkpoint_on_host": True, "tiled_mlp": True}
 NAMES: dict[str, dict[str, Any]] = {
     "transformers": {"patched": False},
     "liger_like": {},
@@ -110,18 +109,20 @@ def of_small(result: Row, file: str) -> Iterator[Job]:
 
 def of_long_context(result: Row, file: str) -> Iterator[Job]:
     for setting in long_context.SETTINGS:
-        row = result["settings"].get(setting.text(), {}).get(long_context.KEPT, {})
-        if "gib" in row:
-            config = copy.deepcopy(SHARDED.config)
-            config.num_hidden_layers = setting.layers
-            yield Job(
-                file,
-                setting.text(),
-                long_context.KEPT,
-                config,
-                Setting(1, setting.tokens, step_in_backward=True, **ON_HOST),
-                row,
-            )
+        config = copy.deepcopy(SHARDED.config)
+        config.num_hidden_layers = setting.layers
+        for name, row in result["settings"].get(setting.text(), {}).items():
+            contestant = long_context.CONTESTANTS[name]
+            if "gib" in row and name != "Liger":
+                how = Setting(
+                    seq=setting.tokens,
+                    patched=contestant.patch is not None,
+                    checkpoint="attention" if contestant.host else "full",
+                    checkpoint_on_host=contestant.offload,
+                    tiled_mlp=bool(contestant.patch),
+                    step_in_backward=True,
+                )
+                yield Job(file, setting.text(), name, config, how, row)
 
 
 READERS = {
