@@ -55,7 +55,7 @@ def plan(
         require_integer(name, value, 1)
     if host is not None:
         require_positive("host", host)
-    sharded = gpus > 1 or not fix.keys().isdisjoint({"fsdp", "cp"})
+    sharded = gpus > 1 or any(fix.get(name, 1) != 1 for name in ("fsdp", "cp"))
     Setting(**{"dtype": "fp32" if sharded else "bf16", "checkpoint": "full"} | fix)  # raises for a field
     of = gpu_of(gpu)
     config, cls = _models.model_class(config)

@@ -25,7 +25,7 @@ def fixed(texts: list[str]) -> dict[str, Any]:
             raise ValueError(f"fix must be NAME=VALUE with a name out of {', '.join(kinds)}, got {text!r}")
         if kinds[name] is bool and value not in ("true", "false"):
             raise ValueError(f"{name} must be true or false, got {value!r}")
-        if kinds[name] is int and not value.lstrip("-").isdigit():
+        if kinds[name] is int and not value.removeprefix("-").isdecimal():
             raise ValueError(f"{name} must be an integer, got {value!r}")
         found[name] = value == "true" if kinds[name] is bool else int(value) if kinds[name] is int else value
     return found

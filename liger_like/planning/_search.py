@@ -98,7 +98,7 @@ def searched(
     fix: Mapping[str, Any],
     host: float | None = None,
 ) -> tuple[Candidate, ...]:
-    """Return the candidates, the fastest that fits first. Raises ValueError if no mesh divides ``batch``.
+    """Return the candidates, the fastest that fits first. Raises ValueError if ``fix`` or ``batch`` allows none.
 
     Bisection finds the largest micro-batch that fits a mesh and a checkpointing. Only if nothing fits without, tiled
     MLPs, checkpoints on the host, of which ``host`` GiB are there, and a step in the backward are tried, and last
@@ -119,6 +119,8 @@ def searched(
                 break
         if any(candidate.fits for candidate in found):
             break
+    if not found:
+        raise ValueError(f"micro_batch must be all rows of a GPU with step_in_backward, got {fix['micro_batch']}")
     return (*sorted(found, key=lambda each: (not each.fits, each.prediction.seconds if each.fits else each.needs)),)
 
 

@@ -137,6 +137,11 @@ def test_commands_that_start():
             ["--fix", "checkpoint=selective", "--fix", "checkpoint_on_host=true"],
             "checkpoint_on_host must be false unless",
         ),
+        (
+            ["--batch", "8", "--fix", "step_in_backward=true", "--fix", "micro_batch=2"],
+            "micro_batch must be all rows of a GPU with step_in_backward, got 2",
+        ),
+        (["--fix", "cp=--2"], "cp must be an integer, got '--2'"),
         (["--fix", "lora=-1"], "lora must be at least 0, got -1"),
     ],
 )

@@ -103,6 +103,13 @@ def test_savings_are_tried_where_nothing_fits_without():
     assert {row.setting.optimizer for row in rows(1, optimizer="sgd")} == {"sgd"}
 
 
+@pytest.mark.parametrize(("seconds", "limit"), [(1.0, "products 60 %"), (1.5, "copies 100 %")])
+def test_copies_limit_a_step_only_where_the_gpu_waits(seconds, limit):
+    copies = 0.9 if seconds == 1.0 else seconds  # more than any group of the GPU
+    times = {"products": 0.6, "attention": 0.4, "host": 0.8, "copies": copies}
+    assert dataclasses.replace(prediction(1.0, seconds), times=times).limited_by == limit
+
+
 def test_words_that_start_them():
     def started(**fields):
         return start(Candidate(Setting(**fields), prediction(1.0, 1.0), 1.0, True))
