@@ -34,6 +34,15 @@ from liger_like.runtime.support import num_programs
 
 
 @triton.jit
+def _unpadded(mask_ptr, keys, length_k):
+    """Return which of ``keys`` are in the sequence and no padding."""
+    mask = keys < length_k
+    if mask_ptr is not None:
+        mask = tl.load(mask_ptr + keys, mask=mask, other=0) != 0
+    return mask
+
+
+@triton.jit
 def _attend_block(
     state, q, n, edge, k_ptr, v_ptr, bias_ptr, mask_ptr, STRIDE_K, STRIDE_V, stride_bs, stride_bk, queries, spans,
     shift, length_q, length_k, left, right, scale, SOFTCAP: tl.constexpr, HAS_LEFT: tl.constexpr,
@@ -44,17 +53,15 @@ def _attend_block(
     acc, total, row_max = state
     rows, first = tl.arange(0, BLOCK_N), tl.cast(n, tl.int64)
     keys = n + rows
-    mask = keys < length_k
-    k = load_parts(k_ptr + first * STRIDE_K, rows, STRIDE_K, mask, D)
-    if mask_ptr is not None:
-        mask = tl.load(mask_ptr + keys, mask=mask, other=0) != 0
+    k = load_parts(k_ptr + first * STRIDE_K, rows, STRIDE_K, keys < length_k, D)
     if values_first(D, DV):
-        v = load_parts(v_ptr + first * STRIDE_V, rows, STRIDE_V, mask, DV)
+        v = load_parts(v_ptr + first * STRIDE_V, rows, STRIDE_V, _unpadded(mask_ptr, keys, length_k), DV)
     bias = None
     if bias_ptr is not None:
         bias = load_bias(bias_ptr, queries[:, None], keys[None, :], stride_bs, stride_bk, length_q, length_k)
     s, _ = scores(contract(q, k), bias, scale, SOFTCAP, EXACT)
     unit = unit_of_scores(scale, SOFTCAP, bias_ptr is not None, EXACT)
+    mask = _unpadded(mask_ptr, keys, length_k)
     if mask_ptr is not None:
         s = tl.where(mask[None, :], s, float("-inf"))
     if edge:
