@@ -157,10 +157,9 @@ def results(monkeypatch, tmp_path):
 def launched(monkeypatch):
     """Names of the kernels that are launched, and their grids; no op repeats launches, which would be missed."""
     from liger_like.ops.attention import sums
-    from liger_like.ops.attention.hopper import backward as hopper_backward
-    from liger_like.ops.attention.hopper import backward_192 as hopper_backward_192
     from liger_like.ops.attention.hopper import backward_256 as hopper_backward_256
     from liger_like.ops.attention.hopper import forward as hopper_forward
+    from liger_like.ops.attention.hopper import key_blocks
     from liger_like.ops.attention.portable import backward as portable_backward
     from liger_like.ops.attention.portable import bias as portable_bias
     from liger_like.ops.attention.portable import delta as portable_delta
@@ -173,8 +172,7 @@ def launched(monkeypatch):
         portable_forward,
         hopper_forward,
         portable_backward,
-        hopper_backward,
-        hopper_backward_192,
+        key_blocks,
         hopper_backward_256,
         portable_bias,
         portable_delta,

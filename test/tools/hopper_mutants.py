@@ -2,10 +2,11 @@
 occurs once in it, what replaces that, and why. And pytest's -k for the tests that those of a file must fail.
 """
 
-ROWS, BUFFERS, PRODUCTS, FORWARD, BACKWARD, BACKWARD_192, BACKWARD_256 = (
+ROWS, BUFFERS, KEY_BLOCKS, PRODUCTS, FORWARD, BACKWARD, BACKWARD_192, BACKWARD_256 = (
     f"ops/attention/hopper/{name}.py"
-    for name in ("rows", "buffers", "products", "forward", "backward", "backward_192", "backward_256")
+    for name in ("rows", "buffers", "key_blocks", "products", "forward", "backward", "backward_192", "backward_256")
 )
+WIDE = "hopper_backward and (gradients or few_key_heads or nan) and"
 EXPERTS_PRODUCTS, EXPERTS_ROWS, EXPERTS_DOWN_BWD, EXPERTS_DEPTH = (
     f"ops/experts/hopper/{name}.py" for name in ("products", "rows", "down_bwd", "depth")
 )
@@ -18,14 +19,15 @@ HOPPER_TESTS = {
     EXPERTS_PRODUCTS: "test_experts_hopper or several_tiles",
     LOGITS: "test_unstored_logits and kernels",
     ROWS: SHARED,
-    BUFFERS: SLICED,
+    BUFFERS: f"{SLICED} or {WIDE} 192-128-torch.bfloat16",
+    KEY_BLOCKS: f"{WIDE} torch.bfloat16 and (192-128 or 256-256)",
     PRODUCTS: f"{SHARED} or {SLICED}",
     FORWARD: "test_attention_hopper and not hopper_backward and (window or documents or leaks or 4097)"
     " and (64 or 96 or 144 or 192 or 256) or nan_stays",
     BACKWARD: "hopper_backward and (gradients or few_key_heads or nan or far_below)"
     " and (64-64 or 128-128) and torch.bfloat16 or narrower_heads and (80 or 96)",
-    BACKWARD_192: "hopper_backward and (gradients or few_key_heads or nan) and 192-128-torch.bfloat16",
-    BACKWARD_256: "hopper_backward and (gradients or few_key_heads or nan) and 256-256-torch.bfloat16",
+    BACKWARD_192: f"{WIDE} 192-128-torch.bfloat16",
+    BACKWARD_256: f"{WIDE} 256-256-torch.bfloat16",
 }
 
 HOPPER = [
@@ -347,14 +349,13 @@ HOPPER = [
     (BACKWARD, "dk, end_k - row, HK, D, scale)", "dk, end_k - row, HK, D)", "dk of keys is not scaled"),
     (BACKWARD_192, "zeros - shared.delta", "zeros + shared.delta", "delta is added to dp of heads of 192"),
     (BACKWARD_192, "dk, block.end_k - row, HK, D, scale", "dk, block.end_k - row, HK, D", "dk of 192 is not scaled"),
-    (BACKWARD_192, "gl.minimum(offs, sequence.end - 1)", "offs", "heads of 192 take delta of the next sequence"),
     (
         BACKWARD_192,
         "rows_of(parts_of(shared.v, zero, 1), g * ROWS)",
         "rows_of(parts_of(shared.v, zero, 1), 0)",
         "the second half of the keys has the first half's values",
     ),
-    (BACKWARD_192, "first.index(2 * s + i)", "first.index(2 * s)", "128 of 192 features are in the place of 64"),
+    (BUFFERS, "PARTS * COLS), full, bufs[1]", "0), full, bufs[1]", "the last 64 of 192 features are the first"),
     (
         BACKWARD_256,
         "store((p * slopes).to(dtype))",
@@ -367,12 +368,7 @@ HOPPER = [
         "dk, length, HK, D",
         "dk of wide heads is not scaled",
     ),
-    (
-        BACKWARD_256,
-        "gl.minimum(offs, sequence.end - 1)",
-        "offs",
-        "of wide heads delta of the next sequence",
-    ),
+    (KEY_BLOCKS, "gl.minimum(offs, sequence.end - 1)", "offs", "of wide heads delta of the next sequence"),
     (
         BACKWARD_256,
         "dp -= delta[None, :]",

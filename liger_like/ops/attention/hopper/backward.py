@@ -27,6 +27,7 @@ from liger_like.ops.attention.hopper.buffers import (
     rows_of,
     sum_of,
 )
+from liger_like.ops.attention.hopper.key_blocks import launch_over_keys
 from liger_like.ops.attention.hopper.products import (
     load_first,
     parts_that_fit,
@@ -36,7 +37,7 @@ from liger_like.ops.attention.hopper.products import (
     zero_sums,
 )
 from liger_like.ops.attention.hopper.rows import Problem, bounds, hide, keys_of
-from liger_like.ops.attention.masking import Masking, key_heads_together
+from liger_like.ops.attention.masking import Masking
 from liger_like.ops.attention.softmax import LOG2E, scores, unit_of_scores
 from liger_like.ops.attention.visibility import load_spans
 from liger_like.runtime.gluon import (
@@ -56,7 +57,6 @@ from liger_like.runtime.gluon import (
     warpgroup_mma_wait,
 )
 from liger_like.runtime.hopper import FAR, ROWS, barriers, buffers, sum_layout, zero_sum
-from liger_like.runtime.launcher import launch
 
 BLOCK_N = 2 * ROWS.value
 # widths of heads -> queries in a block, and with a softcap, which takes registers; wider heads do not fit
@@ -332,28 +332,14 @@ def add_gradients(
     """Return dq / scale in fp32, and fill dk and dv [splits, B, Sk, Hk, D] with the sums over each split of the query
     heads of a key head.
     """
-    (B, S, H, D), (SK, HK, DV) = q.shape, v.shape[1:]
-    widths = width, _ = widths_of(D, DV)
+    widths = width, _ = widths_of(q.shape[-1], v.shape[-1])
     block_m = BLOCK_M[widths][masking.softcap is not None]
-    blocks = masking.num_blocks(SK, BLOCK_N)
     share = width if block_m == BLOCK_N else width // 2
     total = stats.new_zeros(q.shape)
-    launch(
-        _attention_bwd_hopper_kernel, (blocks * B * HK, splits), (stats, dk, dv, masking.cu_seqlens_q,
-        masking.cu_seqlens_k, masking.spans), (B, S, SK, stats.shape[3], masking.sequences, blocks,
-        key_heads_together(masking, q, k, v, BLOCK_N), splits,
-         masking.left, masking.right),
-        (masking.scale,),
-        tuple(descriptor(x, block, n, masking) for x, block, n in (
-            (q, block_m, width), (k, BLOCK_N, width), (v, BLOCK_N, width), (dout, block_m, width), (total, 64, share),
-        )),
-        H=H,
-        HK=HK,
-        D=D,
-        DV=DV,
-        **masking.constants(),
-        BLOCK_M=block_m,
-        STAGES=STAGES,
-        num_warps=4,
+    moved = (q, block_m, width), (k, BLOCK_N, width), (v, BLOCK_N, width), (dout, block_m, width), (total, 64, share)
+    descriptors = tuple(descriptor(x, rows, n, masking) for x, rows, n in moved)
+    launch_over_keys(
+        _attention_bwd_hopper_kernel, BLOCK_N, q, k, v, stats, masking, splits, dk, dv, descriptors,
+        **masking.constants(), BLOCK_M=block_m, STAGES=STAGES,
     )  # fmt: skip
     return total

@@ -13,29 +13,25 @@ from typing import NamedTuple
 from torch import Tensor
 
 from liger_like.ops.attention.choice import widths_of
-from liger_like.ops.attention.hopper.buffers import Sequence, at, descriptor, load_rows, parts_of, rows_of
+from liger_like.ops.attention.hopper.buffers import descriptor, parts_of, rows_of
+from liger_like.ops.attention.hopper.key_blocks import STAGES, launch_over_keys, load_queries
 from liger_like.ops.attention.hopper.products import start_add_product, start_contract, store_sums, zero_sums
 from liger_like.ops.attention.hopper.rows import Problem, bounds, hide, keys_of
-from liger_like.ops.attention.masking import Masking, key_heads_together
+from liger_like.ops.attention.masking import Masking
 from liger_like.ops.attention.softmax import LOG2E, unit_of_scores
 from liger_like.ops.attention.visibility import load_spans
 from liger_like.runtime.gluon import (
-    cp_async,
-    cp_async_arrive,
     fence_async_shared,
     gl,
     gluon,
     mbarrier,
     reinterpret,
-    tma_load,
     warpgroup_mma,
     warpgroup_mma_wait,
 )
 from liger_like.runtime.hopper import ROWS, Ring, barriers, buffers, sum_layout, wait_for, zero_sum
-from liger_like.runtime.launcher import launch
 
 BLOCK_N = 2 * ROWS.value  # keys of a program
-STAGES = gl.constexpr(2)
 
 
 class Shared(NamedTuple):
@@ -51,16 +47,6 @@ class Shared(NamedTuple):
 
 
 @gluon.jit
-def _load_parts(desc, sequence, h, row, parts, s, full):
-    """Load rows by TMA into the s-th buffers of both parts of 192 features; the load is one arrival at ``full``."""
-    first, rest = parts
-    mbarrier.expect(full, 3 * desc.block_type.nbytes)
-    for i in gl.static_range(3):
-        place = at(desc, sequence, h, row, i * ROWS)
-        tma_load(desc, place, full, first.index(2 * s + i) if i < 2 else rest.index(s))
-
-
-@gluon.jit
 def _parts(parts, s):
     """Return the s-th buffers [rows, 128] and [rows, 64] of 192 features."""
     first, rest = parts
@@ -69,41 +55,6 @@ def _parts(parts, s):
     layout: gl.constexpr = gl.NVMMASharedLayout(128, element_bitwidth=16, rank=2)
     wide = reinterpret(first, first.dtype, [COUNT, LENGTH, 2 * ROWS], layout)
     return wide.index(s), rest.index(s).reshape([LENGTH, ROWS])
-
-
-@gluon.jit
-def _fill(desc, sequence, h, m, ring, ptr, numbers, use):
-    """Load queries, and the number of each at ``ptr`` (lse or delta), as the use-th filling of a ring.
-
-    Rows past the end of the sequence get the number of the last query: the next sequence's may be NaN.
-    """
-    s = use % STAGES
-    mbarrier.wait(ring.empty.index(s), use // STAGES & 1 ^ 1)
-    # not by TMA, for which a packed sequence would have to start at a multiple of 16 bytes
-    offs = m + gl.arange(0, ROWS, gl.BlockedLayout([1], [32], [1], [0]))
-    cp_async(numbers.index(s), ptr + gl.minimum(offs, sequence.end - 1))
-    cp_async_arrive(ring.full.index(s), increment_count=False)
-    if desc.block_type.shape[-1] == ROWS:
-        _load_parts(desc, sequence, h, m, ring.buffers, s, ring.full.index(s))
-    else:
-        load_rows(desc, sequence, h, m, ring.buffers, s, ring.full.index(s), STAGES)
-
-
-@gluon.jit
-def _load_queries(block, shared, descs, stats_ptr, B, PADDED, H: gl.constexpr):
-    q_desc, k_desc, v_desc, dout_desc = descs
-    keys = Sequence(block.batch, block.end_k)
-    queries = Sequence(block.batch, block.end_q)
-    _load_parts(k_desc, keys, block.head, block.row, shared.k, 0, shared.kv_full)
-    load_rows(v_desc, keys, block.head, block.row, shared.v, 0, shared.kv_full, 1)
-    use = 0
-    for h in range(block.first_head, block.first_head + block.heads):
-        lse_ptr = stats_ptr + (block.batch * H + h).to(gl.int64) * PADDED
-        delta_ptr = lse_ptr + B.to(gl.int64) * H * PADDED
-        for m in range(block.start, block.end, ROWS):
-            _fill(q_desc, queries, h, m, shared.q, lse_ptr, shared.lse, use)
-            _fill(dout_desc, queries, h, m, shared.dout, delta_ptr, shared.delta, use)
-            use += 1
 
 
 @gluon.jit
@@ -205,7 +156,7 @@ def _attention_dkv_192_hopper_kernel(
         [
             (_sum, (0, block, problem, shared, outputs, scale, HK, D, DV, HAS_LEFT, HAS_RIGHT)),
             (_sum, (1, block, problem, shared, outputs, scale, HK, D, DV, HAS_LEFT, HAS_RIGHT)),
-            (_load_queries, (block, shared, descs, stats_ptr, B, PADDED, H)),
+            (load_queries, (block, shared, descs, stats_ptr, B, PADDED, H)),
         ],
         worker_num_warps=[4, 1],
         worker_num_regs=[240, 24],
@@ -216,22 +167,10 @@ def fill_dkv(
     dout: Tensor, q: Tensor, k: Tensor, v: Tensor, stats: Tensor, masking: Masking, splits: int, dk: Tensor, dv: Tensor
 ) -> None:
     """Fill dk and dv [splits, B, Sk, Hk, D] with the sums over each split of the query heads of a key head."""
-    (B, S, H, D), (SK, HK, DV) = q.shape, v.shape[1:]
-    width, width_v = widths_of(D, DV)
-    blocks = masking.num_blocks(SK, BLOCK_N)
+    width, width_v = widths_of(q.shape[-1], v.shape[-1])
     constants = {name: value for name, value in masking.constants().items() if name != "SOFTCAP"}
-    launch(
-        _attention_dkv_192_hopper_kernel, (blocks * B * HK, splits), (stats, dk, dv, masking.cu_seqlens_q,
-        masking.cu_seqlens_k, masking.spans), (B, S, SK, stats.shape[3], masking.sequences, blocks,
-        key_heads_together(masking, q, k, v, BLOCK_N), splits,
-         masking.left, masking.right),
-        (masking.scale,),
-        tuple(descriptor(x, rows, n, masking) for x, rows, n in (
-            (q, 64, width), (k, BLOCK_N, width), (v, BLOCK_N, width_v), (dout, 64, width_v))),
-        H=H,
-        HK=HK,
-        D=D,
-        DV=DV,
-        **constants,
-        num_warps=4,
-    )  # fmt: skip
+    moved = (q, 64, width), (k, BLOCK_N, width), (v, BLOCK_N, width_v), (dout, 64, width_v)
+    descriptors = tuple(descriptor(x, rows, n, masking) for x, rows, n in moved)
+    launch_over_keys(
+        _attention_dkv_192_hopper_kernel, BLOCK_N, q, k, v, stats, masking, splits, dk, dv, descriptors, **constants
+    )

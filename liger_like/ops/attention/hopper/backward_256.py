@@ -2,11 +2,11 @@
 
 There are two kernels, as in the portable backward, so that nothing is added up in global memory: shared-memory traffic
 would bound a single pass. ``backward_192`` has a faster kernel for dk and dv of heads of 192 without a softcap. Here,
-for dk and dv a program owns 64 keys of a key head. One warp group computes p and sums dv,
-the other computes ds and sums dk. p goes from the first to the second through shared memory, in the dtype of the
-tensors and times the slopes of a softcap, so that only the first group needs masks. For dq a program owns 128 queries
-of a head, 64 for each warp group, and the groups are independent. In both kernels the scores of a block are multiplied
-while the products of the block before are summed.
+for dk and dv a program owns 64 keys of a key head. One warp group computes p and sums dv, the other computes ds and
+sums dk. p goes from the first to the second through shared memory, in the dtype of the tensors and times the slopes of
+a softcap, so that only the first group needs masks. For dq a program owns 128 queries of a head, 64 for each warp
+group, and the groups are independent. In both kernels the scores of a block are multiplied while the products of the
+block before are summed.
 """
 
 from typing import NamedTuple
@@ -16,14 +16,13 @@ from torch import Tensor
 
 from liger_like.ops.attention.choice import widths_of
 from liger_like.ops.attention.hopper.buffers import Sequence, descriptor, fill, load_rows, parts_of, rows_of
+from liger_like.ops.attention.hopper.key_blocks import STAGES, launch_over_keys, load_queries
 from liger_like.ops.attention.hopper.products import start_add_product, start_contract, store_sums, zero_sums
 from liger_like.ops.attention.hopper.rows import Problem, bounds, hide, keys_of, tile_of
-from liger_like.ops.attention.masking import Masking, heads_in_l2, key_heads_together
+from liger_like.ops.attention.masking import Masking, heads_in_l2
 from liger_like.ops.attention.softmax import LOG2E, scores, unit_of_scores
 from liger_like.ops.attention.visibility import load_spans
 from liger_like.runtime.gluon import (
-    cp_async,
-    cp_async_arrive,
     fence_async_shared,
     gl,
     gluon,
@@ -33,7 +32,6 @@ from liger_like.runtime.gluon import (
 from liger_like.runtime.hopper import ROWS, Ring, barriers, buffers, sum_layout, wait_for, zero_sum
 from liger_like.runtime.launcher import launch
 
-STAGES = gl.constexpr(2)
 BLOCK_N = ROWS.value  # keys of a program for dk and dv
 BLOCK_M = 2 * ROWS.value  # queries of one for dq
 # widths of heads -> buffers for values in the kernel for dq
@@ -63,39 +61,6 @@ class DqShared(NamedTuple):
     v: Ring
     q_full: gl.tensor
     dout_full: gl.tensor
-
-
-@gluon.jit
-def _fill(desc, sequence, h, m, ring, ptr, numbers, use):
-    """Load queries, and the number of each at ``ptr`` (lse or delta), as the use-th filling of a ring.
-
-    TMA loads zeros past the end of the sequence. These rows get the number of the last query: the next sequence's may
-    be NaN.
-    """
-    s = use % STAGES
-    mbarrier.wait(ring.empty.index(s), use // STAGES & 1 ^ 1)
-    # not by TMA, for which a packed sequence would have to start at a multiple of 16 bytes
-    offs = m + gl.arange(0, ROWS, gl.BlockedLayout([1], [32], [1], [0]))
-    cp_async(numbers.index(s), ptr + gl.minimum(offs, sequence.end - 1))
-    cp_async_arrive(ring.full.index(s), increment_count=False)
-    load_rows(desc, sequence, h, m, ring.buffers, s, ring.full.index(s), STAGES)
-
-
-@gluon.jit
-def _load_queries(block, shared, descs, stats_ptr, B, PADDED, H: gl.constexpr):
-    q_desc, k_desc, v_desc, dout_desc = descs
-    keys = Sequence(block.batch, block.end_k)
-    queries = Sequence(block.batch, block.end_q)
-    load_rows(k_desc, keys, block.head, block.row, shared.k, 0, shared.kv_full, 1)
-    load_rows(v_desc, keys, block.head, block.row, shared.v, 0, shared.kv_full, 1)
-    use = 0
-    for h in range(block.first_head, block.first_head + block.heads):
-        lse_ptr = stats_ptr + (block.batch * H + h).to(gl.int64) * PADDED
-        delta_ptr = lse_ptr + B.to(gl.int64) * H * PADDED
-        for m in range(block.start, block.end, ROWS):
-            _fill(q_desc, queries, h, m, shared.q, lse_ptr, shared.lse, use)
-            _fill(dout_desc, queries, h, m, shared.dout, delta_ptr, shared.delta, use)
-            use += 1
 
 
 @gluon.jit
@@ -228,7 +193,7 @@ def _attention_dkv_hopper_kernel(
         [
             (_sum_dv, (block, problem, shared, dv_ptr, scale, HK, DV, SOFTCAP, HAS_LEFT, HAS_RIGHT)),
             (_sum_dk, (block, problem, shared, dk_ptr, scale, HK, D)),
-            (_load_queries, (block, shared, descs, stats_ptr, B, PADDED, H)),
+            (load_queries, (block, shared, descs, stats_ptr, B, PADDED, H)),
         ],
         worker_num_warps=[4, 1],
         worker_num_regs=[240, 24],
@@ -348,22 +313,12 @@ def fill_dkv(
     dout: Tensor, q: Tensor, k: Tensor, v: Tensor, stats: Tensor, masking: Masking, splits: int, dk: Tensor, dv: Tensor
 ) -> None:
     """Fill dk and dv [splits, B, Sk, Hk, D] with the sums over each split of the query heads of a key head."""
-    (B, S, H, D), (SK, HK, DV) = q.shape, v.shape[1:]
-    width, width_v = widths_of(D, DV)
-    blocks = masking.num_blocks(SK, BLOCK_N)
-    launch(
-        _attention_dkv_hopper_kernel, (blocks * B * HK, splits), (stats, dk, dv, masking.cu_seqlens_q,
-        masking.cu_seqlens_k, masking.spans), (B, S, SK, stats.shape[3], masking.sequences, blocks,
-        key_heads_together(masking, q, k, v, BLOCK_N), splits,
-         masking.left, masking.right),
-        (masking.scale,),
-        tuple(descriptor(x, 64, n, masking) for x, n in ((q, width), (k, width), (v, width_v), (dout, width_v))),
-        H=H,
-        HK=HK,
-        D=D,
-        DV=DV,
+    width, width_v = widths_of(q.shape[-1], v.shape[-1])
+    moved = (q, width), (k, width), (v, width_v), (dout, width_v)
+    descriptors = tuple(descriptor(x, 64, n, masking) for x, n in moved)
+    launch_over_keys(
+        _attention_dkv_hopper_kernel, BLOCK_N, q, k, v, stats, masking, splits, dk, dv, descriptors,
         **masking.constants(),
-        num_warps=4,
     )  # fmt: skip
 
 

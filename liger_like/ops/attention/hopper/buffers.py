@@ -49,12 +49,19 @@ def at(desc, sequence, h, row, col):
 
 @gluon.jit
 def load_rows(desc, sequence, h, row, bufs, s, full, COUNT: gl.constexpr):
-    """Load rows by TMA into the s-th of COUNT buffers, which may be in parts; the load is one arrival at ``full``."""
-    PARTS: gl.constexpr = bufs.shape[0] // COUNT
-    mbarrier.expect(full, PARTS * desc.block_type.nbytes)
+    """Load rows by TMA into the s-th of COUNT buffers, which may be in parts; the load is one arrival at ``full``.
+
+    A pair of buffers holds two parts that are multiplied as one, then one more.
+    """
+    APART: gl.constexpr = isinstance(bufs, gl.tuple)
+    first = bufs[0] if APART else bufs
+    PARTS: gl.constexpr = first.shape[0] // COUNT
+    COLS: gl.constexpr = first.shape[-1]
+    mbarrier.expect(full, (PARTS + APART) * desc.block_type.nbytes)
     for i in gl.static_range(PARTS):
-        place = at(desc, sequence, h, row, i * bufs.shape[-1])
-        tma_load(desc, place, full, bufs.index(s * PARTS + i))
+        tma_load(desc, at(desc, sequence, h, row, i * COLS), full, first.index(s * PARTS + i))
+    if APART:
+        tma_load(desc, at(desc, sequence, h, row, PARTS * COLS), full, bufs[1].index(s))
 
 
 @gluon.jit
