@@ -217,7 +217,7 @@ def replayed(model: Any, setting: Setting, gpu: GPU | str | float) -> Prediction
             played.inside(segments, "after", layer)
         for layer in reversed(range(cuts.layers)):
             played.inside(segments, "backward", layer)
-    if end := passes[-1].get(("end", 0)):  # there is none if the optimizer steps in the backward
+    if end := passes[-1].get(("end", 0)):  # absent if the optimizer steps in the backward
         end.times["optimizer"] *= trained
         played.outside(end)
     clock.host, clock.sent = played.times.pop("host"), played.times.pop("sent")

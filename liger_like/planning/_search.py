@@ -9,7 +9,7 @@ from typing import Any
 from liger_like.planning import _report
 from liger_like.planning._machine import GIB, GPU
 from liger_like.planning._prediction import Prediction
-from liger_like.planning._settings import CHECKPOINTS, Setting
+from liger_like.planning._settings import CHECKPOINTS, DEFAULTS, Setting, contradiction
 
 # GiB that torch's counts do not hold: the context and libraries, and NCCL's buffers of a group of GPUs (assumed)
 CONTEXT, GROUP = 0.6, 1.0
@@ -128,14 +128,8 @@ def _base(fields: Mapping[str, Any], way: Mapping[str, Any]) -> Setting | None:
     """Return the setting of ``fields`` in this ``way``, for any micro-batch; None if they contradict."""
     if any(fields.get(name, value) != value for name, value in way.items()):
         return None
-    both = {**way, **fields}
-    kept = both["checkpoint"]
-    if (
-        (both.get("checkpoint_on_host") and kept in ("none", "selective"))
-        or (both.get("checkpoint_layers", 1) > 1 and kept == "none")
-        or (both.get("tiled_mlp") and not both.get("patched", True))
-        or (both.get("step_in_backward") and both["accumulation"] > 1)
-    ):
+    both = {**DEFAULTS, **way, **fields}
+    if contradiction(both):
         return None
     return Setting(**{name: value for name, value in both.items() if name not in ("micro_batch", "accumulation")})
 

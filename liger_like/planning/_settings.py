@@ -1,5 +1,6 @@
 """Settings of a step: one way to train, and the errors that name its fields."""
 
+from collections.abc import Mapping
 from dataclasses import dataclass, fields
 from typing import Any
 
@@ -72,19 +73,8 @@ class Setting:
             raise ValueError(f"dtype must be fp32 on {self.gpus} GPUs: FSDP2 keeps fp32 and computes in bf16")
         if self.cp > 1 and not self.patched:
             raise ValueError(f"cp must be 1 unless patched, got {self.cp}: only patched attention spreads")
-        self._check_savings()
-
-    def _check_savings(self) -> None:
-        if self.checkpoint_on_host and self.checkpoint not in ("attention", "full"):
-            raise ValueError(
-                f"checkpoint_on_host must be false unless checkpoint is attention or full, it is {self.checkpoint}"
-            )
-        if self.checkpoint_layers > 1 and self.checkpoint == "none":
-            raise ValueError(f"checkpoint_layers must be 1 with checkpoint none, got {self.checkpoint_layers}")
-        if self.tiled_mlp and not self.patched:
-            raise ValueError("tiled_mlp must be false unless patched")
-        if self.step_in_backward and self.accumulation > 1:
-            raise ValueError(f"accumulation must be 1 with step_in_backward, got {self.accumulation}")
+        if told := contradiction(vars(self)):
+            raise ValueError(told)
         if self.dtype == "fp32" and self.optimizer == "adamw8bit":
             raise ValueError("optimizer must be adamw or sgd with dtype fp32: sharded states in 8 bits are not traced")
         if self.dtype == "fp32" and self.lora:
@@ -111,3 +101,19 @@ class Setting:
         parts += ["step in backward"] * self.step_in_backward
         parts += [f"LoRA {self.lora}"] * (self.lora > 0) + [self.optimizer] * (self.optimizer != "adamw")
         return ", ".join(parts)
+
+
+def contradiction(of: Mapping[str, Any]) -> str:
+    """Return why the savings of a setting, ``of`` its fields, rule each other out, or "" if they do not."""
+    if of["checkpoint_on_host"] and of["checkpoint"] not in ("attention", "full"):
+        return f"checkpoint_on_host must be false unless checkpoint is attention or full, it is {of['checkpoint']}"
+    if of["checkpoint_layers"] > 1 and of["checkpoint"] == "none":
+        return f"checkpoint_layers must be 1 with checkpoint none, got {of['checkpoint_layers']}"
+    if of["tiled_mlp"] and not of["patched"]:
+        return "tiled_mlp must be false unless patched"
+    if of["step_in_backward"] and of["accumulation"] > 1:
+        return f"accumulation must be 1 with step_in_backward, got {of['accumulation']}"
+    return ""
+
+
+DEFAULTS: dict[str, Any] = {field.name: field.default for field in fields(Setting)}

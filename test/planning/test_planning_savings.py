@@ -1,4 +1,4 @@
-"""What saves memory in a plan: checkpoints on the host, tiled MLPs, optimizers with fewer states, and adapters."""
+"""Plans whose settings save memory: checkpoints on the host, tiled MLPs, optimizers with fewer states, adapters."""
 
 import dataclasses
 
@@ -133,6 +133,8 @@ def test_words_that_start_them():
         ({"optimizer": "adamw8bit", "dtype": "fp32"}, "optimizer must be adamw or sgd with dtype fp32"),
         ({"lora": 2, "dtype": "fp32"}, "lora must be 0 with dtype fp32, got 2"),
         ({"lora": -1}, "lora must be at least 0, got -1"),
+        ({"checkpoint_layers": 2}, "checkpoint_layers must be 1 with checkpoint none, got 2"),
+        ({"step_in_backward": True, "accumulation": 2}, "accumulation must be 1 with step_in_backward, got 2"),
     ],
 )
 def test_settings_that_contradict(fields, message):
