@@ -5,6 +5,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from liger_like.planning._machine import GIB
+from liger_like.planning._settings import DEFAULTS
 from liger_like.planning._tracer import KINDS
 
 if TYPE_CHECKING:
@@ -12,15 +13,8 @@ if TYPE_CHECKING:
 
 STATES = "parameters", "gradients", "optimizer"
 KEPT = ("activations",)
-# what examples/parallel.py trains
-SIMPLE: dict[str, Any] = {
-    "checkpoint_on_host": False,
-    "checkpoint_layers": 1,
-    "tiled_mlp": False,
-    "step_in_backward": False,
-    "optimizer": "adamw",
-    "lora": 0,
-}
+# what examples/parallel.py leaves as it is
+SAVINGS = "checkpoint_on_host", "checkpoint_layers", "tiled_mlp", "step_in_backward", "optimizer", "lora"
 OPTIMIZERS = {"adamw": "torch.optim.AdamW", "adamw8bit": "bitsandbytes.optim.AdamW8bit", "sgd": "torch.optim.SGD"}
 KEEPS = '("attention", "loss")', '(), host=("attention",)'  # of a checkpoint, by whether it is on the host
 COLORS = ("#0050d0", "#6fcfc0", "#5b8def", "#a0a0a0", "#e69f00", "#b0559c", "#d79bc8", "#585858", "#a5703f")
@@ -62,7 +56,7 @@ def _cells(index: int, row: "Candidate") -> tuple[str, ...]:
 def start(row: "Candidate") -> str:
     """Return the command that starts a setting, or the arguments of a trainer that do."""
     s = row.setting
-    plain = dataclasses.replace(s, **SIMPLE) == s
+    plain = all(getattr(s, name) == DEFAULTS[name] for name in SAVINGS)
     known = s.patched and s.accumulation == 1 and s.checkpoint != "attention" and s.cp_method == "allgather"
     if s.gpus > 1 and plain and known:
         sizes = f"--fsdp {s.fsdp}" + f" --cp {s.cp}" * (s.cp > 1)
