@@ -266,6 +266,7 @@ def _fwd_outputs(logits: Tensor, bias: Tensor | None, top_k: int, *args: Any) ->
     f"moe_route_fwd(Tensor logits, Tensor? bias, {SCHEMA}) -> (Tensor weights, Tensor index)",
     _fwd_outputs,
     inlined=True,
+    replayed=True,
 )
 def _moe_route_fwd(logits: Tensor, bias: Tensor | None, *args: Any) -> tuple[Tensor, Tensor]:
     settings = Settings(*args)
@@ -304,6 +305,7 @@ def _moe_route_fwd(logits: Tensor, bias: Tensor | None, *args: Any) -> tuple[Ten
     f"moe_route_bwd(Tensor dweights, Tensor logits, Tensor index, {SCHEMA}) -> Tensor dlogits",
     lambda dweights, logits, *args: torch.empty_like(logits, memory_format=torch.contiguous_format),
     inlined=True,
+    replayed=True,
 )
 def _moe_route_bwd(dweights: Tensor, logits: Tensor, index: Tensor, *args: Any) -> Tensor:
     settings = Settings(*args)

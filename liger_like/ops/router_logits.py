@@ -64,6 +64,7 @@ def _fwd_outputs(x: Tensor, weight: Tensor) -> Tensor:
     _fwd_outputs,
     flops=lambda x, weight: 2 * x.numel() * weight.shape[0],
     inlined=True,
+    replayed=True,
 )
 def _router_logits_fwd(x: Tensor, weight: Tensor) -> Tensor:
     logits = _fwd_outputs(x, weight)

@@ -8,11 +8,14 @@ import pytest
 import torch
 import triton
 from torch.profiler import profile
+from triton.runtime.interpreter import InterpretedFunction
 
+from liger_like.ops.experts import choice
 from liger_like.runtime import fallback, launcher, machine, registry, replay, support
 from liger_like.runtime.hopper import Descriptor
 from liger_like.runtime.launcher import launch
 from liger_like.runtime.replay import Plan, repeat, signature
+from liger_like.testing import SPECS, run
 
 
 class Kernel:
@@ -277,3 +280,27 @@ def test_plans_do_not_pile_up(monkeypatch):
     for n in range(1, 9):
         called(len, torch.ones(n))
     assert len(replay.PLANS) <= 3
+
+
+EXPERTS = {"H": 64, "I": 32, "E": 4, "K": 2, "bias": True}
+
+
+@pytest.mark.parametrize(
+    ("name", "sizes", "hopper", "calls"),
+    [
+        ("moe_experts", EXPERTS, False, 11),
+        ("moe_experts", EXPERTS | {"rank": 16}, True, 22),
+        ("moe_route", {"E": 8}, False, 2),
+    ],
+)
+def test_ops_of_mixtures_are_repeated(name, sizes, hopper, calls, monkeypatch):
+    """Each op of a step has a plan: the host limits a mixture with few rows."""
+    found = SimpleNamespace(run=lambda *args: None, function=None, packed_metadata=None)
+    monkeypatch.setattr(launcher, "start", lambda *args: found)
+    monkeypatch.setattr(InterpretedFunction, "params", (), raising=False)
+    monkeypatch.setattr(choice, "_is_hopper", lambda device: hopper)
+    spec = next(spec for spec in SPECS if spec.name == name)
+    for _ in range(2):
+        run(spec.fn, spec.inputs(torch.float16, "cpu", lead=(37,), **sizes), spec.options[0])
+    assert [key[0].__name__ for key, plan in replay.PLANS.items() if type(plan) is not Plan] == []
+    assert len(replay.PLANS) == calls

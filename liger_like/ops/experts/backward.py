@@ -144,6 +144,7 @@ def _down_bwd_outputs(
     flops=lambda dout, rows, down, bias, u, v, index, weights, z, *_: (
         2 * z.shape[0] * down.shape[1:].numel() + low_rank_flops(u, v)
     ),
+    replayed=True,
 )
 def moe_down_bwd(
     dout: Tensor, rows: Tensor | None, down: Tensor, bias: Tensor | None, u: Tensor | None, v: Tensor | None,
@@ -254,6 +255,7 @@ def _depth_product_outputs(
     " -> Tensor",
     _depth_product_outputs,
     flops=lambda own, gathered, *_: 2 * own.numel() * gathered.shape[1],
+    replayed=True,
 )
 def moe_depth_product(
     own: Tensor, gathered: Tensor, row: Tensor | None, offsets: Tensor, topk: int, gathered_first: bool
@@ -312,6 +314,7 @@ def _sum_rows_kernel(
 @op(
     "moe_sum_rows(Tensor a, Tensor? weights, Tensor row, Tensor offsets, int topk) -> Tensor",
     lambda a, weights, row, offsets, topk: a.new_empty(offsets.shape[0] - 2, a.shape[1]),
+    replayed=True,
 )
 def moe_sum_rows(a: Tensor, weights: Tensor | None, row: Tensor, offsets: Tensor, topk: int) -> Tensor:
     """Return the sum of each expert's rows, [E, N]: of a [S, N], or with ``weights`` [T, K] of w a[token], a [T, N]."""

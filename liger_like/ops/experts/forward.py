@@ -180,6 +180,7 @@ GATE_SCHEMA = "str act, float? limit, float? alpha, bool transposed, bool interl
     flops=lambda x, w, bias, u, v, row, *_: (
         2 * (x if row is None else row).shape[0] * w.shape[1:].numel() + low_rank_flops(u, v)
     ),
+    replayed=True,
 )
 def moe_gate_up(
     x: Tensor, gate_up: Tensor, bias: Tensor | None, u: Tensor | None, v: Tensor | None, row: Tensor | None,
@@ -225,6 +226,7 @@ def _rows_times_outputs(
     " bool transposed) -> Tensor",
     _rows_times_outputs,
     flops=lambda a, w, bias, u, v, *_: 2 * a.shape[0] * w.shape[1:].numel() + low_rank_flops(u, v),
+    replayed=True,
 )
 def moe_rows_times(
     a: Tensor, w: Tensor, bias: Tensor | None, u: Tensor | None, v: Tensor | None, offsets: Tensor, tiles: Tensor,
@@ -253,6 +255,7 @@ def moe_rows_times(
 @op(
     "moe_combine(Tensor y, Tensor? weights, Tensor pos) -> Tensor",
     lambda y, weights, pos: y.new_empty(pos.shape[0], y.shape[1]),
+    replayed=True,
 )
 def moe_combine(y: Tensor, weights: Tensor | None, pos: Tensor) -> Tensor:
     """Return for each token the sum of its rows of y [S, N], times ``weights`` [T, K] if given: [T, N]."""
@@ -264,7 +267,11 @@ def moe_combine(y: Tensor, weights: Tensor | None, pos: Tensor) -> Tensor:
     return out
 
 
-@op("moe_spread(Tensor x, Tensor pos, SymInt rows) -> Tensor", lambda x, pos, rows: x.new_empty(rows, x.shape[1]))
+@op(
+    "moe_spread(Tensor x, Tensor pos, SymInt rows) -> Tensor",
+    lambda x, pos, rows: x.new_empty(rows, x.shape[1]),
+    replayed=True,
+)
 def moe_spread(x: Tensor, pos: Tensor, rows: int) -> Tensor:
     """Return the rows of x [T, N] in their places ``pos`` [T, K]: [rows, N]. Rows of no expert are not written."""
     (T, topk), N = pos.shape, x.shape[1]

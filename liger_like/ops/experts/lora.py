@@ -98,6 +98,7 @@ def _low_rank_outputs(
     "moe_low_rank(Tensor a, Tensor w, Tensor? row, Tensor offsets, Tensor tiles, int topk, float scale) -> Tensor",
     _low_rank_outputs,
     flops=lambda a, w, row, *_: 2 * (a if row is None else row).shape[0] * w.shape[1:].numel(),
+    replayed=True,
 )
 def moe_low_rank(
     a: Tensor, w: Tensor, row: Tensor | None, offsets: Tensor, tiles: Tensor, topk: int, scale: float

@@ -107,7 +107,11 @@ def _outputs(index: Tensor, E: int, block_m: int, rows: int) -> tuple[Tensor, Te
     return new(rows), new(E + 2), new(rows // block_m + E, 2), new(*index.shape)
 
 
-@op("moe_rows(Tensor index, int E, int block_m, SymInt rows) -> (Tensor, Tensor, Tensor, Tensor)", _outputs)
+@op(
+    "moe_rows(Tensor index, int E, int block_m, SymInt rows) -> (Tensor, Tensor, Tensor, Tensor)",
+    _outputs,
+    replayed=True,
+)
 def moe_rows(index: Tensor, E: int, block_m: int, rows: int) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     """Return the ``Routing`` of ``index`` [T, K], for E experts and tiles of ``block_m`` rows.
 

@@ -5,6 +5,7 @@ then reads z and stores what it makes of both: it takes as long as a product, wh
 """
 
 import triton
+import triton.language as tl
 from torch import Tensor
 
 from liger_like.ops.experts.blocks import gated_and_grads, grouped
@@ -151,18 +152,27 @@ def _experts_down_bwd_hopper_kernel(
     )  # fmt: skip
 
 
+@triton.jit(do_not_specialize=["S"])
+def _sorted_weights_kernel(weights_ptr, row_ptr, out_ptr, S, BLOCK: tl.constexpr):
+    offs = tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
+    row = tl.load(row_ptr + offs, mask=offs < S, other=0)
+    tl.store(out_ptr + offs, tl.load(weights_ptr + row), mask=offs < S)
+
+
 def down_bwd(
     dout: Tensor, w: Tensor, u: Tensor | None, v: Tensor | None, weights: Tensor, z: Tensor, row: Tensor,
     offsets: Tensor, tiles: Tensor, gate: Gate, dz: Tensor | None, wh: Tensor | None, part: Tensor | None,
 ) -> None:  # fmt: skip
     """Fill what is not None of dz and wh of ``moe_down_bwd`` and the parts of dw, for sorted rows ``dout`` [S, H]."""
-    I = z.shape[1] // 2
+    I, S = z.shape[1] // 2, len(row)
+    ordered = weights.new_empty(S)
+    launch(_sorted_weights_kernel, (-(-S // 1024),), (weights, row, ordered), (S,), BLOCK=1024, num_warps=4)
     descriptors, R = factors_of(dout, w, not gate.transposed, u, v)
     floats, constants = gate_arguments(gate)
     launch(
         _experts_down_bwd_hopper_kernel,
         programs(z.device, len(tiles) * -(-I // COLUMNS)),
-        (weights.flatten().index_select(0, row), z, offsets, tiles, dz, wh, part),
+        (ordered, z, offsets, tiles, dz, wh, part),
         (len(w), I // STRIP.value, dout.shape[1], R),
         floats,
         descriptors,
