@@ -127,9 +127,10 @@ def examine(name: str) -> Row:
         return {"name": name, "status": "wrong", "why": reason(error)}
     if state(model) != before:
         wrong.append("unpatching leaves something behind")
-    left = [[row.pattern, row.cls, row.count, row.reason] for row in report.rows if row.status == "skipped"]
+    trained = [row for row in report.rows if row.pattern != "generation"]  # nothing generates here
+    left = [[row.pattern, row.cls, row.count, row.reason] for row in trained if row.status == "skipped"]
     patched: dict[str, int] = {}
-    for row in report.patched:
+    for row in (row for row in trained if row.status == "patched"):
         patched[row.pattern] = patched.get(row.pattern, 0) + row.count
     partly = any(pattern != "attention" for pattern, *_ in left)
     status = "wrong" if wrong else "partly" if partly else "exact"

@@ -43,9 +43,11 @@ def test_families(tmp_path):
         "glu_mlp": 2,
         "lm_head": 2,
         "attention": 2,
-        "generation": 1,
     }
     assert rows["LlamaForCausalLM"]["left"] == []
+    assert rows["StableLmForCausalLM"]["status"] == "exact"  # attention does not count
+    assert [pattern for pattern, *_ in rows["StableLmForCausalLM"]["left"]] == ["attention"]
+    assert coverage_report.tables({"transformers": "", "rows": [*rows.values()]})
 
 
 def unpadded(monkeypatch):
