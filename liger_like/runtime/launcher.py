@@ -103,7 +103,7 @@ def launch(
             pointers.append(pointer)
             key.append(tensor.dtype)
     for descriptor in descriptors:
-        key += descriptor.base.dtype, *descriptor.block_shape
+        key += (None,) if descriptor is None else (descriptor.base.dtype, *descriptor.block_shape)
     key += [size if size < 2 else 16 | size & 15 | size >> 31 << 5 for size in sizes]
     known = tuple(key)
     hooked = _RUNTIME.launch_enter_hook.calls or _RUNTIME.launch_exit_hook.calls or kernel.pre_run_hooks

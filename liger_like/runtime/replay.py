@@ -50,7 +50,7 @@ class _Launch(NamedTuple):
     run: Callable[..., None]
     grid: tuple[int, ...]
     before: tuple[Any, ...]  # between the stream and the descriptors
-    descriptors: tuple[tuple[type, dict[str, Any], int], ...]  # types, fields and places of their pointers
+    descriptors: tuple[tuple[type, dict[str, Any], int] | None, ...]  # types, fields and places of their pointers
     take: Callable[[list[int | None]], tuple[int | None, ...]]
     after: tuple[Any, ...]
 
@@ -87,7 +87,7 @@ class Plan(NamedTuple):
         pointers.append(None)
         stream = torch._C._cuda_getCurrentRawStream(device)
         for run, grid, before, descriptors, take, after in launches:
-            described = [_described(*descriptor, pointers) for descriptor in descriptors] if descriptors else ()
+            described = [d and _described(*d, pointers) for d in descriptors] if descriptors else ()
             run(*grid, stream, *before, *described, *take(pointers), *after)
         if type(results) is tuple:
             return tuple([memory[i] for i in results])
@@ -152,7 +152,7 @@ class Recording(TorchDispatchMode):
         tensors: tuple[Tensor | None, ...], numbers: tuple[Any, ...],
     ) -> None:  # fmt: skip
         """Note a launch."""
-        if all(t is None or id(t) in self.places for t in (*tensors, *(d.base for d in descriptors))):
+        if all(t is None or id(t) in self.places for t in (*tensors, *(d and d.base for d in descriptors))):
             self.launches.append((kernel, found, grid, descriptors, tensors, numbers))
         else:
             self.refuse()
@@ -169,8 +169,7 @@ class Recording(TorchDispatchMode):
         places = {id(None): whole + len(views)} | {key: spots[spot] for key, spot in self.places.items()}
         launches = []
         for _, (run, function, metadata, constants), grid, descriptors, tensors, numbers in self.launches:
-            fields = [{name: value for name, value in vars(d).items() if name != "base"} for d in descriptors]
-            described = [(type(d), of, places[id(d.base)]) for d, of in zip(descriptors, fields, strict=True)]
+            described = [d and (type(d), vars(d) | {"base": None}, places[id(d.base)]) for d in descriptors]
             take = _taker([places[id(t)] for t in tensors])
             before = function, metadata, None, None, None
             launches.append(_Launch(run, grid, before, tuple(described), take, (*numbers, *constants)))

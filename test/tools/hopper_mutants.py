@@ -69,12 +69,19 @@ HOPPER = [
     ),
     (
         EXPERTS_ROWS,
-        "tma_store_wait(1)  # the left half",
-        "tma_store_wait(2)  # the left half",
-        "h overwrites gate before it has left",
+        "tma_store_wait(0)  # z has left",
+        "tma_store_wait(2)  # z has left",
+        "h overwrites z before it has left",
+    ),
+    (
+        EXPERTS_ROWS,
+        "tma_store_wait(COUNT - 1)",
+        "tma_store_wait(COUNT)",
+        "up overwrites gate before it has left",
     ),
     (EXPERTS_ROWS, "h_s.slice(i * HALF // 2,", "h_s.slice(0 * HALF // 2,", "both halves of h are the second"),
     (EXPERTS_DOWN_BWD, "gated_and_grads(g, u, dh * w,", "gated_and_grads(g, u, dh,", "dz without the weight"),
+    (EXPERTS_DOWN_BWD, "tl.load(weights_ptr + row)", "tl.load(weights_ptr + 0 * row)", "all rows have one weight"),
     (EXPERTS_DOWN_BWD, "(h * w).to(dtype)", "h.to(dtype)", "dW2 without the weight"),
     (
         EXPERTS_DOWN_BWD,

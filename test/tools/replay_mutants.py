@@ -41,6 +41,28 @@ REPLAY = [
     ),
     (FILE, "base=_Memory(pointers[place])", "base=_Memory(pointers[0])", "a descriptor has the memory of another"),
     (FILE, "if len(PLANS) >= MOST:", "if False:", "plans pile up"),
+    *(
+        (
+            f"ops/{name}.py",
+            f"    replayed=True,\n)\ndef {op}(",
+            f")\ndef {op}(",
+            f"each call of {op} prepares its launches",
+        )
+        for name, op in (
+            ("experts/routing", "moe_rows"),
+            ("experts/forward", "moe_gate_up"),
+            ("experts/backward", "moe_down_bwd"),
+            ("experts/lora", "moe_low_rank"),
+            ("router", "_moe_route_fwd"),
+        )
+    ),
+    (
+        "ops/experts/hopper/down_bwd.py",
+        "ordered = weights.new_empty(S)",
+        "ordered = weights.flatten()[row]",
+        "a torch op keeps the backward from a plan",
+    ),
+    (FILE, "d and _described(*d, pointers)", "_described(*d, pointers)", "a plan has no room for an absent descriptor"),
     (
         "runtime/launcher.py",
         "        _told.recording.refuse()\n",

@@ -129,11 +129,11 @@ def _differentiate(
 def _experts_down_bwd_hopper_kernel(
     dout_desc, w_desc, u_desc, v_desc, weights_ptr, z_ptr, offsets_ptr, tiles_ptr, dz_ptr, wh_ptr, part_ptr, E,
     strips, H, R, limit, alpha, ACT: gl.constexpr, LIMITED: gl.constexpr, INTERLEAVED: gl.constexpr,
-    ADAPTED: gl.constexpr, GROUP: gl.constexpr, STAGES: gl.constexpr,
+    GROUP: gl.constexpr, STAGES: gl.constexpr,
 ):  # fmt: skip
     I = strips * STRIP  # so that the compiler knows that rows are aligned to 16 bytes
     ring = operands(dout_desc, w_desc, STAGES)
-    steps = steps_of(H, R, ADAPTED)
+    steps = steps_of(H, R)
     dh_s = gl.allocate_shared_memory(dout_desc.dtype, [2, ROWS, 2 * HALF], gl.NVMMASharedLayout(128, 16, 2))
     dh_full = barriers(2, 1)
     dh_empty = barriers(2, 1)
@@ -144,8 +144,8 @@ def _experts_down_bwd_hopper_kernel(
             (_multiply, (1, offsets_ptr, E, I, steps, ring, dh_s, dh_full, dh_empty, STAGES)),
             (_differentiate, (weights_ptr, z_ptr, offsets_ptr, tiles_ptr, dz_ptr, wh_ptr, part_ptr, E, I,
                               limit, alpha, dh_s, dh_full, dh_empty, ACT, LIMITED, INTERLEAVED, GROUP)),
-            (load_tiles, (dout_desc, w_desc, u_desc, v_desc, offsets_ptr, tiles_ptr, E, I, H, R, ring, ADAPTED, False,
-                          False, GROUP, STAGES)),
+            (load_tiles, (dout_desc, w_desc, u_desc, v_desc, offsets_ptr, tiles_ptr, E, I, H, R, ring, False, False,
+                          GROUP, STAGES)),
         ],
         worker_num_warps=[4, 4, 1],
         worker_num_regs=[160, 160, 24],
@@ -176,7 +176,6 @@ def down_bwd(
         (len(w), I // STRIP.value, dout.shape[1], R),
         floats,
         descriptors,
-        ADAPTED=R > 0,
         GROUP=GROUP,
         STAGES=STAGES,
         **constants,

@@ -68,14 +68,14 @@ def rows_of_all(a: Tensor) -> Descriptor:
 
 def factors_of(
     a: Tensor, w: Tensor, transposed: bool, u: Tensor | None, v: Tensor | None
-) -> tuple[tuple[Descriptor, ...], int]:
+) -> tuple[tuple[Descriptor | None, ...], int]:
     """Return the descriptors of ``a`` and ``w``, then of u [S, R] and v, which is in the layout of w, and R.
 
-    The product with u and v is more depth. Without u the kernel reads no more than ``a`` and ``w``, and R is 0.
+    The product with u and v is more depth. Without u these descriptors are None, and R is 0.
     """
     first = rows_of_all(a), weights_of(w, transposed)
     if u is None or v is None:
-        return (*first, *first), 0
+        return (*first, None, None), 0
     return (*first, rows_of_all(u), weights_of(v, transposed)), u.shape[1]
 
 
@@ -115,12 +115,9 @@ def load_step(a_desc, a_place, b_desc, left_place, right_place, ring, use, STAGE
 
 
 @gluon.jit
-def steps_of(K, R, ADAPTED: gl.constexpr):
-    """Return the number of steps of a depth of K, and if ADAPTED of R more."""
-    if ADAPTED:
-        return gl.cdiv(K, STEP) + gl.cdiv(R, STEP)
-    else:
-        return gl.cdiv(K, STEP)
+def steps_of(K, R):
+    """Return the number of steps of a depth of K, and of R more."""
+    return gl.cdiv(K, STEP) + gl.cdiv(R, STEP)
 
 
 @gluon.jit
@@ -139,13 +136,13 @@ def _load_depth(
 
 @gluon.jit
 def load_tiles(
-    a_desc, w_desc, u_desc, v_desc, offsets_ptr, tiles_ptr, E, N, K, R, ring, ADAPTED: gl.constexpr, GLU: gl.constexpr,
+    a_desc, w_desc, u_desc, v_desc, offsets_ptr, tiles_ptr, E, N, K, R, ring, GLU: gl.constexpr,
     INTERLEAVED: gl.constexpr, GROUP: gl.constexpr, STAGES: gl.constexpr,
 ):  # fmt: skip
     """Load the operands of all tiles of a program: rows, and the matrices [N, K] or [K, N] of their experts.
 
-    If ADAPTED the rows of u and the matrices of v follow, over a depth of R. With GLU N counts the columns of gate;
-    unless INTERLEAVED, those of up lie N further.
+    The rows of u and the matrices of v follow, if there are any, over a depth of R. With GLU N counts the columns of
+    gate; unless INTERLEAVED, those of up lie N further.
     """
     SPLIT: gl.constexpr = GLU and not INTERLEAVED  # gate on the left, up on the right
     tiles_n = gl.cdiv(N, HALF if GLU else 2 * HALF)
@@ -158,7 +155,7 @@ def load_tiles(
         left = n * HALF if SPLIT else n * 2 * HALF
         right = N + left if SPLIT else HALF + left
         use = _load_depth(a_desc, w_desc, row, expert, left, right, K, ring, use, STAGES)
-        if ADAPTED:
+        if u_desc is not None:
             use = _load_depth(u_desc, v_desc, row, expert, left, right, R, ring, use, STAGES)
 
 

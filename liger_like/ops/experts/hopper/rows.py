@@ -1,7 +1,8 @@
 """Rows times the matrix of their expert, for Hopper: z and h, y = h W2 + b2, and dx = dz W1^T.
 
 The rows of x are sorted before, by one copy: TMA gathers none, and a product with gathered rows takes longer than both.
-A tile's results leave by TMA during the next tile's products.
+A tile's results leave by TMA during the next tile's products. The product of z and h gains by a fourth stage of the
+ring, the others do not.
 """
 
 from torch import Tensor
@@ -27,7 +28,7 @@ from liger_like.runtime.hopper import ROWS, buffers, sum_layout
 from liger_like.runtime.launcher import launch
 from liger_like.runtime.layout import packed
 
-STAGES, PARTS = 3, gl.constexpr(1)
+STAGES, GLU_STAGES, PARTS = 3, 4, gl.constexpr(1)
 
 
 @gluon.jit
@@ -40,15 +41,17 @@ def _bias(ptr, first, end, layout: gl.constexpr):
 @gluon.jit
 def _multiply(
     half: gl.constexpr, z_desc, h_desc, offsets_ptr, tiles_ptr, bias_ptr, E, N, steps, limit, alpha, ring, out_s,
-    KEEP_Z: gl.constexpr, GLU: gl.constexpr, ACT: gl.constexpr, LIMITED: gl.constexpr, INTERLEAVED: gl.constexpr,
-    GROUP: gl.constexpr, STAGES: gl.constexpr,
+    ACT: gl.constexpr, LIMITED: gl.constexpr, INTERLEAVED: gl.constexpr, GROUP: gl.constexpr, STAGES: gl.constexpr,
 ):  # fmt: skip
+    KEEP_Z: gl.constexpr = z_desc is not None
+    GLU: gl.constexpr = h_desc is not None
     SPLIT: gl.constexpr = GLU and not INTERLEAVED
     layout: gl.constexpr = sum_layout(HALF)
     tiles_n = gl.cdiv(N, HALF if GLU else 2 * HALF)
     tiles_m = gl.load(offsets_ptr + E + 1)
-    left_s = out_s.index(2 * half)
-    right_s = out_s.index(2 * half + 1)
+    COUNT: gl.constexpr = out_s.shape[0] // 2
+    left_s = out_s.index(COUNT * half)
+    right_s = out_s.index(COUNT * half + COUNT - 1)
     use = 0
     for tile in range(gl.program_id(0), tiles_m * tiles_n, gl.num_programs(0)):
         m, n = grouped(tile, tiles_m, tiles_n, GROUP)
@@ -67,10 +70,11 @@ def _multiply(
         tma_store_wait(0)  # the results of the tile before have left
         if KEEP_Z:
             start_store(z_desc, within(end, 0, row, first), left_s, left)
+            tma_store_wait(COUNT - 1)  # a single buffer is free again
             start_store(z_desc, within(end, 1 if SPLIT else 0, row, first if SPLIT else second), right_s, right)
         if GLU:
             if KEEP_Z:
-                tma_store_wait(1)  # the left half has left its buffer
+                tma_store_wait(0)  # z has left its buffer
             if SPLIT:
                 start_store(h_desc, within(end, 0, row, first), left_s, gated(left, right, limit, alpha, ACT, LIMITED))
             else:
@@ -87,24 +91,24 @@ def _multiply(
 @gluon.jit
 def _experts_rows_hopper_kernel(
     a_desc, w_desc, u_desc, v_desc, z_desc, h_desc, offsets_ptr, tiles_ptr, bias_ptr, E, N, K, R, limit, alpha,
-    KEEP_Z: gl.constexpr, GLU: gl.constexpr, ACT: gl.constexpr, LIMITED: gl.constexpr, INTERLEAVED: gl.constexpr,
-    ADAPTED: gl.constexpr, GROUP: gl.constexpr, STAGES: gl.constexpr,
+    ACT: gl.constexpr, LIMITED: gl.constexpr, INTERLEAVED: gl.constexpr, GROUP: gl.constexpr, STAGES: gl.constexpr,
 ):  # fmt: skip
-    """Store a w + bias in z if KEEP_Z, and with GLU the gated unit in h. N: the columns of w; of gate with GLU.
+    """Store a w + u v + bias in z and the gated unit in h, those of them that are given.
 
-    If ADAPTED a w + u v takes the place of a w.
+    N: the columns of w, or of gate if h is given.
     """
     ring = operands(a_desc, w_desc, STAGES)
-    steps = steps_of(K, R, ADAPTED)
-    out_s = buffers(h_desc, 4)
+    steps = steps_of(K, R)
+    # a ring of four stages leaves room for one buffer of a warp group
+    out_s = buffers(z_desc, 4) if h_desc is None else buffers(h_desc, 2)
     fence_async_shared()
     gl.warp_specialize(
         [
             (_multiply, (0, z_desc, h_desc, offsets_ptr, tiles_ptr, bias_ptr, E, N, steps, limit, alpha, ring, out_s,
-                         KEEP_Z, GLU, ACT, LIMITED, INTERLEAVED, GROUP, STAGES)),
+                         ACT, LIMITED, INTERLEAVED, GROUP, STAGES)),
             (_multiply, (1, z_desc, h_desc, offsets_ptr, tiles_ptr, bias_ptr, E, N, steps, limit, alpha, ring, out_s,
-                         KEEP_Z, GLU, ACT, LIMITED, INTERLEAVED, GROUP, STAGES)),
-            (load_tiles, (a_desc, w_desc, u_desc, v_desc, offsets_ptr, tiles_ptr, E, N, K, R, ring, ADAPTED, GLU,
+                         ACT, LIMITED, INTERLEAVED, GROUP, STAGES)),
+            (load_tiles, (a_desc, w_desc, u_desc, v_desc, offsets_ptr, tiles_ptr, E, N, K, R, ring, h_desc is not None,
                           INTERLEAVED, GROUP, STAGES)),
         ],
         worker_num_warps=[4, 1],
@@ -120,19 +124,16 @@ def gate_up(
     I = h.shape[1]
     floats, constants = gate_arguments(gate)
     descriptors, R = factors_of(x, w, gate.transposed, u, v)
-    h_desc = rows_of_one(h, HALF.value)
+    z_desc = None if z is None else rows_of_one(z, HALF.value, 1 if gate.interleaved else 2)
     launch(
         _experts_rows_hopper_kernel,
         programs(x.device, len(tiles) * -(-I // HALF.value)),
         (offsets, tiles, packed(bias)),
         (len(w), I, x.shape[1], R),
         floats,
-        (*descriptors, h_desc if z is None else rows_of_one(z, HALF.value, 1 if gate.interleaved else 2), h_desc),
-        KEEP_Z=z is not None,
-        GLU=True,
-        ADAPTED=R > 0,
+        (*descriptors, z_desc, rows_of_one(h, HALF.value)),
         GROUP=GROUP,
-        STAGES=STAGES,
+        STAGES=GLU_STAGES,
         **constants,
         num_warps=4,
     )
@@ -145,20 +146,16 @@ def rows_times(
     """Fill ``out`` of ``moe_rows_times``."""
     N = out.shape[1]
     descriptors, R = factors_of(a, w, transposed, u, v)
-    descriptor = rows_of_one(out, HALF.value)
     launch(
         _experts_rows_hopper_kernel,
         programs(a.device, len(tiles) * -(-N // (2 * HALF.value))),
         (offsets, tiles, packed(bias)),
         (len(w), N, a.shape[1], R),
         (0.0, 0.0),
-        (*descriptors, descriptor, descriptor),
-        KEEP_Z=True,
-        GLU=False,
+        (*descriptors, rows_of_one(out, HALF.value), None),
         ACT="silu",
         LIMITED=False,
         INTERLEAVED=False,
-        ADAPTED=R > 0,
         GROUP=GROUP,
         STAGES=STAGES,
         num_warps=4,
