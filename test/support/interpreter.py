@@ -9,11 +9,13 @@ import math
 from operator import index
 
 import numpy as np
+from triton import language as tl
 from triton.language import core
 from triton.runtime import interpreter
 
 _patch_lang, _get_np_dtype = interpreter._patch_lang, interpreter._get_np_dtype
-_patched = set()  # modules of triton.language whose functions are replaced in this launch
+_replacements = {}  # of attributes of triton.language, in every launch
+_originals = []  # while a kernel runs
 
 
 def quicken():
@@ -21,14 +23,18 @@ def quicken():
 
     Without this it does both again for each device function that a kernel calls, and finds them replaced. It checks
     integers for overflow by interpreting six more operations for each one. And it makes both operands of an operation
-    anew, although most have the type and the shape of the result.
+    anew, although most have the type and the shape of the result: numpy broadcasts them.
     """
     interpreter._patch_lang = _patch_lang_once
     interpreter._patch_builtin = _patch_members
     interpreter._get_np_dtype = _numpy_dtype
-    interpreter.interpreter_semantic.binary_op_sanitize_overflow_impl = _assert_no_overflow
-    interpreter.interpreter_semantic.broadcast_impl_value = _broadcast
-    interpreter.interpreter_semantic.binary_op_type_checking_impl = _operands
+    interpreter.InterpreterBuilder.create_expand_dims = _expand_dims
+    interpreter.TensorHandle.__init__ = _init_handle
+    semantic = interpreter.interpreter_semantic
+    semantic.binary_op_sanitize_overflow_impl = _assert_no_overflow
+    semantic.broadcast_impl_value = _broadcast
+    semantic.binary_op_type_checking_impl = _operands
+    semantic.to_tensor = _to_tensor
     core._unwrap_if_constexpr = _unwrap
     core.dtype.sizes = ()  # of a number
     core.block_type.__new__ = _block_type
@@ -37,46 +43,41 @@ def quicken():
 
 
 def _patch_lang_once(fn):
-    languages = _languages(fn)
-    if _patched and languages <= _patched:
+    """Replace the functions of triton.language, unless the launch has done so."""
+    if _originals:
         return None
-    scope = _patch_lang(fn)
-    if not _patched:
-        _patched.update(languages)
-        restore = scope.restore
-
-        def end():
-            _patched.clear()
-            restore()
-
-        scope.restore = end
+    if not _replacements:
+        scope = _patch_lang(_any_function)
+        _replacements.update({(owner, name): getattr(owner, name) for owner, name, _ in scope._changes})
+        scope.restore()
+    for (owner, name), function in _replacements.items():
+        _originals.append((owner, name, getattr(owner, name, interpreter._MISSING)))
+        setattr(owner, name, function)
+    scope = interpreter._LangPatchScope()
+    scope._changes = _originals  # the end of the launch puts them back, and leaves none
     return scope
 
 
-_languages_of = {}
-
-
-def _languages(fn):
-    """Return the modules of triton.language that the module of a function names."""
-    if fn.__module__ not in _languages_of:
-        modules = core, interpreter.tl
-        _languages_of[fn.__module__] = {m for m in modules if any(m is value for value in fn.__globals__.values())}
-    return _languages_of[fn.__module__]
+def _any_function():
+    """Stand for all functions: its module names both of the modules whose functions are replaced, core and tl."""
 
 
 @functools.cache
 def _members(owner):
     members = interpreter.inspect.getmembers(owner)
-    return [(name, _interpreted(member)) for name, member in members if core.is_builtin(member)]
+    interpreted = _function if interpreter.inspect.ismodule(owner) else _method
+    # a builtin is wrapped in Triton's check that a kernel calls it
+    return [(name, interpreted(getattr(f, "__wrapped__", f))) for name, f in members if core.is_builtin(f)]
 
 
-def _interpreted(member):
-    """Return a builtin for the interpreter, without Triton's check that it is called by a kernel."""
-    function = getattr(member, "__wrapped__", member)
+def _function(builtin):
+    return functools.partial(builtin, _semantic=interpreter.interpreter_semantic)
 
+
+def _method(builtin):
     def call(*args, **options):
         options["_semantic"] = interpreter.interpreter_semantic
-        return function(*args, **options)
+        return builtin(*args, **options)
 
     return call
 
@@ -101,11 +102,41 @@ _WIDE = {"add": np.add, "sub": np.subtract, "mul": np.multiply}
 
 def _assert_no_overflow(a, b, op):
     """Raise AssertionError if ``op`` of integers of fewer than 64 bits does not fit in their dtype."""
-    dtype = a.type.scalar
+    dtype = a.dtype
     if dtype.int_bitwidth < 64:
         wide = _WIDE[op.__name__](a.handle.data, b.handle.data, dtype=np.int64)
-        fits = dtype.get_int_min_value() <= wide.min() and wide.max() <= dtype.get_int_max_value()
-        assert fits, f"int{dtype.int_bitwidth} overflow detected for operation {op.__name__}"
+        least, most = (wide.min(), wide.max()) if wide.size > 1 else (wide.item(), wide.item())
+        low, high = _limits(dtype)
+        assert low <= least and most <= high, f"int{dtype.int_bitwidth} overflow detected for operation {op.__name__}"
+
+
+@functools.cache
+def _limits(dtype):
+    return dtype.get_int_min_value(), dtype.get_int_max_value()
+
+
+def _init_handle(self, data, dtype, attr=None):
+    """Let Triton look at the data only if its elements are too wide, which is an error."""
+    self.data, self.dtype, self.attr = data, dtype, attr or {}
+    if data.itemsize > (dtype.__dict__.get("_itemsize") or _itemsize(dtype)):
+        self.__post_init__()
+
+
+def _itemsize(dtype):
+    """Return the bytes of an element, and keep them with its type."""
+    dtype._itemsize = 8 if dtype.is_ptr() else max(1, dtype.primitive_bitwidth // 8)
+    return dtype._itemsize
+
+
+def _expand_dims(self, handle, axis):
+    return interpreter.TensorHandle(handle.data[(slice(None),) * axis + (None,)], handle.dtype.scalar)
+
+
+_any_to_tensor = interpreter.interpreter_semantic.to_tensor
+
+
+def _to_tensor(x, check_type=True):
+    return x if type(x) is core.tensor else _any_to_tensor(x, check_type)
 
 
 _unwrap_all = core._unwrap_if_constexpr
@@ -129,9 +160,9 @@ def _operands(a, b, allow_lhs_ptr=False, allow_rhs_ptr=False, arithmetic_check=T
     if all(kinds):
         if a.dtype.is_ptr():
             if allow_lhs_ptr and b.dtype.is_int():
-                return _broadcast(a, b)
+                return _typed(a, b)
         elif a.dtype.name == b.dtype.name and not div_or_mod:
-            return _broadcast(a, b)
+            return _typed(a, b)
     elif arithmetic_check and kinds[0] and _takes(a.dtype, b, div_or_mod):
         return a, _constant(b, a.type)
     elif arithmetic_check and kinds[1] and _takes(b.dtype, a, div_or_mod):
@@ -156,6 +187,18 @@ def _constant(number, type):
     return constants[number]
 
 
+def _typed(a, b):
+    """Return operands whose types have the common shape; their data keep their shapes, since numpy broadcasts them."""
+    m, n = a.type.sizes, b.type.sizes
+    if m == n:
+        return a, b
+    shape = _common(m, n)
+    if not shape:
+        return _broadcast_impl_value(a, b)
+    types = (_block_type(core.block_type, x.dtype, shape) for x in (a, b))
+    return tuple(map(core.tensor, (a.handle, b.handle), types))
+
+
 def _broadcast(a, b):
     """Leave a block of the common shape as it is: Triton's own function makes a view of it."""
     m, n = a.type.sizes, b.type.sizes
@@ -177,7 +220,7 @@ def _common(a, b):
 def _spread(x, shape):
     if x.type.sizes == shape:
         return x
-    builder, block_type = interpreter.interpreter_builder, core.block_type(x.dtype, list(shape))
+    builder, block_type = interpreter.interpreter_builder, _block_type(core.block_type, x.dtype, shape)
     if x.type.is_block():
         return core.tensor(builder.create_broadcast(x.handle, shape), block_type)
     return core.tensor(builder.create_splat(block_type, x.handle), block_type)
@@ -186,10 +229,12 @@ def _spread(x, shape):
 def _block_type(cls, element_ty, shape):
     """Return the one type of blocks of this element type and shape."""
     blocks = element_ty.__dict__.setdefault("_blocks", {})
+    if type(shape) is tuple and shape in blocks:
+        return blocks[shape]
     sizes = tuple([index(size) for size in shape])
     if sizes not in blocks:
         new = object.__new__(cls)
-        _new_block_type(new, element_ty, shape)
+        _new_block_type(new, element_ty, list(shape))
         new.sizes = sizes
         blocks[sizes] = new
     return blocks[sizes]
