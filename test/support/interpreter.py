@@ -11,7 +11,7 @@ from operator import index
 import numpy as np
 from triton import language as tl
 from triton.language import core
-from triton.runtime import interpreter
+from triton.runtime import interpreter, jit
 
 _patch_lang, _get_np_dtype = interpreter._patch_lang, interpreter._get_np_dtype
 _replacements = {}  # of attributes of triton.language, in every launch
@@ -30,6 +30,8 @@ def quicken():
     interpreter._get_np_dtype = _numpy_dtype
     interpreter.InterpreterBuilder.create_expand_dims = _expand_dims
     interpreter.TensorHandle.__init__ = _init_handle
+    interpreter._validate_np_data_size = _fits
+    jit.ConstexprFunction.__call__ = _call_constexpr
     semantic = interpreter.interpreter_semantic
     semantic.binary_op_sanitize_overflow_impl = _assert_no_overflow
     semantic.broadcast_impl_value = _broadcast
@@ -37,6 +39,10 @@ def quicken():
     semantic.to_tensor = _to_tensor
     core._unwrap_if_constexpr = _unwrap
     core.dtype.sizes = ()  # of a number
+    core.dtype.size = core.dtype._bytes = None  # until they are asked for
+    for kind, element in ((core.dtype, lambda self: self), (core.block_type, lambda self: self.element_ty)):
+        kind.scalar = functools.cached_property(element)
+        kind.scalar.__set_name__(kind, "scalar")
     core.block_type.__new__ = _block_type
     core.block_type.__init__ = _init_block_type
     core.tensor.__init__ = _init_tensor
@@ -105,7 +111,7 @@ def _assert_no_overflow(a, b, op):
     dtype = a.dtype
     if dtype.int_bitwidth < 64:
         wide = _WIDE[op.__name__](a.handle.data, b.handle.data, dtype=np.int64)
-        least, most = (wide.min(), wide.max()) if wide.size > 1 else (wide.item(), wide.item())
+        least, most = (f.reduce(wide, axis=None) for f in (np.minimum, np.maximum))
         low, high = _limits(dtype)
         assert low <= least and most <= high, f"int{dtype.int_bitwidth} overflow detected for operation {op.__name__}"
 
@@ -118,14 +124,18 @@ def _limits(dtype):
 def _init_handle(self, data, dtype, attr=None):
     """Let Triton look at the data only if its elements are too wide, which is an error."""
     self.data, self.dtype, self.attr = data, dtype, attr or {}
-    if data.itemsize > (dtype.__dict__.get("_itemsize") or _itemsize(dtype)):
+    if data.itemsize > (dtype._bytes or _itemsize(dtype)):
         self.__post_init__()
+
+
+def _fits(data, dtype):
+    return data.itemsize <= (dtype._bytes or _itemsize(dtype))
 
 
 def _itemsize(dtype):
     """Return the bytes of an element, and keep them with its type."""
-    dtype._itemsize = 8 if dtype.is_ptr() else max(1, dtype.primitive_bitwidth // 8)
-    return dtype._itemsize
+    dtype._bytes = 8 if dtype.is_ptr() else max(1, dtype.primitive_bitwidth // 8)
+    return dtype._bytes
 
 
 def _expand_dims(self, handle, axis):
@@ -147,6 +157,10 @@ def _unwrap(x):
     if type(x) is core.constexpr:
         return x.value
     return _unwrap_all(x) if isinstance(x, _NESTED) else x
+
+
+def _call_constexpr(self, *args, _semantic=None, **options):
+    return self.fn(*map(_unwrap, args), **{name: _unwrap(value) for name, value in options.items()})
 
 
 _check_operands = interpreter.interpreter_semantic.binary_op_type_checking_impl
@@ -246,11 +260,11 @@ def _init_block_type(self, element_ty, shape):
 
 def _init_tensor(self, handle, type):
     self.handle, self.type, self.dtype = handle, type, type.scalar
-    self.shape, self.numel = type.__dict__.get("_size") or _size(type)
+    self.shape, self.numel = type.size or _size(type)
 
 
 def _size(type):
     """Return the shape and the number of elements of tensors of a type, and keep them there."""
     shape = type.shape if type.is_block() else ()
-    type._size = core.tuple([core.constexpr(n) for n in shape]), core.constexpr(math.prod(shape))
-    return type._size
+    type.size = core.tuple([core.constexpr(n) for n in shape]), core.constexpr(math.prod(shape))
+    return type.size
