@@ -7,9 +7,9 @@ here: types of blocks, and the shapes of their tensors.
 import functools
 import math
 from operator import index
+from types import SimpleNamespace
 
 import numpy as np
-from triton import language as tl
 from triton.language import core
 from triton.runtime import interpreter, jit
 
@@ -37,6 +37,7 @@ def quicken():
     semantic.broadcast_impl_value = _broadcast
     semantic.binary_op_type_checking_impl = _operands
     semantic.to_tensor = _to_tensor
+    semantic.cast = _cast
     core._unwrap_if_constexpr = _unwrap
     core.dtype.sizes = ()  # of a number
     core.dtype.size = core.dtype._bytes = None  # until they are asked for
@@ -53,7 +54,8 @@ def _patch_lang_once(fn):
     if _originals:
         return None
     if not _replacements:
-        scope = _patch_lang(_any_function)
+        # a function whose module names both of the modules whose functions are replaced
+        scope = _patch_lang(SimpleNamespace(__globals__={"core": core, "tl": interpreter.tl}))
         _replacements.update({(owner, name): getattr(owner, name) for owner, name, _ in scope._changes})
         scope.restore()
     for (owner, name), function in _replacements.items():
@@ -62,10 +64,6 @@ def _patch_lang_once(fn):
     scope = interpreter._LangPatchScope()
     scope._changes = _originals  # the end of the launch puts them back, and leaves none
     return scope
-
-
-def _any_function():
-    """Stand for all functions: its module names both of the modules whose functions are replaced, core and tl."""
 
 
 @functools.cache
@@ -103,6 +101,17 @@ def _numpy_dtype(dtype):
     return _dtypes[dtype.name]
 
 
+_cast_any = interpreter.interpreter_semantic.cast
+_EXACT = {("int32", "int64"), ("fp16", "fp32")}  # no check, no rounding
+
+
+def _cast(x, dtype, *rounding):
+    new = dtype.scalar
+    if (x.dtype.name, new.name) not in _EXACT or rounding not in ((), (None,)):
+        return _cast_any(x, dtype, *rounding)
+    return _tensor(interpreter.TensorHandle(x.handle.data.astype(_numpy_dtype(new)), new), new, x.type.sizes)
+
+
 _WIDE = {"add": np.add, "sub": np.subtract, "mul": np.multiply}
 
 
@@ -111,14 +120,9 @@ def _assert_no_overflow(a, b, op):
     dtype = a.dtype
     if dtype.int_bitwidth < 64:
         wide = _WIDE[op.__name__](a.handle.data, b.handle.data, dtype=np.int64)
-        least, most = (f.reduce(wide, axis=None) for f in (np.minimum, np.maximum))
-        low, high = _limits(dtype)
-        assert low <= least and most <= high, f"int{dtype.int_bitwidth} overflow detected for operation {op.__name__}"
-
-
-@functools.cache
-def _limits(dtype):
-    return dtype.get_int_min_value(), dtype.get_int_max_value()
+        least, most = np.minimum.reduce(wide, axis=None), np.maximum.reduce(wide, axis=None)
+        fits = dtype.get_int_min_value() <= least and most <= dtype.get_int_max_value()
+        assert fits, f"int{dtype.int_bitwidth} overflow detected for operation {op.__name__}"
 
 
 def _init_handle(self, data, dtype, attr=None):
@@ -209,8 +213,11 @@ def _typed(a, b):
     shape = _common(m, n)
     if not shape:
         return _broadcast_impl_value(a, b)
-    types = (_block_type(core.block_type, x.dtype, shape) for x in (a, b))
-    return tuple(map(core.tensor, (a.handle, b.handle), types))
+    return _tensor(a.handle, a.dtype, shape), _tensor(b.handle, b.dtype, shape)
+
+
+def _tensor(handle, dtype, sizes):
+    return core.tensor(handle, _block_type(core.block_type, dtype, sizes) if sizes else dtype)
 
 
 def _broadcast(a, b):
@@ -235,9 +242,10 @@ def _spread(x, shape):
     if x.type.sizes == shape:
         return x
     builder, block_type = interpreter.interpreter_builder, _block_type(core.block_type, x.dtype, shape)
-    if x.type.is_block():
-        return core.tensor(builder.create_broadcast(x.handle, shape), block_type)
-    return core.tensor(builder.create_splat(block_type, x.handle), block_type)
+    spread = (
+        builder.create_broadcast(x.handle, shape) if x.type.is_block() else builder.create_splat(block_type, x.handle)
+    )
+    return core.tensor(spread, block_type)
 
 
 def _block_type(cls, element_ty, shape):
