@@ -224,8 +224,7 @@ class _FusedLinearLogprobs(torch.autograd.Function):
         free = (t for t, is_asked in zip(asked, ctx.free, strict=True) if is_asked)
         ctx.mark_non_differentiable(*fixed)
         ctx.save_for_backward(
-            x, weight, target, bias, u, b, ids, lse, lse_rest, entropy, results.kept_logits, results.kept_rows,
-            order, *sums,
+            x, weight, target, bias, u, b, ids, lse, lse_rest, entropy, *results[-3:], order, *sums,
         )  # fmt: skip
         return logprob, *free, *fixed
 
@@ -237,9 +236,8 @@ class _FusedLinearLogprobs(torch.autograd.Function):
         dentropy, d_at = (next(grads) if is_asked else None for is_asked in ctx.free)
         if dlogprob is None and dentropy is None and d_at is None:
             return none
-        x, weight, target, bias, u, b, ids, lse, lse_rest, entropy, kept_logits, kept_rows, order, *sums = (
-            ctx.saved_tensors
-        )
+        x, weight, target, bias, u, b, ids, lse, lse_rest, entropy, *kept_and_sums = ctx.saved_tensors
+        kept_logits, kept_rows, kept_tops, order, *sums = kept_and_sums
         dloss = None
         if ctx.in_forward and dentropy is None and d_at is None:
             dloss = _factor(dlogprob, target, ctx)
@@ -252,7 +250,8 @@ class _FusedLinearLogprobs(torch.autograd.Function):
                 kept_logits = kept_logits.clone()
             saved = x, weight, target, bias, u, b, None, order, sums[0], lse, lse_rest, entropy
             at = (None, None) if d_at is None else (ids, d_at)
-            more = TokenBackward(ctx.logits_dtype, *at, kept_logits if kept_logits.numel() else None)
+            kept = (t if t.numel() else None for t in (kept_logits, kept_tops))
+            more = TokenBackward(ctx.logits_dtype, *at, *kept)
             dtensors = recomputed(ctx, saved, (None, dlogprob, dentropy), more, linear_logprobs_bwd)
         asked = (grad if needed else None for grad, needed in zip(dtensors, ctx.needs_input_grad[:5], strict=True))
         return *asked, *none[5:]
