@@ -1,6 +1,6 @@
 """Products with the head whose logits are never stored, for Hopper: sums for lse, and the gradient of the logits.
 
-Two warp groups multiply 64 rows each of a tile of [128, 256] logits, as in the experts' kernels, and reduce or
+Two warp groups multiply 64 rows each of a tile of [128, 256] logits, and reduce or
 differentiate their sums in registers. Logits in memory would take three passes of 4 bytes.
 """
 
@@ -8,8 +8,12 @@ from collections.abc import Sequence
 
 from torch import Tensor
 
-from liger_like.ops.experts.blocks import grouped
-from liger_like.ops.experts.hopper.products import (
+from liger_like.ops.losses.exponentials import LARGEST_EXPONENT
+from liger_like.ops.losses.rows import Options
+from liger_like.runtime.blocks import grouped
+from liger_like.runtime.gluon import fence_async_shared, gl, gluon, tma_store_wait
+from liger_like.runtime.hopper import ROWS, Descriptor, block, buffers, sum_layout
+from liger_like.runtime.hopper_products import (
     HALF,
     STEP,
     halves_of,
@@ -20,13 +24,9 @@ from liger_like.ops.experts.hopper.products import (
     start_store,
     weights_of,
 )
-from liger_like.ops.experts.tiles import programs
-from liger_like.ops.losses.exponentials import LARGEST_EXPONENT
-from liger_like.ops.losses.rows import Options
-from liger_like.runtime.gluon import fence_async_shared, gl, gluon, tma_store_wait
-from liger_like.runtime.hopper import ROWS, Descriptor, block, buffers, sum_layout
 from liger_like.runtime.launcher import launch
 from liger_like.runtime.layout import packed
+from liger_like.runtime.support import programs
 
 FORWARD_STAGES, STAGES, PARTS = 4, 3, gl.constexpr(1)  # a kernel that stores holds a tile of results, too
 WIDTH = gl.constexpr(2 * HALF.value)  # columns of a tile
@@ -58,6 +58,16 @@ def _labels(order_ptr, target_ptr, m, half: gl.constexpr, M):
 
 
 @gluon.jit
+def _start_store_of_tile(out_desc, m, n, half: gl.constexpr, out_s, x):
+    """Start to store the rows of a warp group, once those of the tile before have left."""
+    left, right = halves_of((x,))
+    tma_store_wait(0)
+    row = m * 2 * ROWS + half * ROWS
+    start_store(out_desc, [row, n * WIDTH], out_s.index(2 * half), left)
+    start_store(out_desc, [row, n * WIDTH + HALF], out_s.index(2 * half + 1), right)
+
+
+@gluon.jit
 def _reduce(
     half: gl.constexpr, out_desc, target_ptr, order_ptr, top_ptr, total_ptr, dot_ptr, at_ptr, M, V, K, scale, ring,
     out_s, GROUP: gl.constexpr, STAGES: gl.constexpr,
@@ -85,11 +95,7 @@ def _reduce(
             gl.store(dot_ptr + place, gl.sum(e * gl.where(e > 0.0, z, 0.0), 1), mask=inside)
         gl.store(at_ptr + rows, at, mask=inside & (column >= 0) & (column < WIDTH))
         if out_desc is not None:
-            left, right = halves_of((e * LARGEST,))
-            tma_store_wait(0)  # the exponentials of the tile before have left
-            row = m * 2 * ROWS + half * ROWS
-            start_store(out_desc, [row, n * WIDTH], out_s.index(2 * half), left)
-            start_store(out_desc, [row, n * WIDTH + HALF], out_s.index(2 * half + 1), right)
+            _start_store_of_tile(out_desc, m, n, half, out_s, e * LARGEST)
     if out_desc is not None:
         tma_store_wait(0)
 
@@ -170,11 +176,7 @@ def _differentiate(
             steep = gl.load(dentropy_ptr + tokens, mask=counts, other=0.0) * scale
             dz -= p * gl.where(p > 0.0, logp + entropy[:, None], 0.0) * steep[:, None]
         dz = gl.where(cols[None, :] == column[:, None], dz - slope[:, None], dz)
-        left, right = halves_of((gl.where(counts[:, None], dz, 0.0),))
-        tma_store_wait(0)  # the gradients of the tile before have left
-        row = m * 2 * ROWS + half * ROWS
-        start_store(out_desc, [row, n * WIDTH], out_s.index(2 * half), left)
-        start_store(out_desc, [row, n * WIDTH + HALF], out_s.index(2 * half + 1), right)
+        _start_store_of_tile(out_desc, m, n, half, out_s, gl.where(counts[:, None], dz, 0.0))
     tma_store_wait(0)
 
 

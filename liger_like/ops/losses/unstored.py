@@ -11,13 +11,13 @@ import torch
 from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensor
 
-from liger_like.ops.experts.choice import NO_TMA, moved_by_tma, sorts_rows
 from liger_like.ops.losses.exponentials import parts_of
 from liger_like.ops.losses.products import even_step, kept_first
 from liger_like.ops.losses.row_kernels import launch_merge
 from liger_like.ops.losses.rows import Options, raise_bad_label
 from liger_like.runtime.fallback import BROKEN, gluon_module
 from liger_like.runtime.support import refused
+from liger_like.runtime.tma import NO_TMA, moved_by_tma, on_hopper
 
 HOPPER = "liger_like.ops.losses.hopper"
 CHUNK_ROWS = 4096  # tokens that are gathered at a time
@@ -34,7 +34,7 @@ def takes_no_logits(x: Tensor, weight: Tensor, logits_dtype: torch.dtype, option
     No tensor of ``absent`` may exist. Their scores are those of logits that are rounded to nothing.
     """
     plain = options.softcap is None and all(t is None for t in absent) and logits_dtype == torch.float32
-    return (plain or refused(NOT_PLAIN)) and (sorts_rows(x, weight) or refused(NOT_HALF))
+    return (plain or refused(NOT_PLAIN)) and (on_hopper(x, weight) or refused(NOT_HALF))
 
 
 def unstored_kernels(x: Tensor, weight: Tensor) -> Any:
