@@ -7,11 +7,12 @@ import torch
 from test_logprobs import SPEC, draws, inputs_of, trained
 
 from liger_like import ops
-from liger_like.ops.experts import choice
 from liger_like.ops.losses import exponentials, unstored
 from liger_like.ops.losses import products as product_parts
 from liger_like.ops.losses.linear_token_loss import fused_linear_token_loss_ref
 from liger_like.ops.losses.row_kernels import launch_bwd
+from liger_like.ops.losses.rows import Options
+from liger_like.runtime import tma
 from liger_like.runtime.launcher import recorded
 from liger_like.runtime.support import architecture, collected_reasons
 from liger_like.testing import assert_accurate
@@ -61,8 +62,8 @@ def in_torch(monkeypatch):
         reduce_logits=counted("reduce", reduce_logits),
         differentiate_logits=counted("differentiate", differentiate_logits),
     )
-    monkeypatch.setattr(choice, "DTYPES", (torch.float32, torch.float16))
-    monkeypatch.setattr(choice, "_is_hopper", lambda device: True)
+    monkeypatch.setattr(tma, "DTYPES", (torch.float32, torch.float16))
+    monkeypatch.setattr(tma, "_is_hopper", lambda device: True)
     monkeypatch.setattr(unstored, "gluon_module", lambda name: kernels)
     monkeypatch.setattr(exponentials, "WORDS", 16)
     monkeypatch.setattr(product_parts, "SLICE_COLUMNS", 16)
@@ -137,6 +138,25 @@ def test_cross_entropy_has_no_reason_against_kernels_of_another_op(in_torch, dev
     assert not [reason for reason in reasons if "store no logits" in reason]
 
 
+def test_exponentials_hold_scores(device):
+    """Blocks of words that all tokens fill, and that the last ones do not; a score of -inf has no probability."""
+    z, target = torch.randn(3, 5000, device=device) * 4, torch.tensor([4, 4999, -100], device=device)
+    z[0, 300:900] = -torch.inf
+    kept, tops = z.new_empty(3, 5000, dtype=torch.float16), z.new_empty(3, exponentials.parts_of(5000))
+    exponentials.store_exponentials(z, 1.5, kept, tops)
+    lse, (g, h) = (1.5 * z).logsumexp(1), torch.randn(2, 3, device=device)
+    logp = 1.5 * z - lse[:, None]
+    entropy = -(logp.exp() * logp.where(logp.exp() > 0, 0)).sum(1)
+    grads = []
+    for scores, largest in ((z, None), (kept, tops)):
+        dz = torch.empty_like(z)
+        options, rows = Options(-100, 0.0, 0.0, None, 1.5), (lse, torch.zeros_like(lse))
+        launch_bwd(scores, dz, target, None, rows, entropy, (None, g, h), options, unit=0.0, tops=largest)
+        grads.append(dz)
+    torch.testing.assert_close(*grads, rtol=2e-3, atol=1e-6)
+    assert not grads[1][0, 300:900].any()
+
+
 KINDS = {
     "frozen head": ((lambda fn: lambda **kwargs: fn(**kwargs).logprob), {}, ("x",)),
     "uniform": ((lambda fn: lambda **kwargs: fn(**kwargs).logprob.mean()), {"uniform_gradient": True}, ("x", "weight")),
@@ -159,11 +179,14 @@ def test_exponentials_take_the_place_of_logits(kind, in_torch, device, poisoned)
 def test_token_loss_from_exponentials(entropy, in_torch, device):
     outputs = ("entropy",) * entropy
     loss_fn = lambda tokens: tokens.logprob * 2 + (tokens.entropy.square() if entropy else 0)  # noqa: E731
-    summed = lambda fn: (
-        lambda **kwargs: (lambda out: out[0] if entropy else out)(  # noqa: E731
-            fn(**kwargs, loss_fn=loss_fn, outputs=outputs)
-        )
-    )
+
+    def summed(fn):
+        def call(**kwargs):
+            out = fn(**kwargs, loss_fn=loss_fn, outputs=outputs)
+            return out[0] if entropy else out
+
+        return call
+
     make = lambda: inputs_of(device, (41,), torch.float16)  # noqa: E731
     one, ref = summed(ops.fused_linear_token_loss), summed(fused_linear_token_loss_ref)
     assert_accurate(one, ref, make, {"chunk_rows": 16, "temperature": 0.3}, draws(device))
@@ -196,6 +219,20 @@ def test_kernels(H, V, dtype, hopper, monkeypatch):
             ops.fused_linear_logprobs(**make(), **options).logprob.sum().backward()
         assert {kernel.__name__ for kernel, *_ in launches} >= KERNELS
         assert_accurate(SPEC.fn, SPEC.ref, make, options, draws("cuda"))
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)
+@pytest.mark.parametrize("kind", KINDS)
+def test_kernels_that_store_exponentials(kind, dtype, hopper):
+    """Words that fill no tile; chunks that end within a tile of rows."""
+    take, options, names = KINDS[kind]
+    make = lambda: trained(inputs_of("cuda", (300,), dtype, H=200, V=1003), *names)  # noqa: E731
+    options = options | {"chunk_rows": 130, "temperature": 0.7}
+    with recorded() as launches:
+        take(SPEC.fn)(**make(), **options)
+    assert "_linear_exponentials_hopper_kernel" in {kernel.__name__ for kernel, *_ in launches}
+    assert_accurate(take(SPEC.fn), take(SPEC.ref), make, options, draws("cuda"))
 
 
 @pytest.mark.gpu

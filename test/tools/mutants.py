@@ -163,6 +163,8 @@ TESTS = {
     "ops/losses/slices.py": f"{LINEAR} or logprob or test_unstored_logits",
     "ops/losses/units.py": "test_losses",
     "ops/losses/unstored.py": "test_unstored_logits",
+    "ops/losses/exponentials.py": "test_unstored_logits or test_logprob_routes",
+    "ops/losses/last_chunk.py": LINEAR,
     "ops/losses/dw_sum/__init__.py": "test_weight_gradient",
     "ops/losses/dw_sum/portable.py": "test_weight_gradient",
     **{file: "attention or compiled_graph" for file, *_ in (*ATTENTION, *ATTENTION_BACKWARD)},

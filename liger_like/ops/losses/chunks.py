@@ -289,8 +289,7 @@ def run_chunks(
     logits = last_logits.view(dtype) if last_logits.numel() else x.new_empty((step, pitch(V)), dtype=dtype)
     tops = x.new_empty((step, parts_of(V)), dtype=torch.float32) if unstored else None
     scores = logits.new_empty(logits.shape, dtype=more.logits_dtype) if exponentials and not unstored else logits
-    if more is not None:
-        _spread_words(more, results)
+    _spread_words(more, results)
     start, end, n = 0, step, T
     sums: list[Any] = []
     given: Upstream | None = None
@@ -379,9 +378,9 @@ def _chunks(call: Forward, wide: bool) -> tuple[int, bool]:
     return torch.sym_min(T, rows), dw_in_16_bits and MAX_ROUNDS * rows >= T
 
 
-def _spread_words(more: TokenForward, results: TokenResults) -> None:
+def _spread_words(more: TokenForward | None, results: TokenResults | None) -> None:
     """Store the ids of all tokens in ``words``, and no word where the best ones will be."""
-    if results.words.numel():
+    if more is not None and results is not None and results.words.numel():
         results.words.fill_(NO_WORD)
         if more.ids is not None:
             results.words[:, : more.ids.shape[1]] = more.ids

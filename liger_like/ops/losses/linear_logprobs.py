@@ -8,10 +8,10 @@ The logits of one chunk of tokens at a time are computed in a reused buffer, as 
 default they are fp32: products of bf16 operands are summed in fp32, and rounding them to bf16 would change a
 log-probability by 10^-2. Their gradient is rounded to the dtype of x.
 
-There are four routes to the gradients. By default the backward recomputes the logits. Where the head needs no gradient,
-a token's row of dx is its upstream gradient times a row that the forward computes. With ``keep_logits`` the forward
-keeps logits in the dtype of x. With ``uniform_gradient`` the forward computes all gradients for a common upstream
-gradient. The backward recomputes where the last two do not apply.
+There are four routes to the gradients. By default the backward recomputes the logits. Where the head needs no
+gradient, a token's row of dx is its upstream gradient times a row that the forward computes. With ``keep_logits`` the
+forward keeps logits in the dtype of x, or exponentials in 16 bits. With ``uniform_gradient`` the forward computes all
+gradients for a common upstream gradient. The backward recomputes where the last two do not apply.
 """
 
 from typing import Any, NamedTuple
@@ -356,14 +356,17 @@ def fused_linear_logprobs(
     log-probabilities of the largest scores in descending order; of equal scores the lower id comes first.
 
     ``logits_dtype``: torch.float32 sums the logits in fp32 and rounds them to nothing else; x.dtype rounds them as a
-    linear layer does. The gradient of the logits is rounded to x.dtype in both cases. The backward computes the logits
-    again, in the memory of the weight's gradient; without a gradient of weight, bias and lora[1] the forward computes
-    the gradient of x for "logprob" instead. ``keep_logits``: bytes in which the forward keeps logits, in x.dtype, so
-    that the backward does not compute them again. ``uniform_gradient``: expect equal upstream gradients of all
-    "logprob", as of their mean, so that the forward computes all gradients; the backward waits for the GPU to learn
-    whether they are equal, and computes the logits again if not, or if "entropy" or ``ids`` get gradients.
-    ``accumulate_grad`` and ``chunk_rows`` are those of ``fused_linear_cross_entropy`` (None: 1024 tokens for logits in
-    fp32, 4096 where none are stored). ``shard`` is set by ``liger_like.parallel.vocab_parallel_logprobs``.
+    linear layer does. The gradient of the logits is rounded to x.dtype in both cases. The backward computes the
+    logits again, in the memory of the weight's gradient; without a gradient of weight, bias and lora[1] the forward
+    computes the gradient of x for "logprob" instead. ``keep_logits``: bytes in which the forward keeps logits, in
+    x.dtype, so that the backward does not compute them again. If all fit, without softcap and ``ids``, it keeps
+    exponentials in fp16 in their place, and 4 bytes for 256 words, so that gradients stay as exact as those of
+    logits in fp32. ``uniform_gradient``: expect equal upstream gradients of all "logprob", as of their mean, so
+    that the forward computes all gradients; the backward waits for the GPU to learn whether they are equal, and
+    computes the logits again if not, or if "entropy" or ``ids`` get gradients. ``accumulate_grad`` and
+    ``chunk_rows`` are those of ``fused_linear_cross_entropy`` (None: 1024 tokens for logits in fp32, 2048 for
+    exponentials, 4096 where a Hopper GPU stores neither). ``shard`` is set by
+    ``liger_like.parallel.vocab_parallel_logprobs``.
 
     Under autocast the operands are cast to its dtype. The kernel takes bf16, fp16 and fp32; other dtypes and devices
     run the plain-torch reference, which materialises all logits, and so do graphs of torch.compile with few tokens.
