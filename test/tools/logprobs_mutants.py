@@ -31,8 +31,8 @@ LOGPROBS = [
     (KERNELS, "tl.where(ids + v_start == word", "tl.where(ids == word", "ids of the first slice for every slice"),
     (
         CHUNKS,
-        "dtype = more.logits_dtype if wide else x.dtype",
-        "dtype = x.dtype",
+        "more.logits_dtype if wide else torch.float16 if",
+        "torch.float16 if",
         "logits are rounded to the dtype of x",
     ),
     (STEPS, "top_words(z, topk, options.logit_scale)", "z.topk(topk).indices", "equal scores in any order"),
