@@ -85,3 +85,12 @@ def tanh_and_slope(x, EXACT: tl.constexpr):
 def round_to(x, dtype: tl.constexpr):
     """Return ``x`` rounded to ``dtype``, in fp32."""
     return x.to(dtype).to(tl.float32)
+
+
+@triton.jit
+def grouped(tile, tiles_m, tiles_n, GROUP: tl.constexpr):
+    """Return row and column of a tile; GROUP rows of tiles go through the columns together, to share operands in L2."""
+    first = tile // (GROUP * tiles_n) * GROUP
+    size = tl.minimum(tiles_m - first, GROUP)
+    inner = tile % (GROUP * tiles_n)
+    return first + inner % size, inner // size

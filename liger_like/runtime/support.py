@@ -115,6 +115,11 @@ def _num_programs(device: torch.device, each: int) -> int:
     return each * torch.cuda.get_device_properties(device).multi_processor_count if device.type == "cuda" else 3
 
 
+def programs(device: torch.device, tiles: int) -> tuple[int]:
+    """Return the grid of a kernel that loops over at most ``tiles`` tiles: a program per multiprocessor."""
+    return (min(num_programs(device, 1), tiles),)
+
+
 def l2_bytes(device: torch.device) -> int:
     """Return the size of the L2 cache; 0 without a GPU."""
     if machine.current is not None:

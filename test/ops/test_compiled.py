@@ -22,7 +22,7 @@ from torch.utils._pytree import tree_leaves
 from liger_like.ops.attention.choice import is_small
 from liger_like.ops.attention.masking import Masking
 from liger_like.ops.glu_linear import glu_linear
-from liger_like.ops.losses import chunks
+from liger_like.ops.losses import chunks, last_chunk
 from liger_like.ops.losses.linear_cross_entropy import fused_linear_cross_entropy
 from liger_like.ops.losses.vocab_shards import WHOLE
 from liger_like.testing import SPECS, run
@@ -202,7 +202,7 @@ def test_the_last_chunk_is_known_without_a_read(tokens, chunk_rows, device):
     outs = chunks._outputs(call)
     chunks.run_chunks(call, outs, visit=lambda *args: None)
     _, start, end = outs[7].tolist()
-    assert chunks._last_chunk(tokens, min(tokens, chunk_rows)) == (start, end)
+    assert last_chunk._last_chunk(tokens, min(tokens, chunk_rows)) == (start, end)
 
 
 def test_attention_stays_an_op_unless_it_is_small_and_of_fixed_size():

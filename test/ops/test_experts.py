@@ -11,6 +11,7 @@ from torch.utils.flop_counter import FlopCounterMode
 from liger_like import moe_experts
 from liger_like.ops.experts import choice, moe_experts_ref, tiles
 from liger_like.ops.experts.routing import BINS, BLOCK, Routing, moe_rows
+from liger_like.runtime import tma
 from liger_like.runtime.support import use_kernel
 from liger_like.testing import SPECS, assert_accurate, run
 from liger_like.testing.inputs import experts_inputs
@@ -401,7 +402,7 @@ def test_bad_arguments(error, message, changed):
 def test_hopper_kernels_take_aligned_rows(I, modules, device, monkeypatch):
     """Rows of gate and up may be aligned where those of h are not."""
     asked = []
-    monkeypatch.setattr(choice, "_is_hopper", lambda device: True)
+    monkeypatch.setattr(tma, "_is_hopper", lambda device: True)
     monkeypatch.setattr(choice, "gluon_module", asked.append)
     SPEC.fn(**inputs(device, torch.float16, I=I))
     assert asked == modules

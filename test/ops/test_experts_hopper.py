@@ -9,6 +9,7 @@ from conftest import DEVICE
 from liger_like import moe_experts
 from liger_like.ops import experts
 from liger_like.ops.experts import choice
+from liger_like.runtime import tma
 from liger_like.runtime.launcher import recorded
 from liger_like.runtime.support import architecture
 from liger_like.testing import SPECS, assert_accurate, run
@@ -48,8 +49,8 @@ def test_sorted_rows_give_the_same_bits(options, device, monkeypatch, poisoned):
 
 def test_what_tma_moves():
     make = lambda *shape: torch.empty(shape, dtype=torch.bfloat16, device="meta")  # noqa: E731
-    assert choice.moved_by_tma(make(2**30 - 1, 8))
-    assert choice.moved_by_tma(make(3, 5, 16)[..., :8])
+    assert tma.moved_by_tma(make(2**30 - 1, 8))
+    assert tma.moved_by_tma(make(3, 5, 16)[..., :8])
     for wrong in (
         make(2**30, 8),
         make(0, 8),
@@ -58,7 +59,7 @@ def test_what_tma_moves():
         make(8, 5).t(),
         make(5, 16)[:, ::2],
     ):
-        assert not choice.moved_by_tma(wrong)
+        assert not tma.moved_by_tma(wrong)
 
 
 @pytest.mark.parametrize("transposed", [False, True])
@@ -73,14 +74,14 @@ def test_adapters_come_in_the_layout_of_the_matrices(transposed, monkeypatch):
         return lambda *args: seen.append((args[matrix], args[factor]))
 
     products = {"gate_up": noted(1, 4), "rows_times": noted(1, 4), "down_bwd": noted(1, 3)}
-    monkeypatch.setattr(choice, "_is_hopper", lambda device: True)
+    monkeypatch.setattr(tma, "_is_hopper", lambda device: True)
     fake = types.SimpleNamespace(COLUMNS=24, depth_product=lambda *args: None, **products)
     monkeypatch.setattr(choice, "gluon_module", lambda name: fake)
     out = moe_experts(given["x"], *matrices, given["index"], given["weights"], **loras, transposed=transposed)
     out.backward(torch.ones_like(out))
     assert len(seen) == 4
     for matrix, factor in seen:
-        assert choice.moved_by_tma(factor)
+        assert tma.moved_by_tma(factor)
         depth = 1 if matrix.shape[1] != factor.shape[1] else 2
         assert [*factor.shape] == [16 if i == depth else n for i, n in enumerate(matrix.shape)]
     if not transposed:

@@ -4,13 +4,15 @@ import types
 
 import pytest
 import torch
-from test_logprobs import SPEC, draws, inputs_of
+from test_logprobs import SPEC, draws, inputs_of, trained
 
 from liger_like import ops
-from liger_like.ops.experts import choice
+from liger_like.ops.losses import exponentials, unstored
 from liger_like.ops.losses import products as product_parts
-from liger_like.ops.losses import unstored
+from liger_like.ops.losses.linear_token_loss import fused_linear_token_loss_ref
 from liger_like.ops.losses.row_kernels import launch_bwd
+from liger_like.ops.losses.rows import Options
+from liger_like.runtime import tma
 from liger_like.runtime.launcher import recorded
 from liger_like.runtime.support import architecture, collected_reasons
 from liger_like.testing import assert_accurate
@@ -24,12 +26,16 @@ def hopper():
         pytest.skip("needs a Hopper GPU")
 
 
-def reduce_logits(x, w, order, target, scale, parts, at):
-    for i, part in enumerate(w.split(unstored.WORDS)):
+def reduce_logits(x, w, order, target, scale, parts, at, kept):
+    x, w = x.float(), w.float()
+    for i, part in enumerate(w.split(exponentials.WORDS)):
         z = scale * x @ part.T
         top = z.amax(1)
         z = z - top.masked_fill(top == -torch.inf, 0)[:, None]
         parts[0, :, i], parts[1, :, i] = top, z.exp().sum(1)
+        if kept is not None:
+            start = i * exponentials.WORDS
+            kept[:, start : start + len(part)] = z.exp() * 2.0**exponentials.LARGEST_EXPONENT
         if len(parts) == 3:
             parts[2, :, i] = (z.exp() * z.where(z.exp() > 0, 0)).sum(1)
     at[: len(x)] = scale * (x * w[target[order].clamp(0, len(w) - 1)]).sum(1)
@@ -37,7 +43,7 @@ def reduce_logits(x, w, order, target, scale, parts, at):
 
 def differentiate_logits(x, w, order, target, lse, entropy, upstream, options, v_start, vocabulary, dz):
     place = {"order": order, "v_start": v_start, "vocabulary": vocabulary}
-    launch_bwd((x @ w.T).contiguous(), dz, target, None, lse, entropy, upstream, options, **place)
+    launch_bwd((x.float() @ w.float().T).contiguous(), dz, target, None, lse, entropy, upstream, options, **place)
 
 
 @pytest.fixture
@@ -56,10 +62,10 @@ def in_torch(monkeypatch):
         reduce_logits=counted("reduce", reduce_logits),
         differentiate_logits=counted("differentiate", differentiate_logits),
     )
-    monkeypatch.setattr(choice, "DTYPES", (torch.float32, torch.float16))
-    monkeypatch.setattr(choice, "_is_hopper", lambda device: True)
+    monkeypatch.setattr(tma, "DTYPES", (torch.float32, torch.float16))
+    monkeypatch.setattr(tma, "_is_hopper", lambda device: True)
     monkeypatch.setattr(unstored, "gluon_module", lambda name: kernels)
-    monkeypatch.setattr(unstored, "WORDS", 16)
+    monkeypatch.setattr(exponentials, "WORDS", 16)
     monkeypatch.setattr(product_parts, "SLICE_COLUMNS", 16)
     return counts
 
@@ -96,7 +102,7 @@ def test_a_part_without_scores(in_torch, device):
         ({"ids": 2}, {}),
         ({"H": 20}, {}),
         ({}, {"softcap": 5.0}),
-        ({}, {"keep_logits": 2**20}),
+        ({}, {"keep_logits": 2**12}),
         ({}, {"topk": 2}),
         ({}, {"outputs": ("logprob", "correct")}),
         ({}, {"outputs": ("logprob", "mean_logit")}),
@@ -132,13 +138,71 @@ def test_cross_entropy_has_no_reason_against_kernels_of_another_op(in_torch, dev
     assert not [reason for reason in reasons if "store no logits" in reason]
 
 
-def test_gradients_in_the_forward_store_logits(in_torch, device):
-    inputs = inputs_of(device, (20,))
-    inputs["weight"] = inputs["weight"].detach()
-    ops.fused_linear_logprobs(**inputs, chunk_rows=16).logprob.sum().backward()
-    ops.fused_linear_token_loss(**inputs, loss_fn=lambda tokens: tokens.logprob, chunk_rows=16)
-    with torch.no_grad():
-        ops.fused_linear_token_loss(**inputs, loss_fn=lambda tokens: tokens.logprob, chunk_rows=16)
+def test_exponentials_hold_scores(device):
+    """Blocks of words that all tokens fill, and that the last ones do not; a score of -inf has no probability."""
+    z, target = torch.randn(3, 5000, device=device) * 4, torch.tensor([4, 4999, -100], device=device)
+    z[0, 300:900] = -torch.inf
+    kept, tops = z.new_empty(3, 5000, dtype=torch.float16), z.new_empty(3, exponentials.parts_of(5000))
+    exponentials.store_exponentials(z, 1.5, kept, tops)
+    lse, (g, h) = (1.5 * z).logsumexp(1), torch.randn(2, 3, device=device)
+    logp = 1.5 * z - lse[:, None]
+    entropy = -(logp.exp() * logp.where(logp.exp() > 0, 0)).sum(1)
+    grads = []
+    for scores, largest in ((z, None), (kept, tops)):
+        dz = torch.empty_like(z)
+        options, rows = Options(-100, 0.0, 0.0, None, 1.5), (lse, torch.zeros_like(lse))
+        launch_bwd(scores, dz, target, None, rows, entropy, (None, g, h), options, unit=0.0, tops=largest)
+        grads.append(dz)
+    torch.testing.assert_close(*grads, rtol=2e-3, atol=1e-6)
+    assert not grads[1][0, 300:900].any()
+
+
+KINDS = {
+    "frozen head": ((lambda fn: lambda **kwargs: fn(**kwargs).logprob), {}, ("x",)),
+    "uniform": ((lambda fn: lambda **kwargs: fn(**kwargs).logprob.mean()), {"uniform_gradient": True}, ("x", "weight")),
+    "kept": ((lambda fn: fn), {"keep_logits": 2**40, "outputs": ("logprob", "entropy")}, ("x", "weight")),
+}
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_exponentials_take_the_place_of_logits(kind, in_torch, device, poisoned):
+    """Gradients from exponentials are as exact as from logits in fp32: the rule allows no rounded logits."""
+    take, options, names = KINDS[kind]
+    make = lambda: trained(inputs_of(device, (41,), torch.float16), *names)  # noqa: E731
+    options = options | {"chunk_rows": 16, "temperature": 0.3}
+    assert_accurate(take(SPEC.fn), take(SPEC.ref), make, options, draws(device))
+    assert in_torch["reduce"] >= 2
+    assert not in_torch["differentiate"]
+
+
+@pytest.mark.parametrize("entropy", [False, True])
+def test_token_loss_from_exponentials(entropy, in_torch, device):
+    outputs = ("entropy",) * entropy
+    loss_fn = lambda tokens: tokens.logprob * 2 + (tokens.entropy.square() if entropy else 0)  # noqa: E731
+
+    def summed(fn):
+        def call(**kwargs):
+            out = fn(**kwargs, loss_fn=loss_fn, outputs=outputs)
+            return out[0] if entropy else out
+
+        return call
+
+    make = lambda: inputs_of(device, (41,), torch.float16)  # noqa: E731
+    one, ref = summed(ops.fused_linear_token_loss), summed(fused_linear_token_loss_ref)
+    assert_accurate(one, ref, make, {"chunk_rows": 16, "temperature": 0.3}, draws(device))
+    assert in_torch["reduce"] >= 3
+    assert not in_torch["differentiate"]
+    in_torch["reduce"] = 0
+    one(**{name: t.detach() for name, t in make().items()})
+    assert not in_torch["reduce"]
+
+
+def test_logits_in_memory_where_no_kernel_can_load_the_operands(in_torch, device, monkeypatch):
+    """Rows of 16-bit gradients have memory for no fp32 logits, which get memory of their own."""
+    monkeypatch.setattr(unstored, "moved_by_tma", lambda t: False)
+    make = lambda: trained(inputs_of(device, (41,), torch.float16), "x")  # noqa: E731
+    take = KINDS["frozen head"][0]
+    assert_accurate(take(SPEC.fn), take(SPEC.ref), make, {"chunk_rows": 16}, draws(device))
     assert in_torch == {"reduce": 0, "differentiate": 0}
 
 
@@ -155,6 +219,20 @@ def test_kernels(H, V, dtype, hopper, monkeypatch):
             ops.fused_linear_logprobs(**make(), **options).logprob.sum().backward()
         assert {kernel.__name__ for kernel, *_ in launches} >= KERNELS
         assert_accurate(SPEC.fn, SPEC.ref, make, options, draws("cuda"))
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)
+@pytest.mark.parametrize("kind", KINDS)
+def test_kernels_that_store_exponentials(kind, dtype, hopper):
+    """Words that fill no tile; chunks that end within a tile of rows."""
+    take, options, names = KINDS[kind]
+    make = lambda: trained(inputs_of("cuda", (300,), dtype, H=200, V=1003), *names)  # noqa: E731
+    options = options | {"chunk_rows": 130, "temperature": 0.7}
+    with recorded() as launches:
+        take(SPEC.fn)(**make(), **options)
+    assert "_linear_exponentials_hopper_kernel" in {kernel.__name__ for kernel, *_ in launches}
+    assert_accurate(take(SPEC.fn), take(SPEC.ref), make, options, draws("cuda"))
 
 
 @pytest.mark.gpu

@@ -41,11 +41,18 @@ def calls() -> Iterator[tuple[testing.OpSpec, torch.dtype, dict[str, Any], dict[
 
 
 def unstored_calls() -> Iterator[tuple[testing.OpSpec, torch.dtype, dict[str, Any], dict[str, Any]]]:
-    """Log-probabilities and entropies of all and of some tokens, whose logits are not stored."""
+    """Log-probabilities and entropies of all and of some tokens, whose logits in fp32 are not stored."""
     spec = next(spec for spec in testing.SPECS if spec.name == "fused_linear_logprobs")
-    outputs = ("logprob",), ("logprob", "entropy")
-    for dtype, names, V in itertools.product(DTYPES[1:], outputs, (1000, 1024)):
-        yield spec, dtype, {"lead": (300,), "H": 32, "V": V}, {"outputs": names, "chunk_rows": 128}
+    outputs, routes = (("logprob",), ("logprob", "entropy")), ({}, {"keep_logits": 2**20}, {"uniform_gradient": True})
+    for dtype, names, V, route in itertools.product(DTYPES[1:], outputs, (1000, 1024), routes):
+        yield spec, dtype, {"lead": (300,), "H": 32, "V": V}, {"outputs": names, "chunk_rows": 128} | route
+
+
+def kept_calls() -> Iterator[tuple[testing.OpSpec, torch.dtype, dict[str, Any], dict[str, Any]]]:
+    """Log-probabilities and entropies whose logits are kept as exponentials."""
+    spec = next(spec for spec in testing.SPECS if spec.name == "fused_linear_logprobs")
+    for dtype, V in itertools.product(DTYPES[1:], (16, 1000, 1024, 24576)):
+        yield spec, dtype, {"lead": (2,), "H": 32, "V": V}, {"outputs": ("logprob", "entropy"), "keep_logits": 2**40}
 
 
 def experts_calls(

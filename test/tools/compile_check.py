@@ -28,7 +28,7 @@ from unittest.mock import patch
 
 import torch
 import triton
-from compile_calls import DTYPES, WIDTHS, attention_calls, calls, experts_calls, paged_calls, unstored_calls
+from compile_calls import DTYPES, WIDTHS, attention_calls, calls, experts_calls, kept_calls, paged_calls, unstored_calls
 from rich.console import Console
 from rich.progress import track
 from rich.table import Table
@@ -44,13 +44,12 @@ from liger_like.ops.attention import choice
 from liger_like.ops.attention import tiles as attention_tiles
 from liger_like.ops.attention.hopper import forward as hopper_forward
 from liger_like.ops.attention.paged import paged_write
-from liger_like.ops.experts import choice as experts_choice
 from liger_like.ops.experts import tiles as experts_tiles
 from liger_like.ops.glu import GLUS
 from liger_like.ops.glu_linear import glu_linear
 from liger_like.ops.losses import dw_sum
 from liger_like.ops.losses.dw_sum import portable as dw_sum_portable
-from liger_like.runtime import support, tiles
+from liger_like.runtime import support, tiles, tma
 from liger_like.testing import inputs as random_inputs
 
 # GPU -> Triton's target, and the most shared memory (LDS) of one program in KiB
@@ -241,7 +240,7 @@ def record() -> list[Launch]:
         patch.object(support, "INTERPRET", True),
         patch.object(random_inputs, "_randn", unfilled),
     ):
-        for spec, dtype, shape, options in (*calls(), *experts_calls(DTYPES[:1])):
+        for spec, dtype, shape, options in (*calls(), *kept_calls(), *experts_calls(DTYPES[:1])):
             made.clear()
             differentiate(spec, dtype, shape, options)
             if not made:
@@ -286,7 +285,7 @@ def record() -> list[Launch]:
         with (
             patch.object(experts_tiles, "gpu_class", lambda device: "hopper"),
             patch.object(Tensor, "new_empty", Tensor.new_zeros),  # rows are indices
-            patch.multiple(experts_choice, architecture=lambda device: 9, INTERPRET=False),
+            patch.multiple(tma, architecture=lambda device: 9, INTERPRET=False),
         ):
             for spec, dtype, shape, options in (*experts_calls(choice.DTYPES), *unstored_calls()):
                 differentiate(spec, dtype, shape, options)

@@ -133,7 +133,7 @@ EXACT = [
         "a large z-loss overflows in fp16",
     ),
     (
-        "ops/losses/chunks.py",
+        "ops/losses/last_chunk.py",
         "dx[start:end].view(z.dtype)",
         "dx[start:end].view(weight.dtype)",
         "autocast's x is read in the dtype of the weight",

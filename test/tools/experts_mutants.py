@@ -26,7 +26,7 @@ EXPERTS = [
     (ROUTING, "tl.where(e < E, place, -1)", "place", "a row of nobody has a place"),
     (ROUTING, "pid * (E + 1) + e)", "pid * (E + 1))", "the place of a row counts the first expert's rows"),
     (BLOCKS, "- 1).to(tl.int64), offs_m < end", "- 1).to(tl.int64), offs_m <= end", "a tile stores the next row, too"),
-    (BLOCKS, "inner // size", "inner // GROUP", "the last group of tiles leaves columns out"),
+    ("runtime/blocks.py", "inner // size", "inner // GROUP", "the last group of tiles leaves columns out"),
     (BLOCKS, "return (u + 1.0) * g", "return u * g", "GPT-OSS' unit without the 1"),
     (BLOCKS, "tl.clamp(u, -limit, limit,", "tl.minimum(u, limit,", "up is clamped on one side"),
     (BLOCKS, "tl.where(g <= limit, dg, 0.0)", "dg", "a clamped gate has a gradient"),

@@ -11,12 +11,14 @@ EXPERTS_PRODUCTS, EXPERTS_ROWS, EXPERTS_DOWN_BWD, EXPERTS_DEPTH = (
     f"ops/experts/hopper/{name}.py" for name in ("products", "rows", "down_bwd", "depth")
 )
 LOGITS = "ops/losses/hopper.py"
+SHARED_PRODUCTS = "runtime/hopper_products.py"
 SHARED = "test_attention_hopper and (documents or leaks or few_key_heads or 4097) and 64-64"
 # heads of which products take slices
 SLICED = "(number_of_warp_groups or narrower_heads) and (80 or 96)"
 HOPPER_TESTS = {
     **dict.fromkeys((EXPERTS_ROWS, EXPERTS_DOWN_BWD, EXPERTS_DEPTH), "test_experts_hopper"),
     EXPERTS_PRODUCTS: "test_experts_hopper or several_tiles",
+    SHARED_PRODUCTS: "test_experts_hopper or several_tiles",
     LOGITS: "test_unstored_logits and kernels",
     ROWS: SHARED,
     BUFFERS: f"{SLICED} or {WIDE} 192-128-torch.bfloat16",
@@ -41,10 +43,11 @@ HOPPER = [
         "the gradient of an entropy lacks the scale of the logits",
     ),
     (LOGITS, "out_s.index(2 * half), left)", "out_s.index(0), left)", "two warp groups store by one buffer"),
+    (LOGITS, "out_s, e * LARGEST)", "out_s, e)", "exponentials in another unit"),
     (LOGITS, "n * WIDTH + HALF, k]", "n * WIDTH, k]", "both halves of a tile have the same words"),
     (EXPERTS_PRODUCTS, "FAR - end + row, col", "FAR - end + row + 1, col", "an expert ends a row later"),
     (
-        EXPERTS_PRODUCTS,
+        SHARED_PRODUCTS,
         "*block(rows, cols, w.element_size(), 3))",
         "*block(cols, rows, w.element_size(), 3))",
         "blocks of weights are turned",

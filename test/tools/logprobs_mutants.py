@@ -1,9 +1,18 @@
 """Bugs, as in mutants.py, in the ops of post-training and in the losses: file, old, new, why."""
 
 CHECKS = "_loss_checks.py"
-KERNELS, CHUNKS, SLICES, STEPS, TOKEN_LOSS, SUMS, UNSTORED = (
+KERNELS, CHUNKS, SLICES, STEPS, TOKEN_LOSS, SUMS, UNSTORED, EXPONENTIALS = (
     f"ops/losses/{name}.py"
-    for name in ("row_kernels", "chunks", "slices", "steps", "linear_token_loss", "dw_sum/__init__", "unstored")
+    for name in (
+        "row_kernels",
+        "chunks",
+        "slices",
+        "steps",
+        "linear_token_loss",
+        "dw_sum/__init__",
+        "unstored",
+        "exponentials",
+    )
 )
 TERMS = "_token_losses.py"
 OP, ROWS, PRODUCTS, LOSSES = (
@@ -22,8 +31,8 @@ LOGPROBS = [
     (KERNELS, "tl.where(ids + v_start == word", "tl.where(ids == word", "ids of the first slice for every slice"),
     (
         CHUNKS,
-        "dtype = more.logits_dtype if wide else x.dtype",
-        "dtype = x.dtype",
+        "more.logits_dtype if wide else torch.float16 if",
+        "torch.float16 if",
         "logits are rounded to the dtype of x",
     ),
     (STEPS, "top_words(z, topk, options.logit_scale)", "z.topk(topk).indices", "equal scores in any order"),
@@ -133,9 +142,22 @@ LOGPROBS = [
     (KERNELS, "tl.where(counts, lse, 0.0)", "lse", "ignored tokens have an lse"),
     (UNSTORED, "options.softcap is None and ", "", "a softcap is dropped where logits are not stored"),
     (UNSTORED, " and logits_dtype == torch.float32", "", "logits to be rounded are not where they are not stored"),
-    (UNSTORED, "weight, index, target", "weight, order[:m], target", "labels of the first chunk for every chunk"),
-    (UNSTORED, "rows, index, options", "rows, order[:m], options", "numbers of every chunk for the first tokens"),
-    (CHUNKS, "stores = any(call.needs) or", "stores =", "gradients in the forward are left out"),
+    (
+        UNSTORED,
+        "index, options, *stored",
+        "order, options, *stored",
+        "labels and rows of the first chunk for every chunk",
+    ),
+    (UNSTORED, "kept[part], tops[part]", "kept, tops", "exponentials of every chunk for the first tokens"),
+    (UNSTORED, "tops.copy_(parts[0])", "tops.copy_(parts[1])", "exponentials of another largest score"),
+    (CHUNKS, "if not any(call.needs) and _takes", "if _takes", "gradients in the forward are left out"),
+    (CHUNKS, "0 < more.kept == call.x.shape[0]", "0 < more.kept", "logits of some tokens are kept as exponentials"),
+    (CHUNKS, "and more.ids is None and 0 <", "and 0 <", "gradients of ids read exponentials as logits"),
+    (CHUNKS, "call.x.dtype and call.options.softcap is None", "call.x.dtype", "kept exponentials without a softcap"),
+    (EXPONENTIALS, "v // WORDS + tl", "tl", "all words have the largest scores of the first"),
+    (EXPONENTIALS, "e) * UNIT)", "e))", "exponentials are read in another unit"),
+    (EXPONENTIALS, "tl.where(e == 0.0, float(", "tl.where(e < 0.0, float(", "a score of -inf has a probability"),
+    (EXPONENTIALS, "* stride_tm + offs_p, top", "* stride_tm, top", "one largest score for all words"),
     (
         SLICES,
         "upstream, options, start, V, dz",

@@ -233,7 +233,7 @@ OPS = [
     ),
     ("ops/losses/chunks.py", "many=step < T", "many=False", "ignored tokens take part in the products"),
     ("ops/losses/chunks.py", " and call.reads_count)", ")", "the host reads a count in a CUDA graph"),
-    ("ops/losses/chunks.py", "(rest - 1) // even", "rest // even", "the last chunk of all tokens is empty"),
+    ("ops/losses/last_chunk.py", "(rest - 1) // even", "rest // even", "the last chunk of all tokens is empty"),
     (
         "ops/losses/slices.py",
         "factor, dx.zero_(), False",

@@ -15,7 +15,6 @@ from liger_like.ops.experts.blocks import (
     add_low_rank,
     columns,
     gated_and_grads,
-    grouped,
     halves,
     product,
     rows_of,
@@ -24,10 +23,12 @@ from liger_like.ops.experts.blocks import (
 from liger_like.ops.experts.checks import Gate
 from liger_like.ops.experts.choice import DEPTH, DOWN_BWD, hopper_kernels, in_layout
 from liger_like.ops.experts.forward import GATE_SCHEMA, gate_arguments, low_rank_flops, matrix_strides, rank
-from liger_like.ops.experts.tiles import programs, tiles_for
+from liger_like.ops.experts.tiles import tiles_for
+from liger_like.runtime.blocks import grouped
 from liger_like.runtime.launcher import launch
 from liger_like.runtime.layout import packed, with_stride
 from liger_like.runtime.registry import op
+from liger_like.runtime.support import programs
 
 
 @triton.jit

@@ -10,15 +10,6 @@ DEPTH = tl.constexpr(16)  # ranks of adapters are multiples: the least depth of 
 
 
 @triton.jit
-def grouped(tile, tiles_m, tiles_n, GROUP: tl.constexpr):
-    """Return row and column of a tile; GROUP rows of tiles go through the columns together, to share operands in L2."""
-    first = tile // (GROUP * tiles_n) * GROUP
-    size = tl.minimum(tiles_m - first, GROUP)
-    inner = tile % (GROUP * tiles_n)
-    return first + inner % size, inner // size
-
-
-@triton.jit
 def rows_of(tiles_ptr, offsets_ptr, m, BLOCK_M: tl.constexpr):
     """Return expert and places of a tile of rows, and the places with those past the expert's end moved to its last.
 

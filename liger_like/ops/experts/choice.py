@@ -5,22 +5,15 @@ A module is imported at the first call that it accepts, since a Triton newer tha
 
 from typing import Any
 
-import torch
 from torch import Tensor
 
-from liger_like.runtime import machine
 from liger_like.runtime.fallback import BROKEN, gluon_module
 from liger_like.runtime.layout import dense
-from liger_like.runtime.machine import address
-from liger_like.runtime.support import INTERPRET, architecture, refused
+from liger_like.runtime.support import refused
+from liger_like.runtime.tma import NO_TMA, moved_by_tma, on_hopper
 
-DTYPES = torch.bfloat16, torch.float16
 ROWS, DOWN_BWD, DEPTH = (f"liger_like.ops.experts.hopper.{name}" for name in ("rows", "down_bwd", "depth"))
 NOT_SORTED = "the experts' kernels for Hopper GPUs take bfloat16 and float16, and widths that are multiples of 8"
-MOST_ROWS = 2**30  # that a descriptor of ``runtime.hopper`` has
-NO_TMA = (
-    "TMA moves no tensor that is empty, expanded or of 2^30 rows, nor rows that do not start at multiples of 16 bytes"
-)
 
 
 def sorts_rows(x: Tensor, *weights: Tensor) -> bool:
@@ -28,12 +21,7 @@ def sorts_rows(x: Tensor, *weights: Tensor) -> bool:
 
     TMA moves no rows that are elsewhere. Other kernels gather them in the product.
     """
-    return _is_hopper(x.device) and x.dtype in DTYPES and all(n % 8 == 0 for t in (x, *weights) for n in t.shape[1:])
-
-
-@torch.compiler.assume_constant_result
-def _is_hopper(device: torch.device) -> bool:
-    return (not INTERPRET or machine.current is not None) and architecture(device) == 9
+    return on_hopper(x, *weights)
 
 
 def hopper_kernels(name: str, x: Tensor | None, *others: Tensor | None) -> Any:
@@ -57,13 +45,3 @@ def in_layout(v: Tensor | None, x: Tensor, transposed: bool) -> Tensor | None:
     only for experts [E, K, N].
     """
     return v if v is None or transposed or not sorts_rows(x) else dense(v.mT)
-
-
-def moved_by_tma(x: Tensor) -> bool:
-    """Return True if TMA can move ``x``: dense rows, strides that are multiples of 16 bytes but not 0, few rows."""
-    *strides, dense = x.stride()
-    size, starts = x.element_size(), address(x)
-    for stride in strides:
-        starts |= stride * size
-    whole = dense == 1 and x.numel() > 0 and 0 not in strides
-    return whole and x.shape[0] < MOST_ROWS and not starts & 15

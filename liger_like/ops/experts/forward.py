@@ -10,14 +10,15 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from liger_like.ops.experts.blocks import add_low_rank, columns, gated, grouped, halves, product, rows_of, source_of
+from liger_like.ops.experts.blocks import add_low_rank, columns, gated, halves, product, rows_of, source_of
 from liger_like.ops.experts.checks import Gate
 from liger_like.ops.experts.choice import ROWS, hopper_kernels, in_layout
-from liger_like.ops.experts.tiles import programs, tiles_for
-from liger_like.runtime.blocks import block_of
+from liger_like.ops.experts.tiles import tiles_for
+from liger_like.runtime.blocks import block_of, grouped
 from liger_like.runtime.launcher import launch
 from liger_like.runtime.layout import packed, with_stride
 from liger_like.runtime.registry import op
+from liger_like.runtime.support import programs
 
 
 @triton.jit

@@ -11,13 +11,15 @@ import triton
 import triton.language as tl
 from torch import Tensor, nn
 
-from liger_like.ops.experts.blocks import DEPTH, columns, grouped, product, rows_of, source_of
+from liger_like.ops.experts.blocks import DEPTH, columns, product, rows_of, source_of
 from liger_like.ops.experts.forward import matrix_strides
-from liger_like.ops.experts.tiles import programs, tiles_for
+from liger_like.ops.experts.tiles import tiles_for
+from liger_like.runtime.blocks import grouped
 from liger_like.runtime.checks import require, require_number
 from liger_like.runtime.launcher import launch
 from liger_like.runtime.layout import with_stride
 from liger_like.runtime.registry import op
+from liger_like.runtime.support import programs
 
 Lora = tuple[Tensor, Tensor, float]
 

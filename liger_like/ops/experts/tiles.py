@@ -7,7 +7,7 @@ from torch import Tensor
 
 from liger_like.runtime import machine
 from liger_like.runtime.blocks import block_of
-from liger_like.runtime.support import INTERPRET, gpu_class, num_programs
+from liger_like.runtime.support import INTERPRET, gpu_class
 
 GROUP = 8  # tiles of rows that are computed together: their operands stay in L2
 
@@ -71,8 +71,3 @@ def tile_rows(dtype: torch.dtype) -> int:
     """Return the rows of a tile. They depend on the dtype only, since all products go through one table of tiles."""
     small = INTERPRET and machine.current is None
     return (INTERPRETED if small else FP32 if dtype == torch.float32 else UNALIGNED).gate_up.block_m
-
-
-def programs(device: torch.device, tiles: int) -> tuple[int]:
-    """Return the grid of a kernel that loops over at most ``tiles`` tiles: a program per multiprocessor."""
-    return (min(num_programs(device, 1), tiles),)

@@ -1,7 +1,6 @@
 """Dispatcher ops for the forward of the fused linear losses.
 
-The forward runs over chunks of tokens and can compute the gradients at once. ``linear_cross_entropy_last`` finishes the
-last chunk.
+The forward runs over chunks of tokens and can compute the gradients at once. ``last_chunk.py`` finishes the last chunk.
 """
 
 import functools
@@ -14,12 +13,13 @@ import torch.distributed as dist
 from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensor
 
-from liger_like.ops.losses.dw_sum import MAX_ROUNDS, add_products, exponents_like, has_products
-from liger_like.ops.losses.products import addmm, even_step, in_memory_of, kept_first, pitch
+from liger_like.ops.losses.dw_sum import MAX_ROUNDS, exponents_like, has_products
+from liger_like.ops.losses.exponentials import parts_of
+from liger_like.ops.losses.products import even_step, in_memory_of, kept_first, pitch
 from liger_like.ops.losses.rows import OPTIONS_SCHEMA, Options, raise_bad_label
 from liger_like.ops.losses.steps import NO_WORD, add_chunk, fill_dlogits, fill_rows
 from liger_like.ops.losses.units import unit
-from liger_like.ops.losses.unstored import run_unstored, unstored_kernels
+from liger_like.ops.losses.unstored import run_unstored, takes_no_logits, unstored_kernels
 from liger_like.ops.losses.vocab_shards import SHARD_SCHEMA, Shard
 from liger_like.runtime.registry import op
 from liger_like.runtime.support import in_graph
@@ -75,7 +75,8 @@ class TokenResults(NamedTuple):
 
     ``words`` [T, K + topk]: ids, then the best words. ``logprob_at``: their log-probabilities. ``kept_logits``: logits
     of the first ``kept`` tokens of ``order``, in the dtype of x. ``kept_rows``: lse, lse_rest and entropy [T] of the
-    logits as they are kept, if this rounds them.
+    logits as they are kept, if this rounds them. ``kept_tops`` [T, parts]: if the logits of all tokens are kept as
+    exponentials (``exponentials.py``), the scores to which these belong.
     """
 
     mean_logit: Tensor
@@ -84,6 +85,7 @@ class TokenResults(NamedTuple):
     logprob_at: Tensor
     kept_logits: Tensor
     kept_rows: Tensor
+    kept_tops: Tensor
 
 
 def flat(call: Any) -> tuple[Any, ...]:
@@ -138,14 +140,30 @@ def _token_results(call: Forward, more: TokenForward) -> TokenResults:
     T, V = call.x.shape[0], call.weight.shape[0]
     unless_empty = functools.partial(_unless_empty, call.x)
     columns = more.topk + (0 if more.ids is None else more.ids.shape[1])
+    exponentials = _keeps_exponentials(call, more)
     return TokenResults(
         unless_empty(more.mean_logit, (T,)),
         unless_empty(more.log_sum_sq_prob, (T,)),
         unless_empty(columns > 0, (T, columns), torch.int64),
         unless_empty(columns > 0, (T, columns)),
         call.x.new_empty((more.kept, pitch(V))),
-        unless_empty(more.kept > 0 and more.logits_dtype != call.x.dtype, (3, T)),
+        unless_empty(more.kept > 0 and more.logits_dtype != call.x.dtype and not exponentials, (3, T)),
+        unless_empty(exponentials, (T, parts_of(V))),
     )
+
+
+def _keeps_exponentials(call: Forward, more: TokenForward) -> bool:
+    """Return True if logits are kept as exponentials: those in fp32 of all tokens, with nothing that needs others."""
+    wide = more.logits_dtype != call.x.dtype and call.options.softcap is None
+    return wide and more.ids is None and 0 < more.kept == call.x.shape[0]
+
+
+def _takes_no_logits(call: Forward, more: TokenForward) -> bool:
+    """Return True if kernels that store no logits in fp32 compute the results, wherever operands are in memory."""
+    kept = more.kept > 0 and not _keeps_exponentials(call, more)
+    flags = call.argmax, more.mean_logit, more.log_sum_sq_prob, more.topk, call.shard, kept
+    absent = call.bias, call.u, call.class_weight, more.ids, *(flag or None for flag in flags)
+    return takes_no_logits(call.x, call.weight, more.logits_dtype, call.options, *absent)
 
 
 def flops(x: Tensor, weight: Tensor, target: Tensor, bias: Tensor | None, u: Tensor | None, *args: Any) -> int:
@@ -196,7 +214,7 @@ def linear_cross_entropy_fwd(*args: Any) -> tuple[Tensor, ...]:
 @op(
     f"linear_logprobs({ARGUMENTS}, ScalarType logits_dtype, bool mean_logit, bool log_sum_sq_prob, Tensor? ids,"
     f" SymInt topk, SymInt kept) -> ({RESULTS}, Tensor mean_logit, Tensor log_sum_sq_prob, Tensor words,"
-    " Tensor logprob_at, Tensor kept_logits, Tensor kept_rows)",
+    " Tensor logprob_at, Tensor kept_logits, Tensor kept_rows, Tensor kept_tops)",
     lambda *args: tuple(itertools.chain(*token_outputs(*_token_call(args)))),
     flops=flops,
     in_cuda_graph=all_tokens,
@@ -208,12 +226,9 @@ def linear_logprobs_fwd(*args: Any) -> tuple[Tensor, ...]:
     """
     call, more = _token_call(args)
     outs, results = token_outputs(call, more)
-    others = call.bias, call.u, *(t if t.numel() else None for t in (outs[4], *results))
-    stores = any(call.needs) or call.shard
-    kernels = not stores and unstored_kernels(call.x, call.weight, more.logits_dtype, call.options, *others)
-    if kernels:
+    if not any(call.needs) and _takes_no_logits(call, more) and unstored_kernels(call.x, call.weight):
         _clear(call, outs, results)
-        run_unstored(call, outs, kernels)
+        run_unstored(call, outs, results)
     else:
         run_chunks(call, outs, more, results)
     return *outs, *results
@@ -226,7 +241,8 @@ def _token_call(args: tuple[Any, ...]) -> tuple[Forward, TokenForward]:
 
 def token_outputs(call: Forward, more: TokenForward) -> tuple[tuple[Tensor, ...], TokenResults]:
     """Return memory for the results of ``linear_cross_entropy_fwd`` and for the further ones."""
-    return _outputs(call, wide=more.logits_dtype != call.x.dtype), _token_results(call, more)
+    wide = more.logits_dtype != call.x.dtype and not (any(call.needs) and _takes_no_logits(call, more))
+    return _outputs(call, wide), _token_results(call, more)
 
 
 class Upstream(NamedTuple):
@@ -263,14 +279,17 @@ def run_chunks(
     rows, order, chunk_bounds = outs[:6], outs[6], outs[7]
     dx, dw, exponents, last_logits, last_x, dbias, du, db = outs[8:]
     _clear(call, outs, results)
-    wide = more is not None and more.logits_dtype != x.dtype
+    exponentials = more is not None and visit is None and any(needs) and _takes_no_logits(call, more)
+    unstored = exponentials and unstored_kernels(x, weight)
+    wide = more is not None and more.logits_dtype != x.dtype and not exponentials
     step, _ = _chunks(call, wide)
     count = kept_first(target, options.ignore_index, order, many=step < T and call.reads_count)
-    dtype = more.logits_dtype if wide else x.dtype
+    dtype = more.logits_dtype if wide else torch.float16 if unstored else x.dtype
     # their gradient takes their memory
     logits = last_logits.view(dtype) if last_logits.numel() else x.new_empty((step, pitch(V)), dtype=dtype)
-    if more is not None:
-        _spread_words(more, results)
+    tops = x.new_empty((step, parts_of(V)), dtype=torch.float32) if unstored else None
+    scores = logits.new_empty(logits.shape, dtype=more.logits_dtype) if exponentials and not unstored else logits
+    _spread_words(more, results)
     start, end, n = 0, step, T
     sums: list[Any] = []
     given: Upstream | None = None
@@ -279,15 +298,16 @@ def run_chunks(
             x_c = last_x[: end - start]
         else:
             x_c = dx[start:end].view(x.dtype)[:, :H] if needs[0] else x.new_empty((end - start, H))
-        z, index = logits[: end - start, :V], order[start:end]
-        dz = in_memory_of(z, x.dtype) if any(needs) else None
+        z, index = scores[: end - start, :V], order[start:end]
+        dz = in_memory_of(logits[: end - start, :V], x.dtype) if any(needs) else None
+        tops_c = None if tops is None else tops[: end - start]
         if visit is not None:
             visit(x_c, z, dz, index)
         else:
-            _fill(call, z, x_c, order, start, rows, more, results)
+            _fill(call, z, x_c, order, start, rows, more, results, tops_c)
             given = None if upstream is None else upstream(start, end)
             if dz is not None:
-                _differentiate(call, z, dz, index, rows, more, given)
+                _differentiate(call, z, dz, index, rows, more, given, tops_c)
         if start == 0:
             n = count()
             step = even_step(n - end, step)
@@ -337,48 +357,6 @@ def _clear(call: Forward, outs: tuple[Tensor, ...], results: TokenResults | None
     rows[4].fill_(-1)
 
 
-@op(
-    "linear_cross_entropy_last(Tensor(a!) dx, Tensor dw, Tensor exponents, Tensor last_logits, Tensor last_x,"
-    " Tensor weight, Tensor order, Tensor chunk_bounds, Tensor factor, Tensor(b!) out) -> ()",
-    lambda *args: None,
-)
-def linear_cross_entropy_last(
-    dx: Tensor,
-    dw: Tensor,
-    exponents: Tensor,
-    last_logits: Tensor,
-    last_x: Tensor,
-    weight: Tensor,
-    order: Tensor,
-    chunk_bounds: Tensor,
-    factor: Tensor,
-    out: Tensor,
-) -> None:
-    """Compute the products that ``linear_cross_entropy_fwd`` left: the last rows of ``dx`` and the last part of dw.
-
-    ``out`` gets the whole sum of dw times ``factor``, and may share the memory of ``dw``.
-    """
-    start, end = chunk_bounds[1:].tolist() if chunk_bounds.numel() else _last_chunk(len(order), last_logits.shape[0])
-    V, H = weight.shape
-    if start == end:
-        out.zero_()
-        return
-    z = last_logits[: end - start, :V]
-    x = last_x[: end - start] if last_x.numel() else dx[start:end].view(z.dtype)[:, :H]  # autocast's, not the weight's
-    add_products(dw, exponents, z, x, accumulate=start > 0, out=out, factor=factor)
-    if not last_x.numel():
-        addmm(dx[start:end, :H], z, weight.to(z.dtype), False)
-
-
-def _last_chunk(T: int, step: int) -> tuple[int, int]:
-    """Return the start and the end of the last chunk of ``run_chunks`` where all tokens count."""
-    start, rest = 0, T - step
-    if rest > 0:
-        even = even_step(rest, step)
-        start = step + (rest - 1) // even * even
-    return start, T
-
-
 def _chunks(call: Forward, wide: bool) -> tuple[int, bool]:
     """Return the tokens per chunk, enough for products at full speed, and True if dw is summed in 16 bits.
 
@@ -400,9 +378,9 @@ def _chunks(call: Forward, wide: bool) -> tuple[int, bool]:
     return torch.sym_min(T, rows), dw_in_16_bits and MAX_ROUNDS * rows >= T
 
 
-def _spread_words(more: TokenForward, results: TokenResults) -> None:
+def _spread_words(more: TokenForward | None, results: TokenResults | None) -> None:
     """Store the ids of all tokens in ``words``, and no word where the best ones will be."""
-    if results.words.numel():
+    if more is not None and results is not None and results.words.numel():
         results.words.fill_(NO_WORD)
         if more.ids is not None:
             results.words[:, : more.ids.shape[1]] = more.ids
@@ -410,21 +388,25 @@ def _spread_words(more: TokenForward, results: TokenResults) -> None:
 
 def _fill(
     call: Forward, z: Tensor, x_c: Tensor, order: Tensor, start: int, rows: tuple[Tensor, ...],
-    more: TokenForward | None, results: TokenResults | None,
+    more: TokenForward | None, results: TokenResults | None, tops: Tensor | None,
 ) -> None:  # fmt: skip
-    """Fill ``x_c``, logits ``z``, ``rows`` and further ``results`` of the tokens of ``order`` from ``start`` on."""
+    """Fill ``x_c``, logits ``z``, ``rows`` and further ``results`` of the tokens of ``order`` from ``start`` on.
+
+    With ``tops`` ``z`` gets exponentials.
+    """
     operands = *call[:7], order[start : start + len(z)]
     topk, kept, kept_rows = 0 if more is None else more.topk, None, None
     if results is not None and start < len(results.kept_logits):
         kept = results.kept_logits[start : start + len(z), : z.shape[1]]
         kept_rows = results.kept_rows if results.kept_rows.numel() else None
+        tops = results.kept_tops[start : start + len(z)] if results.kept_tops.numel() else None
     further = [*(results or ())[:4]]
-    fill_rows(*operands, x_c, z, [*rows], further, topk, kept, kept_rows, *call.shard, *call.options)
+    fill_rows(*operands, x_c, z, [*rows], further, topk, kept, kept_rows, tops, *call.shard, *call.options)
 
 
 def _differentiate(
     call: Forward, z: Tensor, dz: Tensor, index: Tensor, rows: tuple[Tensor, ...], more: TokenForward | None,
-    given: Upstream | None,
+    given: Upstream | None, tops: Tensor | None,
 ) -> None:  # fmt: skip
     """Fill ``dz`` with the gradient of the logits ``z``, for an upstream gradient of ``unit`` or the ``given`` ones."""
     upstream: tuple[Tensor | None, ...] = (None,) * 5
@@ -433,4 +415,4 @@ def _differentiate(
         upstream = None if given.dentropy is None else rows[3], given.dlogprob, given.dentropy, *ids
     size = unit(call.options) if given is None else 0.0
     labels = call.target, call.class_weight, call.weight_unit, index, rows[2], rows[5]
-    fill_dlogits(z, dz, *labels, *upstream, size, *call.shard, *call.options)
+    fill_dlogits(z, dz, *labels, *upstream, tops, size, *call.shard, *call.options)

@@ -10,8 +10,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from liger_like.ops.losses.chunks import flat, linear_cross_entropy_last
+from liger_like.ops.losses.chunks import flat
 from liger_like.ops.losses.dw_sum import scale_rows
+from liger_like.ops.losses.last_chunk import linear_cross_entropy_last
 from liger_like.ops.losses.slices import Backward, linear_cross_entropy_bwd
 from liger_like.ops.losses.units import unit
 from liger_like.runtime.autograd import is_last_backward

@@ -1,6 +1,6 @@
 """Products with the head whose logits are never stored, for Hopper: sums for lse, and the gradient of the logits.
 
-Two warp groups multiply 64 rows each of a tile of [128, 256] logits, as in the experts' kernels, and reduce or
+Two warp groups multiply 64 rows each of a tile of [128, 256] logits, and reduce or
 differentiate their sums in registers. Logits in memory would take three passes of 4 bytes.
 """
 
@@ -8,8 +8,12 @@ from collections.abc import Sequence
 
 from torch import Tensor
 
-from liger_like.ops.experts.blocks import grouped
-from liger_like.ops.experts.hopper.products import (
+from liger_like.ops.losses.exponentials import LARGEST_EXPONENT
+from liger_like.ops.losses.rows import Options
+from liger_like.runtime.blocks import grouped
+from liger_like.runtime.gluon import fence_async_shared, gl, gluon, tma_store_wait
+from liger_like.runtime.hopper import ROWS, Descriptor, block, buffers, sum_layout
+from liger_like.runtime.hopper_products import (
     HALF,
     STEP,
     halves_of,
@@ -20,15 +24,13 @@ from liger_like.ops.experts.hopper.products import (
     start_store,
     weights_of,
 )
-from liger_like.ops.experts.tiles import programs
-from liger_like.ops.losses.rows import Options
-from liger_like.runtime.gluon import fence_async_shared, gl, gluon, tma_store_wait
-from liger_like.runtime.hopper import ROWS, Descriptor, block, buffers, sum_layout
 from liger_like.runtime.launcher import launch
 from liger_like.runtime.layout import packed
+from liger_like.runtime.support import programs
 
-FORWARD_STAGES, STAGES, PARTS = 4, 3, gl.constexpr(1)  # the backward also holds a tile of gradients
+FORWARD_STAGES, STAGES, PARTS = 4, 3, gl.constexpr(1)  # a kernel that stores holds a tile of results, too
 WIDTH = gl.constexpr(2 * HALF.value)  # columns of a tile
+LARGEST = gl.constexpr(2.0**LARGEST_EXPONENT)
 GROUP = 16  # tiles of rows that share their operands in L2: 8, 16 and 32 take equally long
 
 
@@ -56,9 +58,19 @@ def _labels(order_ptr, target_ptr, m, half: gl.constexpr, M):
 
 
 @gluon.jit
+def _start_store_of_tile(out_desc, m, n, half: gl.constexpr, out_s, x):
+    """Start to store the rows of a warp group, once those of the tile before have left."""
+    left, right = halves_of((x,))
+    tma_store_wait(0)
+    row = m * 2 * ROWS + half * ROWS
+    start_store(out_desc, [row, n * WIDTH], out_s.index(2 * half), left)
+    start_store(out_desc, [row, n * WIDTH + HALF], out_s.index(2 * half + 1), right)
+
+
+@gluon.jit
 def _reduce(
-    half: gl.constexpr, target_ptr, order_ptr, top_ptr, total_ptr, dot_ptr, at_ptr, M, V, K, scale, ring,
-    GROUP: gl.constexpr, STAGES: gl.constexpr,
+    half: gl.constexpr, out_desc, target_ptr, order_ptr, top_ptr, total_ptr, dot_ptr, at_ptr, M, V, K, scale, ring,
+    out_s, GROUP: gl.constexpr, STAGES: gl.constexpr,
 ):  # fmt: skip
     layout: gl.constexpr = sum_layout(WIDTH)
     tiles_m = gl.cdiv(M, 2 * ROWS)
@@ -82,6 +94,29 @@ def _reduce(
         if dot_ptr is not None:
             gl.store(dot_ptr + place, gl.sum(e * gl.where(e > 0.0, z, 0.0), 1), mask=inside)
         gl.store(at_ptr + rows, at, mask=inside & (column >= 0) & (column < WIDTH))
+        if out_desc is not None:
+            _start_store_of_tile(out_desc, m, n, half, out_s, e * LARGEST)
+    if out_desc is not None:
+        tma_store_wait(0)
+
+
+@gluon.jit
+def _reduce_all(
+    x_desc, w_desc, out_desc, target_ptr, order_ptr, top_ptr, total_ptr, dot_ptr, at_ptr, M, V, K, scale, ring, out_s,
+    GROUP: gl.constexpr, STAGES: gl.constexpr,
+):  # fmt: skip
+    fence_async_shared()
+    gl.warp_specialize(
+        [
+            (_reduce, (0, out_desc, target_ptr, order_ptr, top_ptr, total_ptr, dot_ptr, at_ptr, M, V, K, scale, ring,
+                       out_s, GROUP, STAGES)),
+            (_reduce, (1, out_desc, target_ptr, order_ptr, top_ptr, total_ptr, dot_ptr, at_ptr, M, V, K, scale, ring,
+                       out_s, GROUP, STAGES)),
+            (_load, (x_desc, w_desc, M, V, K, ring, GROUP, STAGES)),
+        ],
+        worker_num_warps=[4, 1],
+        worker_num_regs=[240, 24],
+    )  # fmt: skip
 
 
 @gluon.jit
@@ -91,17 +126,22 @@ def _linear_rows_hopper_kernel(
 ):  # fmt: skip
     """Store for each row and tile the largest score, the sums of an online softmax, and for each row its label's."""
     ring = operands(x_desc, w_desc, STAGES)
-    fence_async_shared()
-    gl.warp_specialize(
-        [
-            (_reduce, (0, target_ptr, order_ptr, top_ptr, total_ptr, dot_ptr, at_ptr, M, V, K, scale, ring,
-                       GROUP, STAGES)),
-            (_reduce, (1, target_ptr, order_ptr, top_ptr, total_ptr, dot_ptr, at_ptr, M, V, K, scale, ring,
-                       GROUP, STAGES)),
-            (_load, (x_desc, w_desc, M, V, K, ring, GROUP, STAGES)),
-        ],
-        worker_num_warps=[4, 1],
-        worker_num_regs=[240, 24],
+    _reduce_all(
+        x_desc, w_desc, None, target_ptr, order_ptr, top_ptr, total_ptr, dot_ptr, at_ptr, M, V, K, scale, ring, None,
+        GROUP, STAGES,
+    )  # fmt: skip
+
+
+@gluon.jit
+def _linear_exponentials_hopper_kernel(
+    x_desc, w_desc, out_desc, target_ptr, order_ptr, top_ptr, total_ptr, dot_ptr, at_ptr, M, V, K, scale,
+    GROUP: gl.constexpr, STAGES: gl.constexpr,
+):  # fmt: skip
+    """Store what ``_linear_rows_hopper_kernel`` does, and the exponentials of which it has the sums."""
+    ring = operands(x_desc, w_desc, STAGES)
+    _reduce_all(
+        x_desc, w_desc, out_desc, target_ptr, order_ptr, top_ptr, total_ptr, dot_ptr, at_ptr, M, V, K, scale, ring,
+        buffers(out_desc, 4), GROUP, STAGES,
     )  # fmt: skip
 
 
@@ -136,11 +176,7 @@ def _differentiate(
             steep = gl.load(dentropy_ptr + tokens, mask=counts, other=0.0) * scale
             dz -= p * gl.where(p > 0.0, logp + entropy[:, None], 0.0) * steep[:, None]
         dz = gl.where(cols[None, :] == column[:, None], dz - slope[:, None], dz)
-        left, right = halves_of((gl.where(counts[:, None], dz, 0.0),))
-        tma_store_wait(0)  # the gradients of the tile before have left
-        row = m * 2 * ROWS + half * ROWS
-        start_store(out_desc, [row, n * WIDTH], out_s.index(2 * half), left)
-        start_store(out_desc, [row, n * WIDTH + HALF], out_s.index(2 * half + 1), right)
+        _start_store_of_tile(out_desc, m, n, half, out_s, gl.where(counts[:, None], dz, 0.0))
     tma_store_wait(0)
 
 
@@ -169,26 +205,34 @@ def _linear_dlogits_hopper_kernel(
 
 
 def reduce_logits(
-    x: Tensor, w: Tensor, order: Tensor | None, target: Tensor, scale: float, parts: Tensor, at: Tensor
-) -> None:
+    x: Tensor, w: Tensor, order: Tensor | None, target: Tensor, scale: float, parts: Tensor, at: Tensor,
+    exponentials: Tensor | None = None,
+) -> None:  # fmt: skip
     """Fill ``parts`` [2 or 3, M, tiles] and ``at`` [M] for the rows ``x`` [M, H] of the tokens ``order`` and ``w``.
 
     ``parts`` holds for each WIDTH columns the largest of the scores ``scale`` x w^T, the sum of exp(score - largest)
     and, if it has three, the sum of exp(score - largest) (score - largest). ``at`` holds the scores of the labels.
+    ``exponentials`` [M or fewer, V] in fp16 gets exp(score - largest) times 2^LARGEST_EXPONENT.
     """
     M, H = x.shape
     top, total, *dot = parts
+    moved = [rows_of_all(x), weights_of(w[None], False)]
     launch(
-        _linear_rows_hopper_kernel,
+        _linear_rows_hopper_kernel if exponentials is None else _linear_exponentials_hopper_kernel,
         programs(x.device, -(-M // 128) * parts.shape[2]),
         (packed(target), order, top, total, dot[0] if dot else None, at),
         (M, len(w), H),
         (scale,),
-        (rows_of_all(x), weights_of(w[None], False)),
+        (*moved, *(() if exponentials is None else (_tiles_of(exponentials),))),
         GROUP=GROUP,
-        STAGES=FORWARD_STAGES,
+        STAGES=FORWARD_STAGES if exponentials is None else STAGES,
         num_warps=4,
     )
+
+
+def _tiles_of(out: Tensor) -> Descriptor:
+    """Return a descriptor of ``out`` [M, V] in the blocks that a warp group stores."""
+    return Descriptor(out, list(out.shape), list(out.stride()), *block(ROWS.value, HALF.value, out.element_size(), 2))
 
 
 def differentiate_logits(
@@ -204,11 +248,7 @@ def differentiate_logits(
         (packed(target), order, *lse, None if dentropy is None else entropy, dloss, dlogprob, dentropy),
         (M, V, H, v_start, vocabulary, options.ignore_index),
         (options.logit_scale,),
-        (
-            rows_of_all(x),
-            weights_of(w[None], False),
-            Descriptor(dz, list(dz.shape), list(dz.stride()), *block(ROWS.value, HALF.value, dz.element_size(), 2)),
-        ),
+        (rows_of_all(x), weights_of(w[None], False), _tiles_of(dz)),
         GROUP=GROUP,
         STAGES=STAGES,
         num_warps=4,

@@ -8,10 +8,10 @@ The logits of one chunk of tokens at a time are computed in a reused buffer, as 
 default they are fp32: products of bf16 operands are summed in fp32, and rounding them to bf16 would change a
 log-probability by 10^-2. Their gradient is rounded to the dtype of x.
 
-There are four routes to the gradients. By default the backward recomputes the logits. Where the head needs no gradient,
-a token's row of dx is its upstream gradient times a row that the forward computes. With ``keep_logits`` the forward
-keeps logits in the dtype of x. With ``uniform_gradient`` the forward computes all gradients for a common upstream
-gradient. The backward recomputes where the last two do not apply.
+There are four routes to the gradients. By default the backward recomputes the logits. Where the head needs no
+gradient, a token's row of dx is its upstream gradient times a row that the forward computes. With ``keep_logits`` the
+forward keeps logits in the dtype of x, or exponentials in 16 bits. With ``uniform_gradient`` the forward computes all
+gradients for a common upstream gradient. The backward recomputes where the last two do not apply.
 """
 
 from typing import Any, NamedTuple
@@ -224,8 +224,7 @@ class _FusedLinearLogprobs(torch.autograd.Function):
         free = (t for t, is_asked in zip(asked, ctx.free, strict=True) if is_asked)
         ctx.mark_non_differentiable(*fixed)
         ctx.save_for_backward(
-            x, weight, target, bias, u, b, ids, lse, lse_rest, entropy, results.kept_logits, results.kept_rows,
-            order, *sums,
+            x, weight, target, bias, u, b, ids, lse, lse_rest, entropy, *results[-3:], order, *sums,
         )  # fmt: skip
         return logprob, *free, *fixed
 
@@ -237,9 +236,8 @@ class _FusedLinearLogprobs(torch.autograd.Function):
         dentropy, d_at = (next(grads) if is_asked else None for is_asked in ctx.free)
         if dlogprob is None and dentropy is None and d_at is None:
             return none
-        x, weight, target, bias, u, b, ids, lse, lse_rest, entropy, kept_logits, kept_rows, order, *sums = (
-            ctx.saved_tensors
-        )
+        x, weight, target, bias, u, b, ids, lse, lse_rest, entropy, *kept_and_sums = ctx.saved_tensors
+        kept_logits, kept_rows, kept_tops, order, *sums = kept_and_sums
         dloss = None
         if ctx.in_forward and dentropy is None and d_at is None:
             dloss = _factor(dlogprob, target, ctx)
@@ -252,7 +250,8 @@ class _FusedLinearLogprobs(torch.autograd.Function):
                 kept_logits = kept_logits.clone()
             saved = x, weight, target, bias, u, b, None, order, sums[0], lse, lse_rest, entropy
             at = (None, None) if d_at is None else (ids, d_at)
-            more = TokenBackward(ctx.logits_dtype, *at, kept_logits if kept_logits.numel() else None)
+            kept = (t if t.numel() else None for t in (kept_logits, kept_tops))
+            more = TokenBackward(ctx.logits_dtype, *at, *kept)
             dtensors = recomputed(ctx, saved, (None, dlogprob, dentropy), more, linear_logprobs_bwd)
         asked = (grad if needed else None for grad, needed in zip(dtensors, ctx.needs_input_grad[:5], strict=True))
         return *asked, *none[5:]
@@ -357,14 +356,17 @@ def fused_linear_logprobs(
     log-probabilities of the largest scores in descending order; of equal scores the lower id comes first.
 
     ``logits_dtype``: torch.float32 sums the logits in fp32 and rounds them to nothing else; x.dtype rounds them as a
-    linear layer does. The gradient of the logits is rounded to x.dtype in both cases. The backward computes the logits
-    again, in the memory of the weight's gradient; without a gradient of weight, bias and lora[1] the forward computes
-    the gradient of x for "logprob" instead. ``keep_logits``: bytes in which the forward keeps logits, in x.dtype, so
-    that the backward does not compute them again. ``uniform_gradient``: expect equal upstream gradients of all
-    "logprob", as of their mean, so that the forward computes all gradients; the backward waits for the GPU to learn
-    whether they are equal, and computes the logits again if not, or if "entropy" or ``ids`` get gradients.
-    ``accumulate_grad`` and ``chunk_rows`` are those of ``fused_linear_cross_entropy`` (None: 1024 tokens for logits in
-    fp32, 4096 where none are stored). ``shard`` is set by ``liger_like.parallel.vocab_parallel_logprobs``.
+    linear layer does. The gradient of the logits is rounded to x.dtype in both cases. The backward computes the
+    logits again, in the memory of the weight's gradient; without a gradient of weight, bias and lora[1] the forward
+    computes the gradient of x for "logprob" instead. ``keep_logits``: bytes in which the forward keeps logits, in
+    x.dtype, so that the backward does not compute them again. If all fit, without softcap and ``ids``, it keeps
+    exponentials in fp16 in their place, and 4 bytes for 256 words, so that gradients stay as exact as those of
+    logits in fp32. ``uniform_gradient``: expect equal upstream gradients of all "logprob", as of their mean, so
+    that the forward computes all gradients; the backward waits for the GPU to learn whether they are equal, and
+    computes the logits again if not, or if "entropy" or ``ids`` get gradients. ``accumulate_grad`` and
+    ``chunk_rows`` are those of ``fused_linear_cross_entropy`` (None: 1024 tokens for logits in fp32, 2048 for
+    exponentials, 4096 where a Hopper GPU stores neither). ``shard`` is set by
+    ``liger_like.parallel.vocab_parallel_logprobs``.
 
     Under autocast the operands are cast to its dtype. The kernel takes bf16, fp16 and fp32; other dtypes and devices
     run the plain-torch reference, which materialises all logits, and so do graphs of torch.compile with few tokens.

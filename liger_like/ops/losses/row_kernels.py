@@ -12,6 +12,8 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from liger_like.ops.losses import exponentials
+from liger_like.ops.losses.exponentials import load_exponentials
 from liger_like.ops.losses.rows import Options, bad_label, raise_bad_label
 from liger_like.runtime.blocks import block_of, tanh_and_slope
 from liger_like.runtime.launcher import launch
@@ -240,11 +242,16 @@ def _gradient(
 
 @triton.jit
 def _differentiate_block(
-    z_ptr, dz_ptr, w_ptr, v, V, v_start, label, logit_scale, lse, lse_rest, entropy, slope_p, dentropy, hot, spread,
-    SOFTCAP: tl.constexpr, ENTROPY: tl.constexpr, SMOOTHING: tl.constexpr, MASKED: tl.constexpr, BLOCK_V: tl.constexpr,
+    z_ptr, top_ptr, dz_ptr, w_ptr, v, V, v_start, label, logit_scale, lse, lse_rest, entropy, slope_p, dentropy, hot,
+    spread, SOFTCAP: tl.constexpr, ENTROPY: tl.constexpr, SMOOTHING: tl.constexpr, MASKED: tl.constexpr,
+    BLOCK_V: tl.constexpr, WORDS: tl.constexpr,
 ):  # fmt: skip
-    offs_v = v + tl.arange(0, BLOCK_V)
-    raw = _load_scores(z_ptr, offs_v, V, logit_scale, MASKED)
+    if top_ptr is not None:
+        offs_v = v + tl.arange(0, BLOCK_V // WORDS)[:, None] * WORDS + tl.arange(0, WORDS)[None, :]
+        raw = load_exponentials(z_ptr, top_ptr, v, offs_v, V, BLOCK_V, WORDS)
+    else:
+        offs_v = v + tl.arange(0, BLOCK_V)
+        raw = _load_scores(z_ptr, offs_v, V, logit_scale, MASKED)
     dz, slope = _gradient(
         raw, v_start + offs_v, offs_v < V, w_ptr, label, logit_scale, lse, lse_rest, entropy, slope_p, dentropy, hot,
         spread, SOFTCAP, ENTROPY, SMOOTHING,
@@ -260,12 +267,14 @@ def _differentiate_block(
 @triton.jit
 def _cross_entropy_bwd_kernel(
     z_ptr, dz_ptr, order_ptr, target_ptr, w_ptr, w_sum_ptr, lse_ptr, lse_rest_ptr, entropy_ptr, factor_ptr, dloss_ptr,
-    dlogprob_ptr, dentropy_ptr, ids_ptr, dat_ptr, stride_zm, stride_dzm, stride_dlm, V, v_start, vocabulary,
-    ignore_index, K, smoothing, z_loss, logit_scale, unit,
-    SOFTCAP: tl.constexpr, SMOOTHING: tl.constexpr, BLOCK_V: tl.constexpr, BLOCK_K: tl.constexpr,
+    dlogprob_ptr, dentropy_ptr, ids_ptr, dat_ptr, top_ptr, stride_zm, stride_dzm, stride_dlm, stride_tm, V, v_start,
+    vocabulary, ignore_index, K, smoothing, z_loss, logit_scale, unit,
+    SOFTCAP: tl.constexpr, SMOOTHING: tl.constexpr, BLOCK_V: tl.constexpr, BLOCK_K: tl.constexpr, WORDS: tl.constexpr,
 ):  # fmt: skip
     z_ptr += tl.program_id(0).to(tl.int64) * stride_zm
     dz_ptr += tl.program_id(0).to(tl.int64) * stride_dzm
+    if top_ptr is not None:
+        top_ptr += tl.program_id(0).to(tl.int64) * stride_tm
     row, label, counts = _token(order_ptr, target_ptr, ignore_index, vocabulary)
     if counts == 0:
         for v in range(0, V, BLOCK_V):
@@ -294,13 +303,13 @@ def _cross_entropy_bwd_kernel(
     whole = V // BLOCK_V * BLOCK_V
     for v in range(0, whole, BLOCK_V):
         _differentiate_block(
-            z_ptr, dz_ptr, w_ptr, v, V, v_start, label, logit_scale, lse, lse_rest, entropy, slope_p, dentropy, hot,
-            spread, SOFTCAP, ENTROPY, SMOOTHING, False, BLOCK_V,
+            z_ptr, top_ptr, dz_ptr, w_ptr, v, V, v_start, label, logit_scale, lse, lse_rest, entropy, slope_p, dentropy,
+            hot, spread, SOFTCAP, ENTROPY, SMOOTHING, False, BLOCK_V, WORDS,
         )  # fmt: skip
     for v in range(whole, V, BLOCK_V):
         _differentiate_block(
-            z_ptr, dz_ptr, w_ptr, v, V, v_start, label, logit_scale, lse, lse_rest, entropy, slope_p, dentropy, hot,
-            spread, SOFTCAP, ENTROPY, SMOOTHING, True, BLOCK_V,
+            z_ptr, top_ptr, dz_ptr, w_ptr, v, V, v_start, label, logit_scale, lse, lse_rest, entropy, slope_p, dentropy,
+            hot, spread, SOFTCAP, ENTROPY, SMOOTHING, True, BLOCK_V, WORDS,
         )  # fmt: skip
     if ids_ptr is not None:
         dz, slope = _gradient(
@@ -376,6 +385,7 @@ def launch_bwd(
     v_start: int = 0,
     vocabulary: int | None = None,
     at: Sequence[Tensor | None] = (None, None),
+    tops: Tensor | None = None,
 ) -> None:
     """Fill ``dz`` [M, V], the gradient of ``z``, whose memory it may share if its rows start at the same addresses and
     its dtype is not wider; ``lse`` is (lse, lse_rest).
@@ -383,7 +393,7 @@ def launch_bwd(
     ``upstream`` holds the gradients of loss, logprob and entropy. The gradient of the loss is [T], or a scalar for all
     tokens, or None for ``unit``; the scalar ``factor`` multiplies it. None is 0 for the other two. ``z`` may hold only
     the columns from ``v_start`` on of logits over ``vocabulary``. ``at`` holds ids [T, K] and the gradients of their
-    log-probabilities.
+    log-probabilities. With ``tops`` [M, P] ``z`` holds exponentials (``exponentials.py``).
     """
     M, V = z.shape
     labels, weights, w_sum, dloss = packed(target), packed(weight), _sum(weight, options), upstream[0]
@@ -391,13 +401,24 @@ def launch_bwd(
     launch(
         _cross_entropy_bwd_kernel,
         (M,),
-        (z, dz, order, labels, weights, w_sum, *lse, entropy, factor, *upstream, *at),
-        (z.stride(0), dz.stride(0), stride_dlm, V, v_start, vocabulary or V, options.ignore_index, _width(at[0])),
+        (z, dz, order, labels, weights, w_sum, *lse, entropy, factor, *upstream, *at, tops),
+        (
+            z.stride(0),
+            dz.stride(0),
+            stride_dlm,
+            0 if tops is None else tops.stride(0),
+            V,
+            v_start,
+            vocabulary or V,
+            options.ignore_index,
+            _width(at[0]),
+        ),
         (options.label_smoothing, options.z_loss, options.logit_scale, unit),
         SOFTCAP=options.softcap,
         SMOOTHING=options.label_smoothing != 0,
         BLOCK_K=block_of(_width(at[0])),
-        **_tile(vocabulary or V, 2048, 512),
+        WORDS=exponentials.WORDS,
+        **_tile(max(vocabulary or V, 0 if tops is None else exponentials.WORDS), 2048, 512),
     )
 
 

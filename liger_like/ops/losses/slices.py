@@ -14,7 +14,7 @@ from liger_like.ops.losses.products import addmm, in_memory_of, logits_behind, s
 from liger_like.ops.losses.row_kernels import launch_bwd
 from liger_like.ops.losses.rows import OPTIONS_SCHEMA, Options
 from liger_like.ops.losses.units import size_of_gradient
-from liger_like.ops.losses.unstored import unstored_kernels
+from liger_like.ops.losses.unstored import takes_no_logits, unstored_kernels
 from liger_like.ops.losses.vocab_shards import SHARD_SCHEMA, Shard
 from liger_like.runtime.layout import packed
 from liger_like.runtime.registry import op
@@ -57,13 +57,14 @@ class TokenBackward(NamedTuple):
 
     ``ids`` [T, K] and ``dlogprob_at`` [T, K], the upstream gradient of their log-probabilities. ``kept_logits``: logits
     of the first tokens of ``order``, which are not recomputed; their gradient takes their memory if they are all that
-    count.
+    count. With ``kept_tops`` they are exponentials of all tokens (``exponentials.py``).
     """
 
     logits_dtype: torch.dtype
     ids: Tensor | None
     dlogprob_at: Tensor | None
     kept_logits: Tensor | None
+    kept_tops: Tensor | None
 
 
 def _bwd_outputs(call: Backward) -> tuple[Tensor, ...]:
@@ -112,7 +113,7 @@ def _flops_without_kept(*args: Any) -> int:
 
 @op(
     f"linear_logprobs_bwd({ARGUMENTS}, ScalarType logits_dtype, Tensor? ids, Tensor? dlogprob_at,"
-    f" Tensor(b!)? kept_logits) -> ({RESULTS})",
+    f" Tensor(b!)? kept_logits, Tensor? kept_tops) -> ({RESULTS})",
     lambda *args: _bwd_outputs(_token_call(args)[0]),
     flops=_flops_without_kept,
 )
@@ -158,7 +159,8 @@ def _operands(call: Backward, kept: Tensor | None) -> tuple[Tensor, Tensor | Non
 def _kernels(call: Backward, x: Tensor, kept: Tensor | None, logits_dtype: torch.dtype, d_at: Tensor | None) -> Any:
     """Return the kernels that store no logits, or False if they do not accept the call."""
     absent = call.bias, call.u, call.class_weight, call.shard or None, kept, d_at
-    return unstored_kernels(x, call.weight, logits_dtype, call.options, *absent)
+    plain = takes_no_logits(x, call.weight, logits_dtype, call.options, *absent)
+    return plain and unstored_kernels(x, call.weight)
 
 
 def _logits(
@@ -188,7 +190,8 @@ def _gradients(call: Backward, more: TokenBackward | None, visit: SliceVisit | N
     dx, dw, dbias, du, db = outs
     needs_dx, needs_dw, needs_dbias, needs_du, needs_db = needs
     V, H = weight.shape
-    kept = None if more is None else more.kept_logits
+    kept, tops = (None, None) if more is None else (more.kept_logits, more.kept_tops)
+    kept = kept if tops is None else kept.view(torch.float16)
     x, u, index = _operands(call, kept)
     n = x.shape[0]
     if n == 0:
@@ -218,7 +221,7 @@ def _gradients(call: Backward, more: TokenBackward | None, visit: SliceVisit | N
         elif not kernels:
             launch_bwd(
                 z, dz, target, class_weight, lse, entropies, upstream, options,
-                order=index, v_start=shard.first_word + start, vocabulary=shard.words or V, at=at,
+                order=index, v_start=shard.first_word + start, vocabulary=shard.words or V, at=at, tops=tops,
             )  # fmt: skip
         if needs_dx:
             addmm(dx[:n], dz, w, accumulate)

@@ -10,9 +10,11 @@ import torch
 from torch import Tensor
 
 from liger_like.ops.losses.dw_sum import add_products, scale_rows
+from liger_like.ops.losses.exponentials import store_exponentials
 from liger_like.ops.losses.products import addmm, store_logits
 from liger_like.ops.losses.row_kernels import NOTHING, launch_bwd, launch_fwd
 from liger_like.ops.losses.rows import OPTIONS_SCHEMA, Options, top_words
+from liger_like.ops.losses.unstored import reduce_rows
 from liger_like.ops.losses.vocab_shards import SHARD_SCHEMA, Shard, launch_fwd_of_shard
 from liger_like.runtime.layout import packed
 from liger_like.runtime.registry import op
@@ -39,26 +41,32 @@ def _flops_of_rows(
 @op(
     "linear_loss_rows(Tensor x, Tensor weight, Tensor target, Tensor? bias, Tensor? u, Tensor? b, Tensor? class_weight,"
     " Tensor index, Tensor(a!) x_c, Tensor(b!) z, Tensor(c!)[] rows, Tensor(d!)[] further, SymInt topk,"
-    f" Tensor(e!)? kept, Tensor(f!)? kept_rows, {SHARD_SCHEMA}, {OPTIONS_SCHEMA}) -> ()",
+    f" Tensor(e!)? kept, Tensor(f!)? kept_rows, Tensor(g!)? tops, {SHARD_SCHEMA}, {OPTIONS_SCHEMA}) -> ()",
     lambda *args: None,
     flops=_flops_of_rows,
 )
 def fill_rows(
     x: Tensor, weight: Tensor, target: Tensor, bias: Tensor | None, u: Tensor | None, b: Tensor | None,
     class_weight: Tensor | None, index: Tensor, x_c: Tensor, z: Tensor, rows: list[Tensor], further: list[Tensor],
-    topk: int, kept: Tensor | None, kept_rows: Tensor | None, *flat: Any,
+    topk: int, kept: Tensor | None, kept_rows: Tensor | None, tops: Tensor | None, *flat: Any,
 ) -> None:  # fmt: skip
     """Fill ``x_c`` [n, H], the tokens ``index`` of ``x``, their logits ``z`` [n, V], ``rows`` and ``further`` results.
 
     ``rows`` and ``further`` [T] are the first results of ``linear_cross_entropy_fwd`` and of ``TokenResults``; empty
     tensors stay empty. ``kept`` gets the first rows of ``z``, and ``kept_rows`` [3, T] their lse, lse_rest and entropy
-    if they are rounded.
+    if they are rounded. With ``tops`` [n, parts] ``kept``, or ``z`` if nothing is kept, gets exponentials in their
+    place (``exponentials.py``).
     """
     shard, options = _split(flat)
     torch.index_select(x, 0, index, out=x_c)
+    if tops is not None and kept is None:
+        reduce_rows(x_c, weight, target, rows, index, options, z, tops)
+        return
     store_logits(z, x_c, weight, bias, None if u is None else u[index], b)
     wanted, more = _unless_empty(rows), _unless_empty(further) or NOTHING
-    if kept is not None:
+    if tops is not None:
+        store_exponentials(z, options.logit_scale, kept.view(torch.float16), tops)
+    elif kept is not None:
         kept.copy_(z[: len(kept)])
     if shard:
         rounded = None if kept_rows is None else kept
@@ -78,25 +86,26 @@ def fill_rows(
 @op(
     "linear_loss_dlogits(Tensor(a!) z, Tensor(b!) dz, Tensor target, Tensor? class_weight, Tensor? weight_unit,"
     " Tensor index, Tensor lse, Tensor lse_rest, Tensor? entropy, Tensor? dlogprob, Tensor? dentropy, Tensor? ids,"
-    f" Tensor? dlogprob_at, float unit, {SHARD_SCHEMA}, {OPTIONS_SCHEMA}) -> ()",
+    f" Tensor? dlogprob_at, Tensor? tops, float unit, {SHARD_SCHEMA}, {OPTIONS_SCHEMA}) -> ()",
     lambda *args: None,
 )
 def fill_dlogits(
     z: Tensor, dz: Tensor, target: Tensor, class_weight: Tensor | None, weight_unit: Tensor | None,
     index: Tensor, lse: Tensor, lse_rest: Tensor, entropy: Tensor | None, dlogprob: Tensor | None,
-    dentropy: Tensor | None, ids: Tensor | None, dlogprob_at: Tensor | None, unit: float, *flat: Any,
+    dentropy: Tensor | None, ids: Tensor | None, dlogprob_at: Tensor | None, tops: Tensor | None, unit: float,
+    *flat: Any,
 ) -> None:  # fmt: skip
     """Fill ``dz``, which may lie in the memory of ``z``, with the gradient of the logits ``z`` [n, V] of the tokens
     ``index``.
 
     The upstream gradient of each loss is ``unit``, times ``weight_unit`` [] if given; those of the other results are
-    [T], and [T, K] for the words ``ids``.
+    [T], and [T, K] for the words ``ids``. With ``tops`` ``z`` holds exponentials.
     """
     shard, options = _split(flat)
     launch_bwd(
         z, dz, target, class_weight, (lse, lse_rest), entropy, (None, dlogprob, dentropy), options,
         unit=unit, factor=weight_unit, order=index, v_start=shard.first_word, vocabulary=shard.words or z.shape[1],
-        at=(packed(ids), packed(dlogprob_at)),
+        at=(packed(ids), packed(dlogprob_at)), tops=tops,
     )  # fmt: skip
 
 

@@ -5,8 +5,12 @@ TMA loads zeros past the end of an expert's rows, so no row needs a mask. An exp
 
 from torch import Tensor
 
-from liger_like.ops.experts.blocks import grouped
-from liger_like.ops.experts.hopper.products import (
+from liger_like.ops.experts.hopper.products import rows_of_one, within
+from liger_like.ops.experts.tiles import GROUP
+from liger_like.runtime.blocks import grouped
+from liger_like.runtime.gluon import fence_async_shared, gl, gluon, tma_store_wait
+from liger_like.runtime.hopper import ROWS, buffers
+from liger_like.runtime.hopper_products import (
     HALF,
     STEP,
     halves_of,
@@ -14,14 +18,10 @@ from liger_like.ops.experts.hopper.products import (
     matrices,
     multiply_steps,
     operands,
-    rows_of_one,
     start_store,
-    within,
 )
-from liger_like.ops.experts.tiles import GROUP, programs
-from liger_like.runtime.gluon import fence_async_shared, gl, gluon, tma_store_wait
-from liger_like.runtime.hopper import ROWS, buffers
 from liger_like.runtime.launcher import launch
+from liger_like.runtime.support import programs
 
 STAGES, PARTS = 3, gl.constexpr(1)
 

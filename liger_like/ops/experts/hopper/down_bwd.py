@@ -8,21 +8,17 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from liger_like.ops.experts.blocks import gated_and_grads, grouped
+from liger_like.ops.experts.blocks import gated_and_grads
 from liger_like.ops.experts.checks import Gate
 from liger_like.ops.experts.forward import gate_arguments
-from liger_like.ops.experts.hopper.products import (
-    HALF,
-    factors_of,
-    load_tiles,
-    multiply_steps,
-    operands,
-    steps_of,
-)
-from liger_like.ops.experts.tiles import GROUP, programs
+from liger_like.ops.experts.hopper.products import factors_of, load_tiles, steps_of
+from liger_like.ops.experts.tiles import GROUP
+from liger_like.runtime.blocks import grouped
 from liger_like.runtime.gluon import fence_async_shared, gl, gluon, mbarrier
 from liger_like.runtime.hopper import ROWS, barriers
+from liger_like.runtime.hopper_products import HALF, multiply_steps, operands
 from liger_like.runtime.launcher import launch
+from liger_like.runtime.support import programs
 
 COLUMNS = 2 * HALF.value  # of a tile: dw has a part for each
 STAGES = 3

@@ -7,26 +7,18 @@ ring, the others do not.
 
 from torch import Tensor
 
-from liger_like.ops.experts.blocks import gated, grouped
+from liger_like.ops.experts.blocks import gated
 from liger_like.ops.experts.checks import Gate
 from liger_like.ops.experts.forward import gate_arguments
-from liger_like.ops.experts.hopper.products import (
-    HALF,
-    factors_of,
-    halves_of,
-    load_tiles,
-    multiply_steps,
-    operands,
-    rows_of_one,
-    start_store,
-    steps_of,
-    within,
-)
-from liger_like.ops.experts.tiles import GROUP, programs
+from liger_like.ops.experts.hopper.products import factors_of, load_tiles, rows_of_one, steps_of, within
+from liger_like.ops.experts.tiles import GROUP
+from liger_like.runtime.blocks import grouped
 from liger_like.runtime.gluon import fence_async_shared, gl, gluon, tma_store, tma_store_wait
 from liger_like.runtime.hopper import ROWS, buffers, sum_layout
+from liger_like.runtime.hopper_products import HALF, halves_of, multiply_steps, operands, start_store
 from liger_like.runtime.launcher import launch
 from liger_like.runtime.layout import packed
+from liger_like.runtime.support import programs
 
 STAGES, GLU_STAGES, PARTS = 3, 4, gl.constexpr(1)
 
