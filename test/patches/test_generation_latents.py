@@ -1,0 +1,242 @@
+"""Decode steps of multi-head latent attention: queries meet the cached latents, and nothing is expanded."""
+
+import copy
+import io
+
+import peft
+import pytest
+import torch
+from conftest import DEVICE
+from test_generation import options
+from test_generation_caches import padded
+from tiny_models import ATTENTION, rows, tiny
+from torch import nn
+
+from liger_like.patches import attention, latents
+from liger_like.patches.attention import Mask, attend
+from liger_like.patching import patch, unpatch
+
+pytestmark = [pytest.mark.filterwarnings("error:liger_like"), pytest.mark.usefixtures("references")]
+YARN = {"rope_type": "yarn", "rope_theta": 1e4, "factor": 4.0, "original_max_position_embeddings": 16}
+FAMILIES = {
+    "DeepseekV2": {},
+    "DeepseekV3": {"head_dim": 8, "rope_parameters": YARN | {"mscale": 1.0, "mscale_all_dim": 1.0}},  # another scale
+    "MiniCPM3": {},
+}
+STEPS = 4
+
+
+def model_of(family, **more):
+    sizes = ATTENTION["DeepseekV3"] | {"v_head_dim": 12, "eos_token_id": None, "attn_implementation": "eager"}
+    return tiny(family, DEVICE, **sizes | FAMILIES[family] | more).eval()
+
+
+def tokens(model, inputs, **more):
+    return model.generate(**inputs, generation_config=options(max_new_tokens=STEPS, **more))
+
+
+@pytest.fixture
+def decoded(monkeypatch):
+    """Return the latents that each decode step of a layer attends to."""
+    seen, decode = [], latents.decode_seen
+
+    def noted(module, q, held, *args, **scores):
+        seen.append(held)
+        return decode(module, q, held, *args, **scores)
+
+    monkeypatch.setattr(attention, "decode_seen", noted)
+    return seen
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_the_same_tokens_with_each_cache(family, decoded):
+    model, left = model_of(family), padded()
+    whole = {"input_ids": left["input_ids"]}
+    expected, cls = [tokens(model, inputs) for inputs in (left, whole)], type(model.model.layers[0].self_attn)
+    (row,) = rows(patch(model), "attention")
+    assert (row.status, row.variant) == ("patched", "latents")
+    for cache in ("static", None):
+        decoded.clear()
+        made = [tokens(model, inputs, cache_implementation=cache) for inputs in (left, whole)]
+        assert all(map(torch.equal, made, expected))
+        assert len(decoded) == 2 * 2 * (STEPS - 1)  # inputs, layers, and steps behind the prompt
+    unpatch(model)
+    assert type(model.model.layers[0].self_attn) is cls
+
+
+def test_beams_and_assistants(decoded):
+    """Beams reorder the cache, assistants crop it; steps of several tokens expand it."""
+    model, inputs = model_of("DeepseekV3"), {"input_ids": torch.tensor([[5, 6, 7, 5, 6]], device=DEVICE)}
+    choices = [{"num_beams": 2}, {"prompt_lookup_num_tokens": 2}]
+    expected = [tokens(model, inputs, **choice) for choice in choices]
+    patch(model)
+    assert [torch.equal(tokens(model, inputs, **c), e) for c, e in zip(choices, expected, strict=True)] == [True, True]
+    assert decoded
+
+
+class Quantised(nn.Linear):
+    """Stand-in for a quantised layer: its weight is not the map."""
+
+    def forward(self, x):
+        return nn.functional.linear(x, self.weight * 2)
+
+
+def hook(model):
+    for layer in model.model.layers:
+        layer.self_attn.kv_b_proj.register_forward_hook(lambda module, args, out: out * 2)
+    return model
+
+
+def quantise(model):
+    for layer in model.model.layers:
+        layer.self_attn.kv_b_proj.__class__ = Quantised
+    return model
+
+
+def adapt(model):
+    return peft.get_peft_model(model, peft.LoraConfig(r=2, target_modules=["kv_b_proj"], init_lora_weights=False))
+
+
+@pytest.mark.parametrize("change", [hook, quantise, adapt])
+def test_a_weight_that_is_not_the_whole_map(change, decoded):
+    model, inputs = change(model_of("DeepseekV3")), padded()
+    expected = tokens(model, inputs)
+    patch(model)
+    assert torch.equal(tokens(model, inputs), expected)
+    assert not decoded
+
+
+def test_calls_that_need_keys(decoded):
+    """Attention weights, a mask of the user's and gradients need them; so does another attention than ours."""
+    model, inputs = model_of("DeepseekV3"), padded()
+    ids = inputs["input_ids"]
+    patch(model)
+    visible = torch.ones(3, 1, 1, 15, dtype=torch.bool, device=DEVICE)
+    visible[:, ..., 3:5] = False
+    calls = [({}, True), ({"output_attentions": True}, False), ({"attention_mask": visible}, False)]
+    for more, absorbed in calls:
+        decoded.clear()
+        with torch.no_grad():
+            cache = model(ids[:, :-1], use_cache=True).past_key_values
+            model(ids[:, -1:], past_key_values=cache, **more)
+        assert bool(decoded) == absorbed
+    decoded.clear()
+    cache = model(ids[:, :-1], use_cache=True).past_key_values
+    model(ids[:, -1:], past_key_values=cache).logits.sum().backward()
+    expected = tokens(model, inputs)
+    model.set_attn_implementation("eager")
+    assert len(decoded) == 2 * (STEPS - 1)
+    assert torch.equal(tokens(model, inputs), expected)
+    assert len(decoded) == 2 * (STEPS - 1)
+
+
+def layer():
+    """Return a patched attention, and random latents and queries of three sequences of 21 tokens."""
+    model = nn.Module()
+    model.attention = module = model_of("DeepseekV3", kv_lora_rank=16).model.layers[0].self_attn
+    patch(model)
+    held = latents.Latents(*(torch.randn(3, 1, 26, width, device=DEVICE) for width in (16, 8)))
+    return module, held, torch.randn(3, 4, 1, 24, device=DEVICE)
+
+
+@pytest.mark.parametrize("room", [0, 5])
+@pytest.mark.parametrize("hidden", ["nothing", "left", "holes"])
+def test_the_kernel(hidden, room):
+    """The comparison rule in fp16, with a cache that has ``room`` behind its tokens."""
+    module, held, query = layer()
+    held = [t[:, :, :21] if room else t[:, :, :21].contiguous() for t in held]
+    keep = torch.ones(3, 21, dtype=torch.bool, device=DEVICE)
+    if hidden != "nothing":
+        keep[0, :6], keep[2, :1] = False, False
+    if hidden == "holes":
+        keep[1, 4:7] = False
+    mask = Mask(right=0, padding=None if hidden == "nothing" else keep)
+
+    def of(dtype, expanded):
+        q, cache = query.half().to(dtype), latents.Latents(*(t.half().to(dtype) for t in held))
+        cast = copy.deepcopy(module).half().to(dtype)
+        key, value = cache.expanded(cast) if expanded else (cache, None)
+        return attend(cast, q, key, value, mask, scaling=module.scaling)[0].double()
+
+    with torch.no_grad():
+        exact, same, got = of(torch.float64, True), of(torch.float16, True), of(torch.float16, False)
+    assert (got - exact).norm() <= 2 * (same - exact).norm() + 1e-6 * exact.norm()
+
+
+@torch.no_grad()
+def test_compiled_in_one_graph(decoded):
+    """A static cache: its padding is known on the device alone."""
+    module, held, query = layer()
+    keep, ends = torch.ones(3, 26, dtype=torch.bool, device=DEVICE), torch.full((3, 1), 21, device=DEVICE)
+    keep[1, :4] = False
+    mask = Mask(spans=torch.stack((ends * 0, ends)).int(), padding=keep)
+
+    def step(query, *held):
+        return attend(module, query, *module.expand_kv(*held), mask, scaling=module.scaling)[0]
+
+    torch.compiler.reset()
+    compiled = torch.compile(step, backend="eager", fullgraph=True)
+    assert torch.equal(compiled(query, *held), step(query, *held))
+    assert len(decoded) == 2
+
+
+def test_copies_pickles_and_later_patches(decoded):
+    model, inputs, file = model_of("DeepseekV3"), padded(), io.BytesIO()
+    cls = type(model.model.layers[0].self_attn)
+    patch(model, rope=False)
+    expected = tokens(model, inputs)
+    torch.save(model, file)
+    file.seek(0)
+    patch(model)
+    for other in (model, copy.deepcopy(model), torch.load(file, weights_only=False)):
+        decoded.clear()
+        assert torch.equal(tokens(other, inputs), expected)
+        assert decoded
+        unpatch(other)
+        assert type(other.model.layers[0].self_attn) is cls
+
+
+class Known(nn.Module):
+    """Attention with the form of the families."""
+
+    def expand_kv(self, latent, rotated):
+        nope, width = self.qk_nope_head_dim, self.v_head_dim
+        made = self.kv_b_proj(latent).unflatten(-1, (-1, nope + width))[:, 0].transpose(1, 2)
+        keys = made.new_empty(*made.shape[:-1], nope + self.qk_rope_head_dim)
+        keys[..., :nope], keys[..., nope:] = made[..., :nope], rotated
+        return keys, made[..., nope:]
+
+    def forward(self, x, cache, attention_interface):
+        k, v = self.expand_kv(x, x)
+        return attention_interface(self, x, k, v, None)
+
+
+class OtherValues(Known):
+    def expand_kv(self, latent, rotated):
+        keys, values = super().expand_kv(latent, rotated)
+        self.kv_b_proj, self.qk_nope_head_dim, self.v_head_dim, self.qk_rope_head_dim  # noqa: B018
+        return keys, values * 1.001
+
+
+class CachedKeys(Known):
+    def forward(self, x, cache, attention_interface):
+        k, v = self.expand_kv(x, x)
+        k, v = cache.update(k, v)
+        return attention_interface(self, x, k, v, None)
+
+
+class ReadKeys(Known):
+    def forward(self, x, cache, attention_interface):
+        k, v = self.expand_kv(x, x)
+        return attention_interface(self, x, k, v, k.shape[2])
+
+
+class Swapped(Known):
+    def forward(self, x, cache, attention_interface):
+        k, v = self.expand_kv(x, x)
+        return attention_interface(self, x, v, k, None)
+
+
+def test_recognition():
+    found = {cls: latents.has_latents(cls) for cls in (Known, OtherValues, CachedKeys, ReadKeys, Swapped, nn.Linear)}
+    assert found == {Known: True, **dict.fromkeys((OtherValues, CachedKeys, ReadKeys, Swapped, nn.Linear), False)}
