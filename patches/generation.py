@@ -21,7 +21,7 @@ from liger_like.patches.attention import NAME
 
 PATTERN, VARIANT = "generation", "paged cache"
 CACHES = ("past_key_values", "cache")  # names that transformers gives a cache
-TABLE_SETTINGS = "max_blocks_per_request", "decode_compile_config"
+TABLE_SETTINGS = "max_blocks_per_request", "decode_compile_config", "use_cuda_graph"
 _managers: weakref.WeakSet[Any] = weakref.WeakSet()
 
 
@@ -148,16 +148,16 @@ def _start(model: Any, start: Callable[..., Any], generation_config: Any, asked:
     from transformers.generation.configuration_utils import ContinuousBatchingConfig
     from transformers.generation.continuous_batching import initialization
 
-    widths = _widths_of_latents(model)
-    tables = not _has_windows(text_config(model))
+    half = _half_row_of_latents(model)
     asked = asked or getattr(generation_config, "continuous_batching_config", None) or ContinuousBatchingConfig()
     asked, resolved = copy.deepcopy(asked), copy.deepcopy(asked)
     initialization.resolve_using_hints(resolved, hints)
     initialization.resolve_without_hints(resolved)
+    tables = resolved.max_blocks_per_request and not _has_windows(text_config(model))
     asked.max_blocks_per_request = None  # transformers would warn that it has no tables
     if tables:
-        _resolve_compilation(model, resolved)
-        asked.decode_compile_config = None  # nor does it compile steps without them
+        _resolve_compilation(model, asked, resolved)
+        asked.decode_compile_config = None  # transformers would warn that it compiles no step without tables
     _rename(model, NAME)
     parts = {part: getattr(model.config, part) for part in model.config.sub_configs}
     names = {part: config._attn_implementation for part, config in parts.items() if config is not None}
@@ -171,46 +171,49 @@ def _start(model: Any, start: Callable[..., Any], generation_config: Any, asked:
     _managers.add(manager)
     if manager.batch_processor is None:  # else it was kept, with its cache
         if tables:
-            for name in TABLE_SETTINGS:
-                setattr(manager.continuous_batching_config, name, getattr(resolved, name))
+            settings = manager.continuous_batching_config
+            compiled = resolved.decode_compile_config is not None
+            for name in TABLE_SETTINGS if compiled else TABLE_SETTINGS[:1]:
+                setattr(settings, name, getattr(resolved, name))
         create = manager._create_batch_processor
 
         def create_ours() -> Any:
-            with _sized(text_config(model), widths):
-                processor = create()
-            return _with_our_cache(processor, bool(widths))
+            with _sized(text_config(model), half):
+                return _with_our_cache(create(), half)
 
         manager._create_batch_processor = create_ours
     return manager
 
 
-def _resolve_compilation(model: Any, resolved: Any) -> None:
-    """Decide as transformers does where it has block tables: which steps to compile, and which are CUDA graphs."""
+def _resolve_compilation(model: Any, asked: Any, resolved: Any) -> None:
+    """Decide as transformers does with block tables: which steps are compiled, and which of them are CUDA graphs."""
     from transformers.generation.continuous_batching import initialization
 
     fallback = getattr(text_config(model), "compile_config", None)
     initialization.resolve_compile_configs(resolved, fallback, is_flash_attn=True, decode_fast_path_available=True)
+    if resolved.decode_compile_config is not None:
+        graphs = bool(asked.q_padding_interval_size or asked.kv_padding_interval_size)
+        initialization.decide_use_cuda_graphs(resolved, is_attn_mask_needed=False, cuda_graph_requested=graphs)
 
 
-def _widths_of_latents(model: Any) -> tuple[int, ...]:
-    """Return the widths of the latents and rotated features in the cache of ``model``; empty if it holds keys.
+def _half_row_of_latents(model: Any) -> int:
+    """Return the width of a key whose key and value have room for latents and rotated features; 0: they are no latents.
 
-    Raises ValueError if a layer needs a call of ``kv_b_proj``: no cache of keys would fit, either.
+    Raises ValueError if a layer needs a call of ``kv_b_proj``: a cache of keys would not fit, either.
     """
     layers: list[Any] = [m for m in model.modules() if is_hooked(type(m)) and not generates(m)]
-    if any(not latents.is_plain(layer) for layer in layers):
+    if not all(map(latents.is_plain, layers)):
         raise ValueError(
-            "continuous batching takes latents by the weight of kv_b_proj, which must be an nn.Linear "
-            "without bias, hooks, adapter or quantisation: merge an adapter before"
+            "kv_b_proj must be an nn.Linear without bias, adapter, quantisation and hooks in continuous batching, which"
+            f" holds latents; got {type(next(m for m in layers if not latents.is_plain(m)).kv_b_proj).__name__}"
         )
-    widths = {(layer.kv_b_proj.in_features, layer.qk_rope_head_dim) for layer in layers}
-    return widths.pop() if widths else ()
+    return max((-(-(m.kv_b_proj.in_features + m.qk_rope_head_dim) // 2) for m in layers), default=0)
 
 
 @contextlib.contextmanager
-def _sized(config: Any, widths: tuple[int, ...]) -> Iterator[None]:
-    """Let ``config`` say the sizes of a cache whose keys and values have room for latents of the ``widths``."""
-    sizes = {"num_key_value_heads": 1, "head_dim": -(-sum(widths) // 2)} if widths else {}
+def _sized(config: Any, half: int) -> Iterator[None]:
+    """Let ``config`` say that keys have one head of ``half`` features, unless that is 0, while a cache is made."""
+    sizes = {"num_key_value_heads": 1, "head_dim": half} if half else {}
     before = {name: getattr(config, name) for name in sizes if hasattr(config, name)}
     try:
         for name, size in sizes.items():
@@ -224,11 +227,11 @@ def _sized(config: Any, widths: tuple[int, ...]) -> Iterator[None]:
                 delattr(config, name)
 
 
-def _with_our_cache(processor: Any, holds_latents: bool) -> Any:
+def _with_our_cache(processor: Any, half: int) -> Any:
     """Return ``processor``, whose cache passes itself on to our attention; a kept cache has keys of prompts."""
     cls: Any = type(processor.cache)
     if (ours := paged.cache_class(cls)) is not cls:
-        if holds_latents:
+        if half:
             paged.join_rows(processor.cache)
         paged.clear(processor.cache)
         processor.cache.__class__ = ours

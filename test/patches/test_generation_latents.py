@@ -7,12 +7,14 @@ import peft
 import pytest
 import torch
 from conftest import DEVICE
-from test_generation import options
+from test_generation import SETTINGS, assert_exact, batched, eager, options, outputs, prompts
 from test_generation_caches import padded
 from tiny_models import ATTENTION, rows, tiny
 from torch import nn
+from transformers.generation import ContinuousBatchingConfig
+from transformers.generation.configuration_utils import CompileConfig
 
-from liger_like.patches import attention, latents
+from liger_like.patches import attention, generation, latents, paged
 from liger_like.patches.attention import Mask, attend
 from liger_like.patching import patch, unpatch
 
@@ -27,7 +29,7 @@ STEPS = 4
 
 
 def model_of(family, **more):
-    sizes = ATTENTION["DeepseekV3"] | {"v_head_dim": 12, "eos_token_id": None, "attn_implementation": "eager"}
+    sizes = ATTENTION["DeepseekV3"] | {"v_head_dim": 12, "kv_lora_rank": 16, "eos_token_id": None, "attn_implementation": "eager"}
     return tiny(family, DEVICE, **sizes | FAMILIES[family] | more).eval()
 
 
@@ -74,6 +76,59 @@ def test_beams_and_assistants(decoded):
     assert decoded
 
 
+@pytest.mark.parametrize("family", FAMILIES)
+def test_continuous_batching(family, monkeypatch):
+    """The cache holds a latent and rotated features for each token, and no key."""
+    model, ids, caches, decode = model_of(family), prompts(3, 41, 17), [], paged.decode
+
+    def noted(module, q, rotated, latents, *args, **options):
+        caches.append((rotated, latents))
+        return decode(module, q, rotated, latents, *args, **options)
+
+    monkeypatch.setattr(paged, "decode", noted)
+    expected, original, sizes = eager(model, ids), copy.deepcopy(model), vars(model.config).copy()
+    patch(model)
+    made = outputs(model, ids, {"return_logprobs": True})
+    assert [output.generated_tokens for output in made] == expected
+    assert_exact(original, ids, made)
+    for rotated, held in caches:
+        assert (rotated.shape[-1], held.shape[-1]) == (8, 16)
+        assert rotated.stride(1) == held.stride(1) == 8 + 16
+        assert rotated.data_ptr() - held.data_ptr() == 16 * held.element_size()
+    original_sizes = {name: vars(model.config)[name] for name in sizes if name in vars(model.config)}
+    assert original_sizes == sizes
+    model.train()
+    unpatch(model)
+    assert model.config._attn_implementation == "eager"
+
+
+def test_continuous_batching_shares_and_copies_pages(monkeypatch):
+    """Sequences of one prompt copy its last page; padded batches read no slot that nobody wrote."""
+    model, ids, make = model_of("DeepseekV3"), prompts(37, 5), generation._with_our_cache
+    expected = eager(model, ids)
+    patch(model)
+
+    def poisoned(*args):
+        processor = make(*args)
+        for layer in range(2):
+            for cache in paged._layer_of(processor.cache, layer).caches:
+                cache.fill_(torch.nan)
+        return processor
+
+    monkeypatch.setattr(generation, "_with_our_cache", poisoned)
+    monkeypatch.setattr(torch, "compile", lambda function, **how: function)  # without a GPU compiled steps are padded
+    settings = {"q_padding_interval_size": 16, "kv_padding_interval_size": 32, "varlen_compile_config": CompileConfig()}
+    assert batched(model, ids, settings | {"use_async_batching": False}) == expected
+    twice, made = options(), []
+    twice.num_return_sequences = 2  # transformers refuses it for greedy decoding, in the constructor alone
+    start = {"generation_config": twice, "continuous_batching_config": ContinuousBatchingConfig(**SETTINGS)}
+    with model.continuous_batching_context_manager(**start, warmup=False) as manager:
+        manager.add_requests(ids, max_new_tokens=8)
+        while len(made) < 2 * len(ids):
+            made.append(manager.get_result(timeout=60).generated_tokens)
+    assert sorted(made) == sorted(expected * 2)
+
+
 class Quantised(nn.Linear):
     """Stand-in for a quantised layer: its weight is not the map."""
 
@@ -101,9 +156,13 @@ def adapt(model):
 def test_a_weight_that_is_not_the_whole_map(change, decoded):
     model, inputs = change(model_of("DeepseekV3")), padded()
     expected = tokens(model, inputs)
-    patch(model)
+    (row,) = rows(patch(model), "attention")
+    assert row.variant == "expanded latents"
     assert torch.equal(tokens(model, inputs), expected)
     assert not decoded
+    with pytest.raises(ValueError, match="kv_b_proj must be an nn.Linear without"):
+        batched(model, prompts(3))
+    assert model.config._attn_implementation == "liger_like"
 
 
 def test_calls_that_need_keys(decoded):
@@ -133,7 +192,7 @@ def test_calls_that_need_keys(decoded):
 def layer():
     """Return a patched attention, and random latents and queries of three sequences of 21 tokens."""
     model = nn.Module()
-    model.attention = module = model_of("DeepseekV3", kv_lora_rank=16).model.layers[0].self_attn
+    model.attention = module = model_of("DeepseekV3").model.layers[0].self_attn
     patch(model)
     held = latents.Latents(*(torch.randn(3, 1, 26, width, device=DEVICE) for width in (16, 8)))
     return module, held, torch.randn(3, 4, 1, 24, device=DEVICE)
