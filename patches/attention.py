@@ -22,7 +22,7 @@ from liger_like.patches.attention_source import (
     looks_into_its_mask,
     options_of,
 )
-from liger_like.patches.latents import EXPANDED, Latents, Seen, absorbs, decode_seen, has_latents, is_plain
+from liger_like.patches.latents import EXPANDED, Latents, absorbs, decode_seen, has_latents, is_plain, seen_by
 from liger_like.patches.latents import VARIANT as LATENTS
 from liger_like.runtime.support import autocast_dtype, in_graph
 
@@ -37,7 +37,6 @@ EAGER = {"module", "query", "key", "value", "kwargs"}
 VARIANTS = {"s_aux": "sinks", "softcap": "softcap"}
 UNKNOWN_MASK = "context_parallel knows causal masks, windows and documents; this model has another mask"
 context: Any = None  # the active context_parallel, if any
-_last_seen: tuple[Any, int, Seen] | None = None  # the last mask of a decode step over latents, its keys and their order
 
 
 class Mask(NamedTuple):
@@ -334,19 +333,9 @@ def _decoded(module: nn.Module, query: Tensor, held: Latents, mask: Any, options
     if asked or not isinstance(mask, Mask) or mask.context is not None or not absorbs(module, query, held):
         return None
     sees_all = mask.left < 0 and mask.padding is None and mask.spans is None
-    seen = None if sees_all else _seen(mask, query, held.latents.shape[2])
+    seen = None if sees_all else seen_by(mask, query, held.latents.shape[2])
     scores = {"scale": options.get("scaling"), "softcap": options.get("softcap"), "sinks": options.get("s_aux")}
     return decode_seen(module, query[:, :, 0], held, seen, **scores)[:, None]
-
-
-def _seen(mask: Mask, query: Tensor, S: int) -> Seen:
-    """Return which of S keys the last ``query`` sees, once for all layers of a step: they pass the same ``mask``."""
-    global _last_seen
-    if torch.compiler.is_compiling() or in_graph(query):
-        return Seen(mask.seen(1, S, query.device)[:, 0, 0].expand(query.shape[0], -1))
-    if _last_seen is None or _last_seen[0] is not mask or _last_seen[1] != S:
-        _last_seen = mask, S, Seen(mask.seen(1, S, query.device)[:, 0, 0].expand(query.shape[0], -1))
-    return _last_seen[2]
 
 
 def _eager(

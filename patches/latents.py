@@ -17,7 +17,7 @@ from torch import Tensor, nn
 from liger_like.ops.attention.paged import flash_attention_paged
 from liger_like.patches import bare
 from liger_like.patches.attention_source import tree_of
-from liger_like.runtime.support import autocast_dtype, unhooked
+from liger_like.runtime.support import autocast_dtype, in_graph, unhooked
 
 VARIANT, EXPANDED = "latents", "expanded latents"
 # attributes that the method of a family reads; their numbers in a trial
@@ -97,7 +97,7 @@ def _is_known(cls: Any) -> bool:
 def _per_head(latents: Tensor, linear: Any, nope: int) -> tuple[Tensor, ...]:
     weights = linear.weight.unflatten(0, (2, -1))
     made = torch.einsum("bsl,hdl->bhsd", latents[:, 0], weights)
-    return made.split((nope, made.shape[-1] - nope), -1)
+    return made[..., :nope], made[..., nope:]
 
 
 def decode(
@@ -108,12 +108,11 @@ def decode(
     The caches, ``pages``, ``lengths`` and ``options`` are arguments of ``flash_attention_paged``.
     """
     nope = module.qk_nope_head_dim
-    w_k, w_v = module.kv_b_proj.weight.unflatten(0, (q.shape[1], -1)).split((nope, module.v_head_dim), 1)
-    q_nope, q_rotated = q.split((nope, q.shape[-1] - nope), -1)
-    qv = torch.einsum("thn,hnl->thl", q_nope, w_k)
+    weight = module.kv_b_proj.weight.unflatten(0, (q.shape[1], -1))  # [H, nope + Dv, L]
+    qv = torch.einsum("thn,hnl->thl", q[..., :nope], weight[:, :nope])
     options = {"scale": q.shape[-1] ** -0.5} | {name: x for name, x in options.items() if x is not None}
-    out: Any = flash_attention_paged(q_rotated, rotated, latents, pages, lengths, qv=qv, **options)
-    return torch.einsum("thl,hdl->thd", out, w_v).contiguous()  # some families call view on it
+    out: Any = flash_attention_paged(q[..., nope:], rotated, latents, pages, lengths, qv=qv, **options)
+    return torch.einsum("thl,hdl->thd", out, weight[:, nope:]).contiguous()  # some families call view on it
 
 
 def decode_seen(module: Any, q: Tensor, held: Latents, seen: "Seen | None", **scores: Any) -> Tensor:
@@ -149,6 +148,19 @@ class Seen:
             first = room * torch.arange(len(self.lengths), dtype=torch.int32, device=self.lengths.device)
             self._pages[room] = self._tokens + first[:, None]
         return self._pages[room], self.lengths
+
+
+_last: tuple[Any, int, Seen] | None = None  # mask, number of tokens, and what was made from them
+
+
+def seen_by(mask: Any, query: Tensor, S: int) -> Seen:
+    """Return which of S tokens the last ``query`` [B, H, 1, D] sees; layers of a step pass the same ``mask``."""
+    global _last
+    made = _last
+    if made is None or made[0] is not mask or made[1] != S or torch.compiler.is_compiling() or in_graph(query):
+        made = mask, S, Seen(mask.seen(1, S, query.device)[:, 0, 0].expand(query.shape[0], -1))
+        _last = made
+    return made[2]
 
 
 def is_plain(module: Any) -> bool:

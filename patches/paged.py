@@ -90,8 +90,8 @@ def _layer_of(cache: Any, index: int) -> _Layer:
 def _counts(options: dict[str, Any], window: int | None) -> tuple[Tensor, Tensor, int]:
     """Return where the rows and the keys of sequences start, and the most rows of one."""
     kind = "full_attention" if window is None else "sliding_attention"
-    lengths, longest = options["cu_seq_lens_k"], options.get("max_length_q", options.get("max_seqlen_q"))
-    return options["cu_seq_lens_q"], lengths[kind] if isinstance(lengths, dict) else lengths, longest
+    lengths, longest = options["cu_seq_lens_k"], "max_length_q" if "max_length_q" in options else "max_seqlen_q"
+    return options["cu_seq_lens_q"], lengths[kind] if isinstance(lengths, dict) else lengths, options.get(longest, 1)
 
 
 def attend(
@@ -144,17 +144,18 @@ def _attend_latents(module: Any, query: Tensor, new: Latents, layer: _Layer, opt
     (N, P, _, half), width = keys.shape, new.latents.shape[-1]
     rows_of_pages = keys.as_strided((N, P, 1, 2 * half), (keys.stride(0), 2 * half, 2 * half, 1))
     latents, rotated = rows_of_pages[..., :width], rows_of_pages[..., width : width + new.rotated.shape[-1]]
-    own = [t[0].transpose(0, 1) for t in (new.rotated, new.latents)]
-    q, scores = query[0].transpose(0, 1), {name: options.get(key) for name, key in SCORES.items()}
+    q, k, v = (t[0].transpose(0, 1) for t in (query, new.rotated, new.latents))
+    scores: dict[str, Any] = {name: options.get(key) for name, key in SCORES.items()}
     rows, lengths, longest = _counts(options, layer.window)
     if "block_table" in options:
         table = options["block_table"][layer.group]
-        paged_write(*own, rotated, latents, pages=table, lengths=lengths)
+        paged_write(k, v, rotated, latents, pages=table, lengths=lengths)
         return decode(module, q, rotated, latents, table, lengths, **scores)
-    paged_write(*own, rotated, latents, options["write_index"][layer.group])
+    paged_write(k, v, rotated, latents, options["write_index"][layer.group])
     slots = options["read_index"][layer.group]
     if slots.shape[0]:
-        more = {"cu_seqlens_q": rows, "max_seqlen_q": longest}
-        return decode(module, q, rotated, latents, slots, lengths, **more, **scores)
+        scores |= {"cu_seqlens_q": rows, "max_seqlen_q": longest}
+        return decode(module, q, rotated, latents, slots, lengths, **scores)
     k, v = (t[0].transpose(0, 1) for t in new.expanded(module))
-    return flash_attention_varlen(q, k, v, rows, rows, longest, longest, causal=True, **scores)  # type: ignore[return-value]
+    out: Any = flash_attention_varlen(q, k, v, rows, rows, longest, longest, causal=True, **scores)
+    return out  # type: ignore[no-any-return]
