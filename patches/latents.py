@@ -137,10 +137,15 @@ class Seen:
     """Which tokens of a cache each sequence sees: the layers of a step share it."""
 
     def __init__(self, seen: Tensor) -> None:
-        """Take ``seen`` [B, S], bool."""
+        """Take bool [B, S], True for tokens that are seen."""
         self.lengths = seen.sum(-1, dtype=torch.int32)
         self._tokens = seen.byte().argsort(dim=-1, descending=True, stable=True).int()
         self._pages: dict[int, Tensor] = {}
+
+    @classmethod
+    def of(cls, mask: Any, query: Tensor, S: int) -> "Seen":
+        """Return which of S tokens ``mask`` shows to a ``query`` [B, H, 1, D] at the last of them."""
+        return cls(mask.seen(1, S, query.device)[:, 0, 0].expand(query.shape[0], -1))
 
     def pages(self, room: int) -> tuple[Tensor, Tensor]:
         """Return the tokens that each sequence sees, in order, among rows of ``room`` tokens; and their numbers."""
@@ -154,13 +159,13 @@ _last: tuple[Any, int, Seen] | None = None  # mask, number of tokens, and what w
 
 
 def seen_by(mask: Any, query: Tensor, S: int) -> Seen:
-    """Return which of S tokens the last ``query`` [B, H, 1, D] sees; layers of a step pass the same ``mask``."""
+    """Return the same as ``Seen.of``, once for the layers of a step: they pass the same ``mask``."""
     global _last
-    made = _last
-    if made is None or made[0] is not mask or made[1] != S or torch.compiler.is_compiling() or in_graph(query):
-        made = mask, S, Seen(mask.seen(1, S, query.device)[:, 0, 0].expand(query.shape[0], -1))
-        _last = made
-    return made[2]
+    if torch.compiler.is_compiling() or in_graph(query):
+        return Seen.of(mask, query, S)
+    if _last is None or _last[0] is not mask or _last[1] != S:
+        _last = mask, S, Seen.of(mask, query, S)
+    return _last[2]
 
 
 def is_plain(module: Any) -> bool:

@@ -86,7 +86,6 @@ GENERATING = [
         "a page has no room for it",
     ),
     (GENERATION, "setattr(config, name, before[name])", "pass", "the sizes of a cache of latents stay in the config"),
-    (GENERATION, "        if half:\n", "        if False:\n", "rows of latents go beyond the keys of their page"),
     (PAGED_CACHE, "keys.stride(0), 2 * half, 2 * half", "keys.stride(0), half, half", "rows of latents overlap"),
     (
         PAGED_CACHE,
@@ -115,7 +114,7 @@ GENERATING = [
         "options of the scores are dropped",
     ),
     (LATENTS, "tokens = (B - 1) * room + S", "tokens = B * room", "the view of a cache ends behind its memory"),
-    (LATENTS, "made[0] is not mask or ", "", "a step takes the padding of the last one"),
+    (LATENTS, "_last[0] is not mask or ", "", "a step takes the padding of the last one"),
     (
         LATENTS,
         "type(linear) is nn.Linear\n",
