@@ -223,9 +223,9 @@ def layer():
 @pytest.mark.parametrize("room", [0, 5])
 @pytest.mark.parametrize("hidden", ["nothing", "left", "holes"])
 def test_the_kernel(hidden, room):
-    """The comparison rule in fp16, with a cache that has ``room`` behind its tokens."""
+    """The comparison rule in fp16, with a cache that has ``room`` before the tokens of each sequence."""
     module, held, query = layer()
-    held = [t[:, :, :21] if room else t[:, :, :21].contiguous() for t in held]
+    held = [t if room else t[:, :, :21] for t in held]
     keep = torch.ones(3, 21, dtype=torch.bool, device=DEVICE)
     if hidden != "nothing":
         keep[0, :6], keep[2, :1] = False, False
@@ -234,7 +234,10 @@ def test_the_kernel(hidden, room):
     mask = Mask(right=0, padding=None if hidden == "nothing" else keep)
 
     def of(dtype, expanded):
-        q, cache = query.half().to(dtype), latents.Latents(*(t.half().to(dtype) for t in held))
+        q, cache = (
+            query.half().to(dtype),
+            latents.Latents(*(t.half().to(dtype).contiguous()[:, :, room:] for t in held)),
+        )
         cast = copy.deepcopy(module).half().to(dtype)
         key, value = cache.expanded(cast) if expanded else (cache, None)
         return attend(cast, q, key, value, mask, scaling=module.scaling)[0].double()
