@@ -23,6 +23,7 @@ from liger_like.patches import (
     UnrecognisedError,
     attention,
     generation,
+    latents,
     trl_head,
     where,
 )
@@ -33,6 +34,7 @@ from liger_like.patches.trials import compare
 from liger_like.patches.trl_code import fused_forward, stand_in
 
 PATCHED, ALREADY, SKIPPED, ABSENT = "patched", "already patched", "skipped", "absent"
+RUNNING = PATCHED, ALREADY
 
 raise_errors = False  # the tests set it: there an unexpected exception is a bug, not a reason to skip the module
 _confirmed: set[tuple[type[Any], str, str]] = set()
@@ -70,12 +72,12 @@ class PatchReport:
     @property
     def patched(self) -> tuple[Row, ...]:
         """Return the rows of modules that run kernels."""
-        return tuple(row for row in self.rows if row.status in (PATCHED, ALREADY))
+        return tuple(row for row in self.rows if row.status in RUNNING)
 
     @property
     def skipped(self) -> tuple[Row, ...]:
         """Return the rows of modules that run no kernel: status "skipped" or "absent"."""
-        return tuple(row for row in self.rows if row.status not in (PATCHED, ALREADY))
+        return tuple(row for row in self.rows if row.status not in RUNNING)
 
     def to_dict(self) -> dict[str, Any]:
         """Return the model's class name and the rows as plain data, for JSON."""
@@ -168,7 +170,8 @@ def patch(
             vars(module).update(recogniser.methods(type(module), variant))
     if any(found_there.patched for _, found_there in interfaces):
         give_views(model, {recogniser.implementation: found_there.configs for recogniser, found_there in interfaces})
-    for module in (module for module, row in generating.items() if row.status != SKIPPED):
+    with_latents = [m for _, found in interfaces for m, variant in found.running.items() if latents.VARIANT in variant]
+    for module in (*with_latents, *(module for module, row in generating.items() if row.status != SKIPPED)):
         generation.hook(module)
     _warn(report)
     return report
@@ -251,11 +254,15 @@ def _warn(report: PatchReport) -> None:
 
 
 class _Found(NamedTuple):
-    """Modules of an interface: their rows, the variants of those to patch, and by id which configs are to name it."""
+    """Modules of an interface: their rows, the variants of those to patch, and by id which configs are to name it.
+
+    ``running``: the variants of those to patch and of those that are patched already.
+    """
 
     rows: list[Row]
     patched: dict[nn.Module, str]
     configs: dict[int, bool]
+    running: dict[nn.Module, str]
 
 
 Fate = tuple[Row, tuple[nn.Module, type[Any]] | None]
@@ -360,7 +367,8 @@ def _examine_interface(recogniser: Recogniser, model: nn.Module, verify: str) ->
     patched = {module: row.variant for (module, _), row in zip(found, rows, strict=True) if row.status == PATCHED}
     configs = dict.fromkeys(ids, False)
     configs |= {config: True for config, row in zip(ids, rows, strict=True) if row.status == PATCHED}
-    return _Found(_grouped(rows), patched, configs)
+    running = {module: row.variant for (module, _), row in zip(found, rows, strict=True) if row.status in RUNNING}
+    return _Found(_grouped(rows), patched, configs, running)
 
 
 def _examine_trl(model: nn.Module, swaps: dict[nn.Module, type[Any]]) -> dict[nn.Module, Row]:

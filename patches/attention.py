@@ -22,6 +22,8 @@ from liger_like.patches.attention_source import (
     looks_into_its_mask,
     options_of,
 )
+from liger_like.patches.latents import EXPANDED, Latents, absorbs, decode_seen, has_latents, is_plain, seen_by
+from liger_like.patches.latents import VARIANT as LATENTS
 from liger_like.runtime.support import autocast_dtype, in_graph
 
 NAME = "liger_like"
@@ -70,8 +72,11 @@ class Mask(NamedTuple):
 
     def bias(self, query: Tensor, key: Tensor, hidden: float) -> Tensor:
         """Return a bias [1 or B, 1, S, Sk] for the scores: 0 for visible keys, else ``hidden``."""
-        S, Sk = query.shape[2], key.shape[2]
-        queries, keys = (torch.arange(n, device=query.device) for n in (S, Sk))
+        return _bias(self.seen(query.shape[2], key.shape[2], query.device), query.dtype, hidden)
+
+    def seen(self, S: int, Sk: int, device: torch.device) -> Tensor:
+        """Return which keys each query sees: bool [1 or B, 1, S, Sk]."""
+        queries, keys = (torch.arange(n, device=device) for n in (S, Sk))
         distance = keys - (queries + Sk - S)[:, None]
         seen = torch.ones_like(distance, dtype=torch.bool)[None, None]
         if self.left >= 0:
@@ -83,7 +88,7 @@ class Mask(NamedTuple):
         if self.spans is not None:
             starts, ends = self.spans[:, :, None, :, None]
             seen = seen & (keys >= starts) & (keys < ends)
-        return _bias(seen, query.dtype, hidden)
+        return seen
 
 
 def _bias(seen: Tensor, dtype: torch.dtype, hidden: float = -torch.inf) -> Tensor:
@@ -283,6 +288,10 @@ def attend(
     if foreign := options.keys() & {"cache", "position_bias"}:
         raise TypeError(f"liger_like's attention takes no {foreign.pop()}: unpatch, or patch with attention=False")
     S, mask = query.shape[2], attention_mask
+    if isinstance(key, Latents):
+        if (decoded := _decoded(module, query, key, mask, options)) is not None:
+            return decoded, None
+        key, value = key.expanded(module)
     if mask is None and S > 1 and options.get("is_causal", getattr(module, "is_causal", True)):
         # without a mask, positions are aligned at the first key
         mask, key, value = Mask(right=0, context=context), key[:, :, :S], value[:, :, :S]
@@ -315,6 +324,18 @@ def attend(
         scores |= {"key_padding_mask": None if mask.in_spans else mask.padding}
     out: Any = flash_attention(q, k, v, **scores)
     return out.contiguous(), None  # some families call view on it; a kernel's output is contiguous already
+
+
+def _decoded(module: nn.Module, query: Tensor, held: Latents, mask: Any, options: dict[str, Any]) -> Tensor | None:
+    """Return attention of one new token per sequence over ``held`` latents; None where it needs keys and values."""
+    mask = Mask(context=context) if mask is None else mask
+    asked = "cu_seq_lens_q" in options or options.get("dropout") or options.get("output_attentions")
+    if asked or not isinstance(mask, Mask) or mask.context is not None or not absorbs(module, query, held):
+        return None
+    sees_all = mask.left < 0 and mask.padding is None and mask.spans is None
+    seen = None if sees_all else seen_by(mask, query, held.latents.shape[2])
+    scores = {"scale": options.get("scaling"), "softcap": options.get("softcap"), "sinks": options.get("s_aux")}
+    return decode_seen(module, query[:, :, 0], held, seen, **scores)[:, None]
 
 
 def _eager(
@@ -350,7 +371,7 @@ class Attention(Recogniser):
         )
 
     def variant(self, module: nn.Module, model: nn.Module) -> str:
-        """Return "plain", or the extras of its scores: sinks, softcap. Raises UnrecognisedError."""
+        """Return "plain", or its extras: latents, sinks, softcap. Raises UnrecognisedError."""
         cls: Any = type(module)
         config, eager = getattr(module, "config", None), eager_function(cls)
         if eager is None:
@@ -375,7 +396,9 @@ class Attention(Recogniser):
             raise UnrecognisedError(f"its attention has dropout, {options['dropout']}")
         if not isinstance(options.get("scaling"), int | float | None):
             raise UnrecognisedError(f"its scaling is a {type(options['scaling']).__name__}, not a number")
-        return ", ".join(shown for name, shown in VARIANTS.items() if options.get(name) is not None) or "plain"
+        extras = [shown for name, shown in VARIANTS.items() if options.get(name) is not None]
+        kind = [LATENTS if is_plain(module) else EXPANDED] if has_latents(cls) else []
+        return ", ".join(kind + extras) or "plain"
 
     def methods(self, cls: type[Any], variant: str) -> dict[str, Any]:
         """Return no methods: the module's config changes instead."""

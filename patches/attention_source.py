@@ -25,12 +25,12 @@ def eager_function(cls: type[Any]) -> Callable[..., Any] | None:
 
 
 @functools.cache
-def _tree(cls: type[Any]) -> ast.AST:
-    """Parse the forward of ``cls``. Raises UnrecognisedError if it has no source."""
+def tree_of(function: Callable[..., Any]) -> ast.AST:
+    """Parse ``function`` beneath its decorators. Raises UnrecognisedError if it has no source."""
     try:
-        return ast.parse(textwrap.dedent(inspect.getsource(inspect.unwrap(cls.forward))))
+        return ast.parse(textwrap.dedent(inspect.getsource(inspect.unwrap(function))))
     except OSError as error:
-        raise UnrecognisedError(f"{where(cls.forward)} has no source") from error
+        raise UnrecognisedError(f"{where(function)} has no source") from error
 
 
 def looks_into_its_mask(cls: Any) -> bool:
@@ -40,7 +40,7 @@ def looks_into_its_mask(cls: Any) -> bool:
     does not count.
     """
     masks = {name for name in inspect.signature(inspect.unwrap(cls.forward)).parameters if "mask" in name}
-    pending, uses = [_tree(cls)], []
+    pending, uses = [tree_of(cls.forward)], []
     while pending:
         node = pending.pop()
         if isinstance(node, ast.If) and "eager" in ast.unparse(node.test):
@@ -59,7 +59,7 @@ def looks_into_its_mask(cls: Any) -> bool:
 @functools.cache
 def looks_into_a_mask_it_makes(cls: Any) -> bool:
     """Return True if the forward of ``cls`` does more with a mask that transformers made than pass it on."""
-    code = [*ast.walk(_tree(cls))]
+    code = [*ast.walk(tree_of(cls.forward))]
     made = {
         ast.unparse(node.targets[0]): node.lineno
         for node in code
@@ -75,7 +75,7 @@ def keywords_of(cls: Any) -> dict[str, Any]:
 
     Raises UnrecognisedError if the forward does not call ``attention_interface``.
     """
-    calls = [node for node in ast.walk(_tree(cls)) if isinstance(node, ast.Call)]
+    calls = [node for node in ast.walk(tree_of(cls.forward)) if isinstance(node, ast.Call)]
     keywords = [k for call in calls if ast.unparse(call.func) == "attention_interface" for k in call.keywords]
     if not keywords:
         raise UnrecognisedError(f"{where(cls.forward)} does not call attention_interface")

@@ -16,11 +16,12 @@ from typing import Any
 
 from torch import nn
 
-from liger_like.patches import paged
+from liger_like.patches import latents, paged
 from liger_like.patches.attention import NAME
 
 PATTERN, VARIANT = "generation", "paged cache"
 CACHES = ("past_key_values", "cache")  # names that transformers gives a cache
+TABLE_SETTINGS = "max_blocks_per_request", "decode_compile_config", "use_cuda_graph"
 _managers: weakref.WeakSet[Any] = weakref.WeakSet()
 
 
@@ -89,9 +90,14 @@ def _subclass(cls: Any) -> type[Any]:
             let_grow(model_kwargs[name])
 
     overridden = init_continuous_batching, continuous_batching_context_manager, _prepare_cache_for_generation
+    own = (
+        {each.__name__: each for each in overridden}
+        if hasattr(cls, init_continuous_batching.__name__)
+        else latents.methods(cls, {NAME, paged.name()})
+    )
     body = {"__module__": cls.__module__, "__qualname__": cls.__qualname__, "__doc__": cls.__doc__}
     body |= {"_liger_like_below": cls, "__reduce_ex__": _reduce_ex}
-    body |= {each.__name__: each for each in overridden}
+    body |= own
     return types.new_class(cls.__name__, (cls,), exec_body=lambda namespace: namespace.update(body))
 
 
@@ -142,11 +148,16 @@ def _start(model: Any, start: Callable[..., Any], generation_config: Any, asked:
     from transformers.generation.configuration_utils import ContinuousBatchingConfig
     from transformers.generation.continuous_batching import initialization
 
+    half = _half_row_of_latents(model)
     asked = asked or getattr(generation_config, "continuous_batching_config", None) or ContinuousBatchingConfig()
     asked, resolved = copy.deepcopy(asked), copy.deepcopy(asked)
     initialization.resolve_using_hints(resolved, hints)
     initialization.resolve_without_hints(resolved)
+    tables = resolved.max_blocks_per_request and not _has_windows(text_config(model))
     asked.max_blocks_per_request = None  # transformers would warn that it has no tables
+    if tables:
+        _resolve_compilation(model, asked, resolved)
+        asked.decode_compile_config = None  # transformers would warn that it compiles no step without tables
     _rename(model, NAME)
     parts = {part: getattr(model.config, part) for part in model.config.sub_configs}
     names = {part: config._attn_implementation for part, config in parts.items() if config is not None}
@@ -159,17 +170,69 @@ def _start(model: Any, start: Callable[..., Any], generation_config: Any, asked:
     manager._original_attn_impl = {**names, "": NAME}  # stop() sets these
     _managers.add(manager)
     if manager.batch_processor is None:  # else it was kept, with its cache
-        if not _has_windows(text_config(model)):
-            manager.continuous_batching_config.max_blocks_per_request = resolved.max_blocks_per_request
+        if tables:
+            settings = manager.continuous_batching_config
+            compiled = resolved.decode_compile_config is not None
+            for name in TABLE_SETTINGS if compiled else TABLE_SETTINGS[:1]:
+                setattr(settings, name, getattr(resolved, name))
         create = manager._create_batch_processor
-        manager._create_batch_processor = lambda: _with_our_cache(create())
+
+        def create_ours() -> Any:
+            with _sized(text_config(model), half):
+                return _with_our_cache(create(), half)
+
+        manager._create_batch_processor = create_ours
     return manager
 
 
-def _with_our_cache(processor: Any) -> Any:
+def _resolve_compilation(model: Any, asked: Any, resolved: Any) -> None:
+    """Decide as transformers does with block tables: which steps are compiled, and which of them are CUDA graphs."""
+    from transformers.generation.continuous_batching import initialization
+
+    fallback = getattr(text_config(model), "compile_config", None)
+    initialization.resolve_compile_configs(resolved, fallback, is_flash_attn=True, decode_fast_path_available=True)
+    if resolved.decode_compile_config is not None:
+        graphs = bool(asked.q_padding_interval_size or asked.kv_padding_interval_size)
+        initialization.decide_use_cuda_graphs(resolved, is_attn_mask_needed=False, cuda_graph_requested=graphs)
+
+
+def _half_row_of_latents(model: Any) -> int:
+    """Return the width of a key whose key and value have room for latents and rotated features; 0: they are no latents.
+
+    Raises ValueError if a layer needs a call of ``kv_b_proj``: a cache of keys would not fit, either.
+    """
+    layers: list[Any] = [m for m in model.modules() if is_hooked(type(m)) and not generates(m)]
+    if not all(map(latents.is_plain, layers)):
+        raise ValueError(
+            "kv_b_proj must be an nn.Linear without bias, adapter, quantisation and hooks in continuous batching, which"
+            f" holds latents; got {type(next(m for m in layers if not latents.is_plain(m)).kv_b_proj).__name__}"
+        )
+    return max((-(-(m.kv_b_proj.in_features + m.qk_rope_head_dim) // 2) for m in layers), default=0)
+
+
+@contextlib.contextmanager
+def _sized(config: Any, half: int) -> Iterator[None]:
+    """Let ``config`` say that keys have one head of ``half`` features, unless that is 0, while a cache is made."""
+    sizes = {"num_key_value_heads": 1, "head_dim": half} if half else {}
+    before = {name: getattr(config, name) for name in sizes if hasattr(config, name)}
+    try:
+        for name, size in sizes.items():
+            setattr(config, name, size)
+        yield
+    finally:
+        for name in sizes:
+            if name in before:
+                setattr(config, name, before[name])
+            else:
+                delattr(config, name)
+
+
+def _with_our_cache(processor: Any, half: int) -> Any:
     """Return ``processor``, whose cache passes itself on to our attention; a kept cache has keys of prompts."""
     cls: Any = type(processor.cache)
     if (ours := paged.cache_class(cls)) is not cls:
+        if half:
+            paged.join_rows(processor.cache)
         paged.clear(processor.cache)
         processor.cache.__class__ = ours
     return processor

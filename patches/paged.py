@@ -11,6 +11,7 @@ from torch import Tensor, nn
 
 from liger_like.ops.attention import flash_attention_varlen
 from liger_like.ops.attention.paged import flash_attention_paged, paged_write
+from liger_like.patches.latents import Latents, decode
 
 FLASH = "liger_like_flash"  # transformers makes no masks for a name with "flash", and turns its CUDA graphs on
 SCORES = {"scale": "scaling", "softcap": "softcap", "sinks": "s_aux"}  # arguments of the ops, as transformers has them
@@ -56,6 +57,14 @@ def clear(cache: Any) -> None:
         tensor.zero_()
 
 
+def join_rows(cache: Any) -> None:
+    """Put the keys and values of each page of ``cache`` one behind the other, as newer versions of transformers do."""
+    for i, keys in enumerate(getattr(cache, "key_cache", ())):
+        page = cache.block_size, *keys.shape[1:]
+        pages = keys.new_zeros(keys.shape[0] // page[0], 2, *page)
+        cache.key_cache[i], cache.value_cache[i] = pages.unbind(1)
+
+
 class _Layer(NamedTuple):
     """Part of the cache that belongs to a layer.
 
@@ -78,6 +87,13 @@ def _layer_of(cache: Any, index: int) -> _Layer:
     return _Layer(pages, group, getattr(cache.group_cache_managers[group], "sliding_window", None))
 
 
+def _counts(options: dict[str, Any], window: int | None) -> tuple[Tensor, Tensor, int]:
+    """Return where the rows and the keys of sequences start, and the most rows of one."""
+    kind = "full_attention" if window is None else "sliding_attention"
+    lengths, longest = options["cu_seq_lens_k"], "max_length_q" if "max_length_q" in options else "max_seqlen_q"
+    return options["cu_seq_lens_q"], lengths[kind] if isinstance(lengths, dict) else lengths, options.get(longest, 1)
+
+
 def attend(
     module: nn.Module, query: Tensor, key: Tensor, value: Tensor, attention_mask: None = None, **options: Any
 ) -> tuple[Tensor, None]:
@@ -96,20 +112,20 @@ def attend(
     options = {name: option for name, option in options.items() if option is not None}
     if "cache" not in options:
         raise RuntimeError("the model is in continuous batching: call stop() of its manager before any other forward")
-    (k_cache, v_cache), group, window = _layer_of(options["cache"], module.layer_idx)  # type: ignore[arg-type]
-    kind = "full_attention" if window is None else "sliding_attention"
+    layer = _layer_of(options["cache"], module.layer_idx)  # type: ignore[arg-type]
+    if isinstance(key, Latents):
+        return _attend_latents(module, query, key, layer, options)[None], None
+    (k_cache, v_cache), group, window = layer
     q, k, v = (t[0].transpose(0, 1) for t in (query, key, value))
     scores: dict[str, Any] = {name: options.get(key) for name, key in SCORES.items()}
     scores["window"] = (-1 if window is None else window - 1, 0)
-    rows, lengths = options["cu_seq_lens_q"], options["cu_seq_lens_k"]
-    lengths = lengths[kind] if isinstance(lengths, dict) else lengths
+    rows, lengths, longest = _counts(options, window)
     if "block_table" in options:
         table = options["block_table"][group]
         out: Any = flash_attention_paged(q, k_cache, v_cache, table, lengths, k=k, v=v, **scores)
         paged_write(k, v, k_cache, v_cache, pages=table, lengths=lengths)
         return out[None], None
     slots = options["read_index"][group]
-    longest: Any = options.get("max_length_q", options.get("max_seqlen_q"))
     if slots.shape[0]:
         more: dict[str, Any] = {"cu_seqlens_q": rows, "max_seqlen_q": longest, "k": k, "v": v}
         out = flash_attention_paged(q, k_cache, v_cache, slots, lengths, **more, **scores)
@@ -117,3 +133,29 @@ def attend(
         out = flash_attention_varlen(q, k, v, rows, rows, longest, longest, causal=True, **scores)
     paged_write(k, v, k_cache, v_cache, options["write_index"][group])
     return out[None], None
+
+
+def _attend_latents(module: Any, query: Tensor, new: Latents, layer: _Layer, options: dict[str, Any]) -> Tensor:
+    """Write the ``new`` latents, and return attention [T, H, Dv] over those of each sequence.
+
+    New prompts alone are expanded to keys and values, which takes fewer products than attention over latents.
+    """
+    keys, _ = layer.caches  # a page's values lie behind its keys: both have room for its latents and rotated features
+    (N, P, _, half), width = keys.shape, new.latents.shape[-1]
+    rows_of_pages = keys.as_strided((N, P, 1, 2 * half), (keys.stride(0), 2 * half, 2 * half, 1))
+    latents, rotated = rows_of_pages[..., :width], rows_of_pages[..., width : width + new.rotated.shape[-1]]
+    q, k, v = (t[0].transpose(0, 1) for t in (query, new.rotated, new.latents))
+    scores: dict[str, Any] = {name: options.get(key) for name, key in SCORES.items()}
+    rows, lengths, longest = _counts(options, layer.window)
+    if "block_table" in options:
+        table = options["block_table"][layer.group]
+        paged_write(k, v, rotated, latents, pages=table, lengths=lengths)
+        return decode(module, q, rotated, latents, table, lengths, **scores)
+    paged_write(k, v, rotated, latents, options["write_index"][layer.group])
+    slots = options["read_index"][layer.group]
+    if slots.shape[0]:
+        scores |= {"cu_seqlens_q": rows, "max_seqlen_q": longest}
+        return decode(module, q, rotated, latents, slots, lengths, **scores)
+    k, v = (t[0].transpose(0, 1) for t in new.expanded(module))
+    out: Any = flash_attention_varlen(q, k, v, rows, rows, longest, longest, causal=True, **scores)
+    return out  # type: ignore[no-any-return]

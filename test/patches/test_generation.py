@@ -167,8 +167,8 @@ def test_padded_batches(family, requests, monkeypatch):
     patch(model, norm=False, rope=False, mlp=False, loss=False)
     make, attend = generation._with_our_cache, paged.flash_attention_paged
 
-    def poisoned(processor):
-        processor = make(processor)
+    def poisoned(*args):
+        processor = make(*args)
         for layer in range(2):
             caches.extend(t.fill_(torch.nan) for t in paged._layer_of(processor.cache, layer).caches)
         return processor
@@ -212,6 +212,21 @@ def test_a_warm_up_samples_from_finite_scores(references, monkeypatch):
     outputs(model, prompts(3), eager_steps, sampled, warmup=True)
     assert len(seen) > 2
     assert all(seen)
+
+
+@pytest.mark.parametrize("family", ["Llama", "Gemma2"])
+def test_steps_are_compiled_as_asked(family, references, monkeypatch, caplog):
+    """Decode steps are compiled where they have tables; else transformers says that it ignores the setting."""
+    model, ids, compiled, compile_ = model_of(family), prompts(3, 41), [], torch.compile
+    monkeypatch.setattr(torch, "compile", lambda *args, **how: compiled.append(how) or compile_(*args, **how))
+    expected = eager(model, ids)
+    patch(model)
+    torch.compiler.reset()
+    asked = CompileConfig(backend="eager", mode=None, fullgraph=True)
+    assert batched(model, ids, {"decode_compile_config": asked}) == expected
+    tables = family == "Llama"
+    assert [how["fullgraph"] for how in compiled] == [True] * tables
+    assert ("Ignoring it" in caplog.text) != tables
 
 
 def test_prefixes_forks_and_kept_managers(references, monkeypatch):

@@ -1,7 +1,7 @@
 """Bugs, as in mutants.py, in generation by patched models: file, old, new, why."""
 
 GENERATION, PAGED_CACHE, GROWING = "patches/generation.py", "patches/paged.py", "patches/growing_cache.py"
-ATTENTION = "patches/attention.py"
+ATTENTION, LATENTS = "patches/attention.py", "patches/latents.py"
 
 GENERATING = [
     (
@@ -12,8 +12,9 @@ GENERATING = [
     ),
     (
         PAGED_CACHE,
-        "    longest: Any = ",
-        '    paged_write(k, v, k_cache, v_cache, options["write_index"][group])\n    longest: Any = ',
+        '    slots = options["read_index"][group]',
+        '    paged_write(k, v, k_cache, v_cache, options["write_index"][group])\n'
+        '    slots = options["read_index"][group]',
         "a ring is written before it is read",
     ),
     (
@@ -25,8 +26,9 @@ GENERATING = [
     (PAGED_CACHE, "window - 1, 0)", "window, 0)", "a window sees a key too many"),
     (
         PAGED_CACHE,
-        'rows, lengths = options["cu_seq_lens_q"], ',
-        'rows, lengths = nn.functional.pad(options["cu_seq_lens_q"][:-1], (0, 1), value=q.shape[0]), ',
+        "    rows, lengths, longest = _counts(options, window)",
+        "    rows, lengths, longest = _counts(options, window)\n"
+        "    rows = nn.functional.pad(rows[:-1], (0, 1), value=q.shape[0])",
         "padding behind the last sequence belongs to it",
     ),
     (
@@ -67,9 +69,77 @@ GENERATING = [
     ),
     (
         GENERATION,
-        "max_blocks_per_request = resolved.max_blocks_per_request",
-        "max_blocks_per_request = 0",
+        "setattr(settings, name, getattr(resolved, name))",
+        "pass",
         "decode steps have no block tables",
+    ),
+    (
+        GENERATION,
+        "asked.decode_compile_config = None",
+        "asked.decode_compile_config = resolved.decode_compile_config = None",
+        "decode steps are not compiled as asked",
+    ),
+    (
+        GENERATION,
+        "m.kv_b_proj.in_features + m.qk_rope_head_dim",
+        "m.kv_b_proj.in_features",
+        "a page has no room for it",
+    ),
+    (GENERATION, "setattr(config, name, before[name])", "pass", "the sizes of a cache of latents stay in the config"),
+    (PAGED_CACHE, "keys.stride(0), 2 * half, 2 * half", "keys.stride(0), half, half", "rows of latents overlap"),
+    (
+        PAGED_CACHE,
+        "    paged_write(k, v, rotated, latents, options",
+        "    if slots.shape[0]:\n        paged_write(k, v, rotated, latents, options",
+        "the latents of new prompts are not kept",
+    ),
+    (
+        PAGED_CACHE,
+        "        return decode(module, q, rotated, latents, table",
+        "        lengths = lengths - torch.arange(len(lengths), device=lengths.device).int()\n"
+        "        return decode(module, q, rotated, latents, table",
+        "a decode step does not see its own latent",
+    ),
+    (
+        LATENTS,
+        'torch.einsum("thn,hnl->thl", q[..., :nope]',
+        'torch.einsum("thn,hnl->thl", q[..., -nope:]',
+        "rotated features of the query meet latents",
+    ),
+    (LATENTS, '{"scale": q.shape[-1] ** -0.5} |', '{"scale": None} |', "the default scale is that of latents"),
+    (
+        LATENTS,
+        "{name: x for name, x in options.items() if x is not None}",
+        '{"scale": q.shape[-1] ** -0.5}',
+        "options of the scores are dropped",
+    ),
+    (LATENTS, "tokens = (B - 1) * room + S", "tokens = B * room", "the view of a cache ends behind its memory"),
+    (LATENTS, "_last[0] is not mask or ", "", "a step takes the padding of the last one"),
+    (
+        LATENTS,
+        "type(linear) is nn.Linear\n",
+        "isinstance(linear, nn.Linear)\n",
+        "a quantised weight is taken for the map",
+    ),
+    (LATENTS, "        and unhooked(linear)\n", "", "a hook on kv_b_proj does not run"),
+    (LATENTS, "if torch.is_grad_enabled() or self", "if self", "a step with gradients meets latents"),
+    (
+        LATENTS,
+        "method is not None and _passes_on(cls) and _is_known(cls)",
+        "method is not None and _passes_on(cls)",
+        "any expand_kv is taken for the known map",
+    ),
+    (
+        LATENTS,
+        "method is not None and _passes_on(cls) and _is_known(cls)",
+        "method is not None and _is_known(cls)",
+        "keys may be cached or read",
+    ),
+    (
+        ATTENTION,
+        'options.get("dropout") or options.get("output_attentions")\n    if asked',
+        'options.get("dropout")\n    if asked',
+        "a decode step over latents returns no attention weights",
     ),
     (
         GROWING,

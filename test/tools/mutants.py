@@ -95,6 +95,7 @@ FILES = (
     "test/attention/test_attention_hopper.py",
     "test/ops/test_experts_hopper.py",
     "test/ops/test_gpu.py",
+    "test/patches/test_generation_latents.py",
     "test/patches/test_generation_caches.py",
     "test/patches/test_generation.py",
     "test/patches/test_tokens.py",

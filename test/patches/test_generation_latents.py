@@ -1,0 +1,331 @@
+"""Decode steps of multi-head latent attention: queries meet the cached latents, and nothing is expanded."""
+
+import copy
+import io
+
+import peft
+import pytest
+import torch
+from conftest import DEVICE
+from test_generation import SETTINGS, assert_exact, batched, eager, options, outputs, prompts
+from test_generation_caches import padded
+from tiny_models import ATTENTION, batch, results, rows, tiny
+from torch import nn
+from transformers.generation import ContinuousBatchingConfig
+from transformers.generation.configuration_utils import CompileConfig
+
+from liger_like.patches import attention, generation, latents, paged
+from liger_like.patches.attention import Mask, attend
+from liger_like.patching import patch, unpatch
+
+pytestmark = [pytest.mark.filterwarnings("error:liger_like"), pytest.mark.usefixtures("references")]
+YARN = {"rope_type": "yarn", "rope_theta": 1e4, "factor": 4.0, "original_max_position_embeddings": 16}
+FAMILIES = {
+    "DeepseekV2": {},
+    "DeepseekV3": {"head_dim": 8, "rope_parameters": YARN | {"mscale": 1.0, "mscale_all_dim": 1.0}},  # another scale
+    "Glm4MoeLite": {"head_dim": 8, "mlp_layer_types": ["dense"] * 2},
+    "LongcatFlash": {
+        "head_dim": 8,
+        "num_layers": 1,  # of two attentions
+        "ffn_hidden_size": 32,
+        "expert_ffn_hidden_size": 16,
+        "n_routed_experts": 4,
+        "zero_expert_num": 2,
+        "moe_topk": 2,
+    },
+    "MiniCPM3": {},
+}
+STEPS = 4
+
+
+def model_of(family, **more):
+    sizes = ATTENTION["DeepseekV3"] | {"v_head_dim": 12, "kv_lora_rank": 16}
+    sizes |= {"eos_token_id": None, "attn_implementation": "eager"}
+    return tiny(family, DEVICE, **sizes | FAMILIES[family] | more).eval()
+
+
+def tokens(model, inputs, **more):
+    return model.generate(**inputs, generation_config=options(max_new_tokens=STEPS, **more))
+
+
+@pytest.fixture
+def decoded(monkeypatch):
+    """Return the latents that each decode step of a layer attends to."""
+    seen, decode = [], latents.decode_seen
+
+    def noted(module, q, held, *args, **scores):
+        seen.append(held)
+        return decode(module, q, held, *args, **scores)
+
+    monkeypatch.setattr(attention, "decode_seen", noted)
+    return seen
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_the_same_tokens_with_each_cache(family, decoded, monkeypatch):
+    model, left = model_of(family), padded()
+    whole = {"input_ids": left["input_ids"]}
+    expected, cls = [tokens(model, inputs) for inputs in (left, whole)], type(model.model.layers[0].self_attn)
+    (row,) = rows(patch(model), "attention")
+    assert (row.status, row.variant) == ("patched", "latents")
+    argsort, sorted_tokens = torch.Tensor.argsort, []
+    monkeypatch.setattr(torch.Tensor, "argsort", lambda t, **how: sorted_tokens.append(t) or argsort(t, **how))
+    for cache in ("static", None):
+        decoded.clear()
+        sorted_tokens.clear()
+        made = [tokens(model, inputs, cache_implementation=cache) for inputs in (left, whole)]
+        assert all(map(torch.equal, made, expected))
+        assert len(decoded) == 2 * 2 * (STEPS - 1)  # inputs, layers, and steps behind the prompt
+        assert len(sorted_tokens) == STEPS - 1 if cache is None else 2 * (STEPS - 1)  # once for the layers of a step
+    unpatch(model)
+    assert type(model.model.layers[0].self_attn) is cls
+
+
+def test_beams_and_assistants(decoded):
+    """Beams reorder the cache, assistants crop it; steps of several tokens expand it."""
+    model, inputs = model_of("DeepseekV3"), {"input_ids": torch.tensor([[5, 6, 7, 5, 6]], device=DEVICE)}
+    choices = [{"num_beams": 2}, {"prompt_lookup_num_tokens": 2}]
+    expected = [tokens(model, inputs, **choice) for choice in choices]
+    patch(model)
+    assert [torch.equal(tokens(model, inputs, **c), e) for c, e in zip(choices, expected, strict=True)] == [True, True]
+    assert decoded
+
+
+@pytest.mark.parametrize("family", ["DeepseekV3", "Glm4MoeLite"])
+def test_continuous_batching(family, monkeypatch):
+    """The cache holds a latent and rotated features for each token, and no key."""
+    model, ids, caches, decode = model_of(family), prompts(3, 41, 17), [], paged.decode
+
+    def noted(module, q, rotated, latents, *args, **options):
+        caches.append((rotated, latents))
+        return decode(module, q, rotated, latents, *args, **options)
+
+    monkeypatch.setattr(paged, "decode", noted)
+    expected, original, sizes = eager(model, ids), copy.deepcopy(model), vars(model.config).copy()
+    patch(model)
+    made = outputs(model, ids, {"return_logprobs": True})
+    assert [output.generated_tokens for output in made] == expected
+    assert_exact(original, ids, made)
+    for rotated, held in caches:
+        assert (rotated.shape[-1], held.shape[-1]) == (8, 16)
+        assert rotated.stride(1) == held.stride(1) == 8 + 16
+        assert rotated.data_ptr() - held.data_ptr() == 16 * held.element_size()
+    assert {name: vars(model.config)[name] for name in sizes} == sizes
+    other, inputs = copy.deepcopy(original), batch(DEVICE, length=20)
+    patch(other)
+    for each in (model, other):  # a training step, after a rollout and without one
+        results(each.train(), inputs)
+        with torch.no_grad():
+            for parameter in each.parameters():
+                parameter.sub_(parameter.grad * 0.01)
+    assert all(map(torch.equal, model.parameters(), other.parameters()))
+    unpatch(other)
+    assert other.config._attn_implementation == "eager"
+    assert batched(model, ids) == eager(other.eval(), ids)
+
+
+def test_continuous_batching_shares_and_copies_pages(monkeypatch):
+    """Sequences of one prompt copy its last page; padded batches read no slot that nobody wrote."""
+    model, ids, make = model_of("DeepseekV3"), prompts(37, 5), generation._with_our_cache
+    expected = eager(model, ids)
+    patch(model)
+
+    def poisoned(*args):
+        processor = make(*args)
+        for layer in range(2):
+            for cache in paged._layer_of(processor.cache, layer).caches:
+                cache.fill_(torch.nan)
+        return processor
+
+    monkeypatch.setattr(generation, "_with_our_cache", poisoned)
+    monkeypatch.setattr(torch, "compile", lambda function, **how: function)  # without a GPU compiled steps are padded
+    settings = {"q_padding_interval_size": 16, "kv_padding_interval_size": 32, "varlen_compile_config": CompileConfig()}
+    assert batched(model, ids, settings | {"use_async_batching": False}) == expected
+    twice, made = options(), []
+    twice.num_return_sequences = 2  # transformers refuses it for greedy decoding, in the constructor alone
+    start = {"generation_config": twice, "continuous_batching_config": ContinuousBatchingConfig(**SETTINGS)}
+    with model.continuous_batching_context_manager(**start, warmup=False) as manager:
+        manager.add_requests(ids, max_new_tokens=8)
+        while len(made) < 2 * len(ids):
+            made.append(manager.get_result(timeout=60).generated_tokens)
+    assert sorted(made) == sorted(expected * 2)
+
+
+class Quantised(nn.Linear):
+    """Stand-in for a quantised layer: its weight is not the map."""
+
+    def forward(self, x):
+        return nn.functional.linear(x, self.weight * 2)
+
+
+def hook(model):
+    for layer in model.model.layers:
+        layer.self_attn.kv_b_proj.register_forward_hook(lambda module, args, out: out * 2)
+    return model
+
+
+def quantise(model):
+    for layer in model.model.layers:
+        layer.self_attn.kv_b_proj.__class__ = Quantised
+    return model
+
+
+def adapt(model):
+    return peft.get_peft_model(model, peft.LoraConfig(r=2, target_modules=["kv_b_proj"], init_lora_weights=False))
+
+
+@pytest.mark.parametrize("change", [hook, quantise, adapt])
+def test_a_weight_that_is_not_the_whole_map(change, decoded):
+    model, inputs = change(model_of("DeepseekV3")), padded()
+    expected = tokens(model, inputs)
+    (row,) = rows(patch(model), "attention")
+    assert row.variant == "expanded latents"
+    assert torch.equal(tokens(model, inputs), expected)
+    assert not decoded
+    with pytest.raises(ValueError, match="kv_b_proj must be an"):
+        batched(model, prompts(3))
+    assert model.config._attn_implementation == "liger_like"
+
+
+def test_calls_that_need_keys(decoded):
+    """Attention weights, a mask of the user's and gradients need them; so does another attention than ours."""
+    model, inputs = model_of("DeepseekV3"), padded()
+    ids = inputs["input_ids"]
+    patch(model)
+    visible = torch.ones(3, 1, 1, 15, dtype=torch.bool, device=DEVICE)
+    visible[:, ..., 3:5] = False
+    calls = [({}, True), ({"output_attentions": True}, False), ({"attention_mask": visible}, False)]
+    for more, absorbed in calls:
+        decoded.clear()
+        with torch.no_grad():
+            cache = model(ids[:, :-1], use_cache=True).past_key_values
+            model(ids[:, -1:], past_key_values=cache, **more)
+        assert bool(decoded) == absorbed
+    decoded.clear()
+    cache = model(ids[:, :-1], use_cache=True).past_key_values
+    model(ids[:, -1:], past_key_values=cache).logits.sum().backward()
+    expected = tokens(model, inputs)
+    model.set_attn_implementation("eager")
+    assert len(decoded) == 2 * (STEPS - 1)
+    assert torch.equal(tokens(model, inputs), expected)
+    assert len(decoded) == 2 * (STEPS - 1)
+
+
+def layer():
+    """Return a patched attention, and random latents and queries of three sequences of 21 tokens."""
+    model = nn.Module()
+    model.attention = module = model_of("DeepseekV3").model.layers[0].self_attn
+    patch(model)
+    held = latents.Latents(*(torch.randn(3, 1, 26, width, device=DEVICE) for width in (16, 8)))
+    return module, held, torch.randn(3, 4, 1, 24, device=DEVICE)
+
+
+@pytest.mark.parametrize("room", [0, 5])
+@pytest.mark.parametrize("hidden", ["nothing", "left", "holes"])
+def test_the_kernel(hidden, room):
+    """The comparison rule in fp16, with a cache that has ``room`` before the tokens of each sequence."""
+    module, held, query = layer()
+    held = [t if room else t[:, :, :21] for t in held]
+    keep = torch.ones(3, 21, dtype=torch.bool, device=DEVICE)
+    if hidden != "nothing":
+        keep[0, :6], keep[2, :1] = False, False
+    if hidden == "holes":
+        keep[1, 4:7] = False
+    mask = Mask(right=0, padding=None if hidden == "nothing" else keep)
+
+    def of(dtype, expanded):
+        q, cache = (
+            query.half().to(dtype),
+            latents.Latents(*(t.half().to(dtype).contiguous()[:, :, room:] for t in held)),
+        )
+        cast = copy.deepcopy(module).half().to(dtype)
+        key, value = cache.expanded(cast) if expanded else (cache, None)
+        return attend(cast, q, key, value, mask, scaling=module.scaling)[0].double()
+
+    with torch.no_grad():
+        exact, same, got = of(torch.float64, True), of(torch.float16, True), of(torch.float16, False)
+    assert (got - exact).norm() <= 2 * (same - exact).norm() + 1e-6 * exact.norm()
+
+
+@torch.no_grad()
+def test_compiled_in_one_graph(decoded, monkeypatch):
+    """A static cache: its padding is known on the device alone."""
+    module, held, query = layer()
+    keep, ends = torch.ones(3, 26, dtype=torch.bool, device=DEVICE), torch.full((3, 1), 21, device=DEVICE)
+    keep[1, :4] = False
+    mask = Mask(spans=torch.stack((ends * 0, ends)).int(), padding=keep)
+
+    def step(query, *held):
+        return attend(module, query, *module.expand_kv(*held), mask, scaling=module.scaling)[0]
+
+    torch.compiler.reset()
+    compiled = torch.compile(step, backend="eager", fullgraph=True)
+    assert torch.equal(compiled(query, *held), step(query, *held))
+    assert len(decoded) == 2
+    monkeypatch.setattr(attention, "decode_seen", latents.decode_seen)  # the list that grows would compile again
+    compiled(query, *held)
+    step(query, *held)
+    with torch._dynamo.config.patch(error_on_recompile=True):  # an eager step keeps what it saw
+        compiled(query, *held)
+
+
+def test_copies_pickles_and_later_patches(decoded):
+    model, inputs, file = model_of("DeepseekV3"), padded(), io.BytesIO()
+    cls = type(model.model.layers[0].self_attn)
+    patch(model, rope=False)
+    expected = tokens(model, inputs)
+    torch.save(model, file)
+    file.seek(0)
+    patch(model)
+    for other in (model, copy.deepcopy(model), torch.load(file, weights_only=False)):
+        decoded.clear()
+        assert torch.equal(tokens(other, inputs), expected)
+        assert decoded
+        unpatch(other)
+        assert type(other.model.layers[0].self_attn) is cls
+
+
+class Known(nn.Module):
+    """Attention with the form of the families."""
+
+    def expand_kv(self, latent, rotated):
+        nope, width = self.qk_nope_head_dim, self.v_head_dim
+        made = self.kv_b_proj(latent).unflatten(-1, (-1, nope + width))[:, 0].transpose(1, 2)
+        keys = made.new_empty(*made.shape[:-1], nope + self.qk_rope_head_dim)
+        keys[..., :nope], keys[..., nope:] = made[..., :nope], rotated
+        return keys, made[..., nope:]
+
+    def forward(self, x, cache, attention_interface):
+        k, v = self.expand_kv(x, x)
+        return attention_interface(self, x, k, v, None)
+
+
+class OtherValues(Known):
+    def expand_kv(self, latent, rotated):
+        keys, values = super().expand_kv(latent, rotated)
+        self.kv_b_proj, self.qk_nope_head_dim, self.v_head_dim, self.qk_rope_head_dim  # noqa: B018
+        return keys, values * 1.001
+
+
+class CachedKeys(Known):
+    def forward(self, x, cache, attention_interface):
+        k, v = self.expand_kv(x, x)
+        k, v = cache.update(k, v)
+        return attention_interface(self, x, k, v, None)
+
+
+class ReadKeys(Known):
+    def forward(self, x, cache, attention_interface):
+        k, v = self.expand_kv(x, x)
+        return attention_interface(self, x, k, v, k.shape[2])
+
+
+class Swapped(Known):
+    def forward(self, x, cache, attention_interface):
+        k, v = self.expand_kv(x, x)
+        return attention_interface(self, x, v, k, None)
+
+
+def test_recognition():
+    found = {cls: latents.has_latents(cls) for cls in (Known, OtherValues, CachedKeys, ReadKeys, Swapped, nn.Linear)}
+    assert found == {Known: True, **dict.fromkeys((OtherValues, CachedKeys, ReadKeys, Swapped, nn.Linear), False)}
