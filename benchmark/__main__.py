@@ -17,7 +17,7 @@ ENTRIES = {
         "report",
         "tune",
     ),
-    "training": ("curves", "long_context", "plan", "sharded", "small", "sweeps", "trainers", "training"),
+    "training": ("curves", "long_context", "plan", "planned", "sharded", "small", "sweeps", "trainers", "training"),
     "generation": ("generation",),
     "coverage": ("coverage",),
 }

@@ -81,7 +81,7 @@ def add_plan(app: Any) -> None:
     def plan(
         config: Path,
         gpus: Annotated[int, typer.Option(help="number of GPUs")] = 1,
-        gpu: Annotated[str, typer.Option(help="h200, h100, a100, b200, or GiB of memory")] = "h200",
+        gpu: Annotated[str, typer.Option(help="h200, h100, a100, b200, here, or GiB of memory")] = "h200",
         batch: Annotated[int, typer.Option(help="rows of all GPUs in one optimizer step")] = 1,
         seq: Annotated[int, typer.Option(help="tokens of a row")] = 2048,
         host: Annotated[float | None, typer.Option(help="GiB of the host for checkpoints, if limited")] = None,
@@ -90,6 +90,7 @@ def add_plan(app: Any) -> None:
         top: Annotated[int, typer.Option(help="rows of the table, at most")] = 10,
         as_json: Annotated[bool, typer.Option("--json", help="Print JSON, nothing else.")] = False,
         out: Annotated[Path | None, typer.Option(help="folder for plan.json and plan.png")] = None,
+        calibrate: Annotated[bool, typer.Option("--calibrate", help="Measure this GPU's rates and keep them.")] = False,
     ) -> None:
         """Predict memory and time of training the model of a config.json, or of its folder; needs no GPU.
 
@@ -99,7 +100,7 @@ def add_plan(app: Any) -> None:
             from liger_like.planning._command import run
         except ModuleNotFoundError as error:
             sys.exit(missing(error.name, "hf"))
-        raise typer.Exit(run(config, gpus, gpu, batch, seq, host, layers, fix, top, as_json, out))
+        raise typer.Exit(run(config, gpus, gpu, batch, seq, host, layers, fix, top, as_json, out, calibrate))
 
     app.command()(plan)
 

@@ -20,7 +20,7 @@ import torch
 import transformers
 
 from benchmark.common.markdown import RESULTS, Row, result_files
-from benchmark.training import long_context
+from benchmark.training import long_context, planned
 from benchmark.training.plan_report import FILES, tables, write_report
 from benchmark.training.sharded import FULL as SHARDED
 from benchmark.training.small import MODELS as SMALL_MODELS
@@ -125,12 +125,21 @@ def of_long_context(result: Row, file: str) -> Iterator[Job]:
                 yield Job(file, setting.text(), name, config, how, row)
 
 
+def of_planned(result: Row, file: str) -> Iterator[Job]:
+    for setting in planned.SETTINGS:
+        text = planned.text_of(setting)
+        row = result["parts"][planned.MODEL].get(text, {})
+        if "gib" in row:
+            yield Job(file, text, "liger_like" if setting.patched else "transformers", planned.CONFIG, setting, row)
+
+
 READERS = {
     "training": of_training,
     "sweeps": of_sweeps,
     "sharded": of_sharded,
     "small": of_small,
     "long-context": of_long_context,
+    "planned": of_planned,
 }
 
 

@@ -10,7 +10,7 @@ from benchmark.common import plots
 from benchmark.common.markdown import NOTES, RESULTS, Row, between, digest_of, number, table
 
 PATH, PICTURE = RESULTS / "plan.json", RESULTS / "plan.png"
-FILES = "training", "sweeps", "small", "sharded", "long-context"
+FILES = "training", "sweeps", "small", "sharded", "long-context", "planned"
 BEGIN = "<!-- plan: written by `python -m benchmark plan --report` -->\n"
 END = "<!-- /plan -->\n"
 COLUMNS = "results", "setting", "", "GiB", "predicted", "error", "ms", "predicted", "error"

@@ -10,9 +10,9 @@ from typing import Any
 from liger_like.planning import _models
 from liger_like.planning._layers import replayed, trace_step
 from liger_like.planning._machine import GPU, GPUS, gpu_of
-from liger_like.planning._prediction import Prediction, predicted
+from liger_like.planning._prediction import Prediction, of_pipeline, predicted
 from liger_like.planning._search import Plan, searched
-from liger_like.planning._settings import Setting
+from liger_like.planning._settings import MESH, Setting
 from liger_like.planning._trace import NotTracedError, Trace, traced
 from liger_like.runtime.checks import require_integer, require_positive
 
@@ -55,12 +55,13 @@ def plan(
         require_integer(name, value, 1)
     if host is not None:
         require_positive("host", host)
-    sharded = gpus > 1 or any(fix.get(name, 1) != 1 for name in ("fsdp", "cp"))
+    sharded = gpus > 1 or any(fix.get(name, 1) != 1 for name in MESH)
     Setting(**{"dtype": "fp32" if sharded else "bf16", "checkpoint": "full"} | fix)  # raises for a field
     of = gpu_of(gpu)
     config, cls = _models.model_class(config)
     config = config if layers is None else _models.shortened(config, layers)
-    rows = searched(lambda setting: predict(config, setting, of), of, gpus, batch, seq, fix, host)
+    count = config.get_text_config().num_hidden_layers
+    rows = searched(lambda setting: predict(config, setting, of), of, gpus, batch, seq, fix, host, count)
     return Plan(cls.__name__, _models.parameters_of(config, cls), of, gpus, batch, seq, rows)
 
 
@@ -79,6 +80,13 @@ def predict_model(make: Callable[[], Any], setting: Setting, gpu: GPU | str | fl
     patched and checkpointed as it will be trained. ``patched``, ``checkpoint``, ``tiled_mlp`` and ``lora`` of
     ``setting`` do not count.
 
-    A few layers are traced and replayed for all, or the whole model if its layers do not repeat. Raises as ``predict``.
+    A few layers are traced and replayed for all, or the whole model if its layers do not repeat. Of a pipeline each
+    stage is traced; the memory is that of the GPU that needs the most. Raises as ``predict``.
     """
-    return replayed(make(), setting, gpu) or predicted(*trace_step(make(), setting, gpu)[:3], setting.accumulation)
+    if found := replayed(make(), setting, gpu):
+        return found
+    stages = [
+        predicted(*trace_step(make(), setting, gpu, index=index)[:3], setting.accumulation)
+        for index in range(setting.pp)
+    ]
+    return of_pipeline(stages, setting.accumulation)

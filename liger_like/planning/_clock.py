@@ -13,7 +13,7 @@ from torch import Tensor
 from torch.utils._pytree import tree_leaves
 from torch.utils.flop_counter import flop_registry
 
-from liger_like.planning._machine import GPU, GPUS
+from liger_like.planning._machine import GPU
 from liger_like.runtime.registry import LAUNCHERS
 
 _aten = torch.ops.aten
@@ -51,13 +51,13 @@ class Clock:
         self.host, self.sent, self.flops, self.calibrated = 0.0, 0.0, 0, gpu.calibrated
         self.products, self.copy, self.link = gpu.tflops * 1e12, gpu.bandwidth * 1e12, gpu.link * 1e9
         self.pcie = gpu.pcie * 1e9
-        self.speed = gpu.tflops / GPUS["h200"].tflops
+        self.attention = gpu.attention
 
     def __call__(self, func: Any, args: Any, kwargs: Any, out: Any) -> None:
         """Count an op."""
         packet, space, name = func._overloadpacket, func.namespace, func._schema.name.partition("::")[2]
         if space in ("c10d", "_c10d_functional"):
-            self._collective(name, args)
+            self._collective(name, args, out)
         elif name in VIEWS or space in ("prim", "profiler"):
             self.host += VIEW
         elif func in LAUNCHERS:
@@ -126,10 +126,11 @@ class Clock:
 
     def _attention(self, rates: dict[int, tuple[int, int]], width: int, backward: bool) -> float:
         found = min((w for w in rates if w >= width), default=256)
-        return rates[found][backward] * 1e12 * self.speed
+        return rates[found][backward] * 1e12 * self.attention
 
-    def _collective(self, name: str, args: Any) -> None:
-        """Count an all-gather or a reduce-scatter: all but this GPU's own part travels."""
-        if "allgather" in name or "reduce_scatter" in name:
-            sizes = sorted(moved(each) for each in args[:2])
+    def _collective(self, name: str, args: Any, out: Any) -> None:
+        """Count all but this GPU's own part of an all-gather or a reduce-scatter."""
+        kind = name.replace("_", "")
+        if "allgather" in kind or "reducescatter" in kind:  # functional ones return what others are given
+            sizes = sorted((moved(args[0]), moved(args[1], out)))
             self.groups["network"] += (sizes[1] - sizes[0]) / self.link

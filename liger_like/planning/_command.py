@@ -13,6 +13,7 @@ from transformers.utils import logging
 from liger_like.cli import missing
 from liger_like.doctor import NotExaminedError
 from liger_like.planning import NotTracedError, Setting, plan, predict
+from liger_like.planning._calibration import calibrated
 
 
 def fixed(texts: list[str]) -> dict[str, Any]:
@@ -43,6 +44,7 @@ def run(
     top: int,
     as_json: bool,
     out: Path | None,
+    calibrate: bool,
 ) -> int:
     """Print the plan and return the exit code; errors take one line."""
     logging.set_verbosity_error()  # type: ignore[no-untyped-call]
@@ -53,16 +55,20 @@ def run(
             raise ValueError(f"out must be a folder, got the file {out}")
         if out is not None and not importlib.util.find_spec("matplotlib"):
             sys.exit(missing("matplotlib", "bench"))
+        if out is not None:
+            out.mkdir(parents=True, exist_ok=True)
         with warnings.catch_warnings(action="ignore"):
-            found = plan(config, gpus, gpu, batch, seq, fixed(fix), host, layers)
+            found = plan(config, gpus, calibrated() if calibrate else gpu, batch, seq, fixed(fix), host, layers)
+        found = dataclasses.replace(found, rows=found.rows[:top])
+        if out is not None:
+            (out / "plan.json").write_text(json.dumps(found.to_dict(), indent=1) + "\n")
+            found.picture(out / "plan.png")
+    except OSError as error:
+        print(f"liger-like: out or the file of rates cannot be used: {error}", file=sys.stderr)
+        return 2
     except (NotExaminedError, NotTracedError, ValueError, TypeError) as error:
         print(f"liger-like: {error}", file=sys.stderr)
         return 2
-    found = dataclasses.replace(found, rows=found.rows[:top])
-    if out is not None:
-        out.mkdir(parents=True, exist_ok=True)
-        (out / "plan.json").write_text(json.dumps(found.to_dict(), indent=1) + "\n")
-        found.picture(out / "plan.png")
     print(json.dumps(found.to_dict(), indent=1) if as_json else found.table())
     return int(found.best is None)
 

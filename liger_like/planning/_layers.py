@@ -109,26 +109,26 @@ def shorten(model: Any, cuts: Cuts) -> list[nn.Module]:
 
 
 def trace_step(
-    model: Any, setting: Setting, gpu: GPU | str | float, layers: list[nn.Module] | None = None
+    model: Any, setting: Setting, gpu: GPU | str | float, layers: list[nn.Module] | None = None, index: int = 0
 ) -> tuple[list[Change], list[Change], Clock, list[Mark]]:
     """Return what the second of two steps of ``model``, on "meta", finds in memory, and its changes, time and marks.
 
-    There are marks where each of ``layers`` begins and ends.
+    There are marks where each of ``layers`` begins and ends. ``index``: of the stage, in a pipeline.
     """
     marks: list[Mark] = []
     with contextlib.ExitStack() as stack:
         context = None
         if setting.dtype == "fp32":
-            stack.enter_context(_models.processes(setting.gpus))
+            stack.enter_context(_models.processes(setting.gpus, index * setting.gpus // setting.pp))
             mesh = _models.mesh_of(setting)
-            _models.shard(model, mesh, setting.checkpoint_layers)
+            model = _models.shard(model, mesh, setting)
             context = _models.context_of(setting, mesh)
         given = _models.inputs_of(setting, context)
         short = given if context else _models.inputs_of(dataclasses.replace(setting, micro_batch=1, seq=SHORT), None)
         trace = stack.enter_context(traced(gpu))
         _models.materialise(model)
         trace.know(model)
-        step = _models.step_of(model, setting, context)
+        step = _models.step_of(model, setting, context, index)
         step(short, 1)  # makes the optimizer's state
         trace.restart()
         tracer, clock = trace.parts
@@ -190,8 +190,11 @@ class Segment(NamedTuple):
 
 
 def replayed(model: Any, setting: Setting, gpu: GPU | str | float) -> Prediction | None:
-    """Return what a whole trace of ``model`` would say, from few of its layers; None if these do not repeat."""
-    cuts = cuts_of(model.config, _models.layers_of(model), setting)
+    """Return what a whole trace of ``model`` would say, from few of its layers; None if these do not repeat.
+
+    Of a pipeline, whose passes overlap, it is None.
+    """
+    cuts = None if setting.pp > 1 else cuts_of(model.config, _models.layers_of(model), setting)
     if cuts is None:
         return None
     traced_passes = dataclasses.replace(setting, accumulation=min(setting.accumulation, 3))

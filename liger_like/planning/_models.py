@@ -21,6 +21,7 @@ from liger_like.parallel import (
 from liger_like.patching import patch
 from liger_like.planning._optimizers import optimizer_of
 from liger_like.planning._settings import Setting
+from liger_like.planning._stages import passes_of, spread_over
 from liger_like.runtime.checks import require_integer
 
 ENDLESS = 2.0**30  # GiB of the host: what a step sends there is counted, not limited
@@ -60,11 +61,16 @@ def shortened(config: Any, layers: int) -> Any:
 
 
 def build(config: Any, cls: Any, setting: Setting) -> Any:
-    """Return a model on "meta" in the dtype of its parameters, patched and checkpointed as ``setting`` says."""
+    """Return a model on "meta" in the dtype of its parameters, patched and checkpointed as ``setting`` says.
+
+    Raises ValueError if more layers share a checkpoint than there are.
+    """
     attention = "sdpa" if cls._supports_sdpa else "eager"
     dtype = torch.bfloat16 if setting.dtype == "bf16" else torch.float32
     with torch.device("meta"):
         model = cls._from_config(config, attn_implementation=attention, dtype=dtype).train()
+    if setting.checkpoint_layers > (count := len(layers_of(model))):
+        raise ValueError(f"checkpoint_layers must be at most the model's {count}, got {setting.checkpoint_layers}")
     if setting.lora:
         model = adapted(model, setting.lora)
     if setting.patched:
@@ -100,43 +106,46 @@ def parameters_of(config: Any, cls: Any) -> int:
         return sum(p.numel() for p in cls._from_config(config).parameters())
 
 
-def materialise(model: nn.Module) -> None:
-    """Put tensors of the current mode, without data, in the place of those on "meta"; tied ones stay tied."""
+def materialise(model: nn.Module, device: str = "cpu") -> None:
+    """Put empty tensors on ``device`` in the place of those on "meta"; tied ones stay tied."""
     made: dict[Tensor, Tensor] = {}
     for module in model.modules():
         for table in (module._parameters, module._buffers):
             for name, old in table.items():
                 if old is not None and old.is_meta:
                     if old not in made:
-                        new = torch.empty_like(old, device="cpu")  # of a DTensor, its shard
+                        new = torch.empty_like(old, device=device)  # of a DTensor, its shard
                         made[old] = nn.Parameter(new, old.requires_grad) if isinstance(old, nn.Parameter) else new
                     table[name] = made[old]  # type: ignore[assignment]
 
 
 @contextlib.contextmanager
-def processes(count: int) -> Iterator[None]:
-    """Let torch.distributed take this process for rank 0 of ``count`` whose collectives send nothing."""
+def processes(count: int, rank: int = 0) -> Iterator[None]:
+    """Let torch.distributed take this process for ``rank`` of ``count`` whose collectives send nothing."""
     import torch.distributed as dist
     from torch.testing._internal.distributed.fake_pg import FakeStore
 
     if dist.is_initialized():
         raise RuntimeError("a sharded setting is planned in a process without a process group of its own")
-    dist.init_process_group("fake", store=FakeStore(), rank=0, world_size=count)
+    dist.init_process_group("fake", store=FakeStore(), rank=rank, world_size=count)
     try:
         yield
     finally:
         dist.destroy_process_group()
 
 
-def shard(model: Any, mesh: Any, together: int) -> None:
-    """Shard model and layers, so many ``together``, by FSDP2 over ``mesh``; it computes in bf16 and reduces in fp32."""
+def shard(model: Any, mesh: Any, setting: Setting) -> Any:
+    """Return ``model``, or the stage of it, sharded over ``mesh``; FSDP2 computes in bf16 and reduces in fp32."""
+    if setting.staged:
+        return spread_over(model, mesh, setting)
     from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 
     tokens = mesh["fsdp", "cp"]._flatten("tokens")
     policy = MixedPrecisionPolicy(torch.bfloat16, torch.float32)
-    layers = layers_of(model)
+    layers, together = layers_of(model), setting.checkpoint_layers
     for unit in (*([*layers[i : i + together]] for i in range(0, len(layers), together)), model):
         fully_shard(unit, mesh=tokens, mp_policy=policy)
+    return model
 
 
 def layers_of(model: Any) -> list[nn.Module]:
@@ -153,8 +162,11 @@ def inputs_of(setting: Setting, context: Any) -> dict[str, Any]:
     return shared
 
 
-def step_of(model: Any, setting: Setting, context: Any) -> Callable[[dict[str, Any], int], None]:
-    """Return a training step of an input, in so many passes; the optimizer's is behind them or in the backward."""
+def step_of(model: Any, setting: Setting, context: Any, index: int) -> Callable[[dict[str, Any], int], None]:
+    """Return a training step of an input, in so many passes; the optimizer's is behind them or in the backward.
+
+    ``index``: of the stage that ``model`` is, if it is one.
+    """
     make = partial(optimizer_of, setting.optimizer)
     if setting.checkpoint_layers > 1:
         group_checkpoints(model, setting.checkpoint_layers)
@@ -163,11 +175,17 @@ def step_of(model: Any, setting: Setting, context: Any) -> Callable[[dict[str, A
     optimizer = None if setting.step_in_backward else make([p for p in model.parameters() if p.requires_grad])
     host = offload_checkpoints(ENDLESS) if setting.checkpoint_on_host else contextlib.nullcontext()
 
-    def step(given: dict[str, Any], passes: int) -> None:
+    def passes_of_model(given: dict[str, Any], passes: int) -> None:
         for _ in range(passes):
             own = {k: torch.empty(v.shape, dtype=v.dtype) if isinstance(v, Tensor) else v for k, v in given.items()}
-            with context or contextlib.nullcontext(), host:
+            with host:
                 model(**own, use_cache=False).loss.backward()
+
+    run = passes_of(model, setting, index) if setting.staged else passes_of_model
+
+    def step(given: dict[str, Any], passes: int) -> None:
+        with context or contextlib.nullcontext():
+            run(given, passes)
         if optimizer is not None:
             optimizer.step()
             optimizer.zero_grad()
@@ -176,12 +194,13 @@ def step_of(model: Any, setting: Setting, context: Any) -> Callable[[dict[str, A
 
 
 def mesh_of(setting: Setting) -> Any:
-    """Return the mesh of ``setting``, with the dimensions "fsdp" and "cp"."""
+    """Return the mesh of ``setting``, with the dimensions of ``examples/parallel.py``."""
     from torch.distributed.device_mesh import init_device_mesh
 
-    return init_device_mesh("cpu", (setting.fsdp, setting.cp), mesh_dim_names=("fsdp", "cp"))
+    names = "pp", "fsdp", "cp", "tp"
+    return init_device_mesh("cpu", tuple(getattr(setting, name) for name in names), mesh_dim_names=names)
 
 
 def context_of(setting: Setting, mesh: Any) -> Any:
-    """Return the context that shares each row among ``setting.cp`` GPUs, or None."""
-    return context_parallel(mesh["cp"], method=setting.cp_method) if setting.cp > 1 else None
+    """Return the context that shares each row among ``setting.cp`` GPUs, or None; a stage has one in any case."""
+    return context_parallel(mesh["cp"], method=setting.cp_method) if setting.cp > 1 or setting.staged else None

@@ -4,7 +4,7 @@ import math
 import re
 from collections import Counter
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, NamedTuple
 
 from liger_like.parallel.host_memory import SLAB
@@ -99,6 +99,20 @@ def predicted(start: Iterable[Change], changes: Sequence[Change], clock: Clock, 
     times |= {"copies": clock.copies} if clock.sent else {}
     slabs = math.ceil(clock.sent / passes / SLAB)  # a pass sends all before any of it comes back
     return Prediction(peak / GIB, *made_of, resting / GIB, curve, clock.seconds, times, clock.calibrated, slabs)
+
+
+def of_pipeline(stages: Sequence[Prediction], passes: int) -> Prediction:
+    """Return the prediction of the stage with the highest peak, in the time of 1F1B.
+
+    The slowest stage sets the pace of ``passes`` micro-batches, and as many more as stages follow the first one: the
+    group "bubble" is the time in which its GPU waits.
+    """
+    largest = max(stages, key=lambda stage: stage.gib)
+    if len(stages) == 1:
+        return largest
+    slowest = max(stages, key=lambda stage: stage.seconds)
+    bubble = slowest.seconds * (len(stages) - 1) / passes
+    return replace(largest, seconds=slowest.seconds + bubble, times=slowest.times | {"bubble": bubble})
 
 
 def _made_of(before: Counter[Part], changes: Sequence[Change]) -> tuple[Any, Any, Any]:

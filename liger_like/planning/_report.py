@@ -5,7 +5,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from liger_like.planning._machine import GIB
-from liger_like.planning._settings import DEFAULTS
+from liger_like.planning._settings import DEFAULTS, MESH
 from liger_like.planning._tracer import KINDS
 
 if TYPE_CHECKING:
@@ -57,9 +57,14 @@ def start(row: "Candidate") -> str:
     """Return the command that starts a setting, or the arguments of a trainer that do."""
     s = row.setting
     plain = all(getattr(s, name) == DEFAULTS[name] for name in SAVINGS)
-    known = s.patched and s.accumulation == 1 and s.checkpoint != "attention" and s.cp_method == "allgather"
+    known = (
+        s.patched
+        and s.accumulation == (2 * s.pp if s.pp > 1 else 1)
+        and s.checkpoint != "attention"
+        and s.cp_method == "allgather"
+    )
     if s.gpus > 1 and plain and known:
-        sizes = f"--fsdp {s.fsdp}" + f" --cp {s.cp}" * (s.cp > 1)
+        sizes = " ".join(f"--{name} {getattr(s, name)}" for name in MESH if getattr(s, name) > 1)
         shape = f"--batch {s.batch} --seq {s.seq} --checkpointing {s.checkpoint}"
         return f"torchrun --nproc-per-node {s.gpus} -m examples.parallel {sizes} {shape}"
     keeps = {
@@ -69,6 +74,7 @@ def start(row: "Candidate") -> str:
     parts = [f"peft.LoraConfig(r={s.lora}, target_modules='all-linear')"] * (s.lora > 0)
     parts += [f"liger_like.patch(model{', mlp=' + repr('tiled') if s.tiled_mlp else ''})"] * s.patched
     parts += [f"FSDP2 over {s.fsdp} GPUs"] * (s.fsdp > 1) + [f"context_parallel over {s.cp}"] * (s.cp > 1)
+    parts += [f"liger_like.parallel.stages.spread over {s.tp} x {s.pp} (tp x pp)"] * s.staged
     if s.checkpoint != "none":
         parts.append(f"gradient_checkpointing_enable with use_reentrant=False{keeps.get(s.checkpoint, '')}")
     parts += [f"group_checkpoints(model, {s.checkpoint_layers})"] * (s.checkpoint_layers > 1)

@@ -85,7 +85,7 @@ class Plan:
 
 def needed(setting: Setting, prediction: Prediction) -> float:
     """Return GiB of a GPU: the peak, what the allocator reserves beyond it, the context and NCCL's buffers."""
-    groups = (setting.fsdp * setting.cp > 1) + (setting.cp > 1)
+    groups = int(setting.gpus > 1) + sum(size > 1 for size in (setting.cp, setting.tp, setting.pp))
     return FRAGMENTS * prediction.gib + CONTEXT + GROUP * groups
 
 
@@ -97,12 +97,13 @@ def searched(
     seq: int,
     fix: Mapping[str, Any],
     host: float | None = None,
+    layers: int = 2,
 ) -> tuple[Candidate, ...]:
     """Return the candidates, the fastest that fits first. Raises ValueError if ``fix`` or ``batch`` allows none.
 
     Bisection finds the largest micro-batch that fits a mesh and a checkpointing. Only if nothing fits without, tiled
     MLPs, checkpoints on the host, of which ``host`` GiB are there, and a step in the backward are tried, and last
-    ``cp`` GPUs that share rows, since that sends keys and values.
+    ``cp`` GPUs that share rows, since that sends keys and values. ``layers`` of the model may share a checkpoint.
     """
     found: list[Candidate] = []
     for mesh in meshes(gpus, batch, seq, fix):
@@ -112,7 +113,8 @@ def searched(
         fields: dict[str, Any] = {"seq": seq, "dtype": dtype, "accumulation": passes, **fix, **mesh}
         tried: set[Setting] = set()
         for ways in (PLAIN, SAVING):
-            bases = {base: None for way in ways if (base := _base(fields, way)) and base not in tried}
+            possible = [way for way in ways if way.get("checkpoint_layers", 1) <= layers]
+            bases = {base: None for way in possible if (base := _base(fields, way)) and base not in tried}
             tried.update(bases)
             found += [_largest(predict, gpu, base, batch, fix, host) for base in bases]
             if any(candidate.fits for candidate in found):
@@ -136,11 +138,18 @@ def _base(fields: Mapping[str, Any], way: Mapping[str, Any]) -> Setting | None:
 
 def meshes(gpus: int, batch: int, seq: int, fix: Mapping[str, Any]) -> Iterator[dict[str, int]]:
     """Yield the meshes of ``gpus`` that divide batch and sequence, those that share fewer rows first."""
+    split = fix.get("tp", 1) * fix.get("pp", 1)
+    if gpus % split:
+        given = ", ".join(f"{name} {fix[name]}" for name in ("tp", "pp") if name in fix)
+        raise ValueError(f"tp times pp must divide gpus, {gpus}, got {given}")
+    gpus //= split
     sizes = [(gpus // cp, cp) for cp in range(1, gpus + 1) if gpus % cp == 0]
     sizes = [(f, c) for f, c in sizes if f == fix.get("fsdp", f) and c == fix.get("cp", c)]
     if not sizes:
         given = ", ".join(f"{name} {fix[name]}" for name in ("fsdp", "cp") if name in fix)
-        raise ValueError(f"fsdp times cp must be gpus, {gpus}, got {given}")
+        raise ValueError(
+            f"{'fsdp times cp' if split == 1 else 'the product of the mesh'} must be gpus, {gpus * split}, got {given}"
+        )
     if fix.get("patched") is False:
         sizes = [(f, c) for f, c in sizes if c == 1] or sizes
     fitting = [(f, c) for f, c in sizes if batch % f == 0 and (c == 1 or seq % (2 * c) == 0)]
@@ -158,7 +167,8 @@ def _largest(
     """Return the candidate with the largest micro-batch that fits, else the one with the smallest."""
     rows = batch // base.fsdp
     sizes = [n for n in range(1, rows + 1) if rows % n == 0]
-    passes = 1 if base.step_in_backward else fix.get("accumulation")
+    passes = 1 if base.step_in_backward else 2 * base.pp if base.pp > 1 else None
+    passes = fix.get("accumulation", passes)
     sizes = [n for n in sizes if n == fix.get("micro_batch", n) and rows // n == (passes or rows // n)]
     if not sizes:
         given = ", ".join(f"{name} {fix[name]}" for name in ("micro_batch", "accumulation") if name in fix)

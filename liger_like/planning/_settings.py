@@ -1,5 +1,6 @@
 """Settings of a step: one way to train, and the errors that name its fields."""
 
+import math
 from collections.abc import Mapping
 from dataclasses import dataclass, fields
 from typing import Any
@@ -20,6 +21,7 @@ CHOICES = {
     "optimizer": OPTIMIZERS,
 }
 FROM_ZERO = ("lora",)
+MESH = "fsdp", "tp", "cp", "pp"  # fields whose product is the number of GPUs
 
 
 @dataclass(frozen=True)
@@ -29,8 +31,10 @@ class Setting:
     ``micro_batch``: rows that a GPU computes at a time, ``accumulation``: how many times before an optimizer step.
     ``seq``: tokens of a row. ``checkpoint``: what a checkpointed layer keeps: "none" (no checkpoints), "attention" (the
     results of attention), "selective" (those of products, too) or "full" (the layer's input). ``fsdp``: GPUs that shard
-    the parameters by FSDP2, each with its own rows. ``cp``: GPUs that share each row, by ``cp_method``. ``dtype``: of
-    parameters, gradients and AdamW's moments; "fp32" computes in bf16 all the same, by FSDP2's mixed precision.
+    the parameters by FSDP2, each with its own rows. ``tp``: GPUs that split each layer's products and the tokens of the
+    residual stream. ``cp``: GPUs that share each row, by ``cp_method``. ``pp``: stages of layers; the micro-batches of
+    ``accumulation`` follow 1F1B. ``dtype``: of parameters, gradients and AdamW's moments; "fp32" computes in bf16 all
+    the same, by FSDP2's mixed precision.
     ``patched``: by ``liger_like.patch``, with ``mlp="tiled"`` if ``tiled_mlp``. ``checkpoint_on_host``: the inputs of
     checkpointed layers, and with "attention" the results of attention, are on the host
     (``liger_like.parallel.offload_checkpoints``). ``checkpoint_layers``: layers that share a checkpoint
@@ -46,7 +50,9 @@ class Setting:
     accumulation: int = 1
     checkpoint: str = "none"
     fsdp: int = 1
+    tp: int = 1
     cp: int = 1
+    pp: int = 1
     cp_method: str = "allgather"
     dtype: str = "bf16"
     patched: bool = True
@@ -71,8 +77,11 @@ class Setting:
                 raise ValueError(f"{field.name} must be at least {least}, got {value}")
         if self.gpus > 1 and self.dtype == "bf16":
             raise ValueError(f"dtype must be fp32 on {self.gpus} GPUs: FSDP2 keeps fp32 and computes in bf16")
-        if self.cp > 1 and not self.patched:
-            raise ValueError(f"cp must be 1 unless patched, got {self.cp}: only patched attention spreads")
+        for name in ("cp", "tp", "pp"):
+            if getattr(self, name) > 1 and not self.patched:
+                raise ValueError(
+                    f"{name} must be 1 unless patched, got {getattr(self, name)}: only patched models spread"
+                )
         if told := contradiction(vars(self)):
             raise ValueError(told)
         if self.dtype == "fp32" and self.optimizer == "adamw8bit":
@@ -83,7 +92,12 @@ class Setting:
     @property
     def gpus(self) -> int:
         """Return the number of GPUs."""
-        return self.fsdp * self.cp
+        return math.prod(getattr(self, name) for name in MESH)
+
+    @property
+    def staged(self) -> bool:
+        """Return True if a GPU has a part of each layer, or some of the layers."""
+        return self.tp * self.pp > 1
 
     @property
     def batch(self) -> int:
@@ -92,7 +106,7 @@ class Setting:
 
     def text(self) -> str:
         """Return the setting in words, without its sizes."""
-        parts = [f"fsdp {self.fsdp}"] * (self.fsdp > 1) + [f"cp {self.cp}"] * (self.cp > 1)
+        parts = [f"{name} {getattr(self, name)}" for name in MESH if getattr(self, name) > 1]
         parts += ["transformers"] * (not self.patched)
         parts += [f"rows {self.micro_batch}" + f" x {self.accumulation}" * (self.accumulation > 1)]
         parts += ["no checkpointing" if self.checkpoint == "none" else f"{self.checkpoint} checkpointing"]
@@ -109,6 +123,10 @@ def contradiction(of: Mapping[str, Any]) -> str:
         return f"checkpoint_on_host must be false unless checkpoint is attention or full, it is {of['checkpoint']}"
     if of["checkpoint_layers"] > 1 and of["checkpoint"] == "none":
         return f"checkpoint_layers must be 1 with checkpoint none, got {of['checkpoint_layers']}"
+    for name in ("tp", "pp"):
+        for saving in ("checkpoint_on_host", "checkpoint_layers", "tiled_mlp", "step_in_backward"):
+            if of[name] > 1 and of[saving] > 1 - (saving != "checkpoint_layers"):
+                return f"{name} must be 1 with {saving}, got {of[name]}: these are not traced together"
     if of["tiled_mlp"] and not of["patched"]:
         return "tiled_mlp must be false unless patched"
     if of["step_in_backward"] and of["accumulation"] > 1:

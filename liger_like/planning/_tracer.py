@@ -215,7 +215,8 @@ class Tracer(TorchDispatchMode):  # type: ignore[no-untyped-call]
         for parameter, name in self.owners.items():
             self.label(parameter, "parameters", name)
         find: Any = getattr(model, "get_output_embeddings", None)
-        self.heads = {"", self.names.get(find(), "") if find else ""}
+        head: Any = find() if find else getattr(model, "lm_head", None)
+        self.heads = {"", self.names.get(head, "")}
 
     @contextlib.contextmanager
     def _quiet_inference(self) -> Iterator[None]:

@@ -5,10 +5,12 @@ import json
 import sys
 
 import pytest
+import torch
 
 from examples.train import CONFIGS
 from liger_like import cli
 from liger_like.planning import GPUS, Prediction, Setting, _command, plan
+from liger_like.planning._machine import gpu_of, keep
 from liger_like.planning._report import start
 from liger_like.planning._search import Candidate, searched
 from liger_like.planning._tracer import KINDS
@@ -71,6 +73,9 @@ def run(monkeypatch, capsys, tmp_path):
     """Return a function that runs the command on a tiny model, and returns exit code, output and errors."""
     (tmp_path / "config.json").write_text(json.dumps({"architectures": None} | CONFIGS["tiny"].to_dict()))
 
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+
     def run(*options, path=tmp_path):
         monkeypatch.setattr(sys, "argv", ["liger-like", "plan", str(path), *options])
         with pytest.raises(SystemExit) as ended:
@@ -104,6 +109,19 @@ def test_the_table_and_a_gpu_that_is_too_small(run):
     assert lines[-1].startswith("nothing fits: the nearest, rows 1, full checkpointing, lacks 0.")
 
 
+def test_rates_that_were_measured_are_kept(tmp_path, monkeypatch):
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+    own = dataclasses.replace(H200, name="mine", tflops=1.0, calibrated=True)
+    keep(own)
+    assert gpu_of("here") == own
+
+
+def test_pipelines_have_the_micro_batches_of_the_example():
+    rows = searched(rough([]), H200, 4, 16, 2048, {"pp": 2, "checkpoint": "full"})
+    assert rows[0].setting == Setting(2, 2048, accumulation=4, checkpoint="full", fsdp=2, pp=2, dtype="fp32")
+    assert start(rows[0]).startswith("torchrun --nproc-per-node 4 -m examples.parallel --fsdp 2 --pp 2 --batch 16 ")
+
+
 def test_commands_that_start():
     def started(**fields):
         setting = Setting(**{"micro_batch": 8, "seq": 2048} | fields)
@@ -119,17 +137,25 @@ def test_commands_that_start():
 @pytest.mark.parametrize(
     ("options", "message"),
     [
-        (["--gpu", "z9"], "gpu must be out of h200, h100, a100, b200, or GiB of memory, got 'z9'"),
+        (["--gpu", "z9"], "gpu must be out of h200, h100, a100, b200, here, or GiB of memory, got 'z9'"),
         (["--gpus", "4", "--batch", "6", "--fix", "cp=1"], "batch must be a multiple of fsdp, 4, got 6"),
         (["--gpus", "4", "--fix", "fsdp=3"], "fsdp times cp must be gpus, 4, got fsdp 3"),
         (["--batch", "8", "--fix", "micro_batch=3"], "micro_batch times accumulation must be the 8 rows of a GPU"),
         (["--gpus", "2", "--batch", "1", "--seq", "63"], "batch must be a multiple of fsdp, 2, got 1"),
-        (["--fix", "tp=2"], "fix must be NAME=VALUE with a name out of"),
+        (["--fix", "xp=2"], "fix must be NAME=VALUE with a name out of"),
         (["--fix", "cp=two"], "cp must be an integer, got 'two'"),
         (["--fix", "patched=no"], "patched must be true or false, got 'no'"),
         (["--fix", "checkpoint=some"], "checkpoint must be out of none, attention, selective, full, got 'some'"),
         (["--seq", "0"], "seq must be at least 1, got 0"),
         (["--out", __file__], "out must be a folder, got the file "),
+        (["--out", f"{__file__}/inside"], "out or the file of rates cannot be used: "),
+        (["--gpu", "here"], "gpu must be measured before it is here: run liger-like plan CONFIG --calibrate"),
+        (["--calibrate"], "calibrate needs a GPU that torch can use, got none"),
+        (["--gpus", "2", "--fix", "tp=4"], "tp times pp must divide gpus, 2, got tp 4"),
+        (
+            ["--fix", "checkpoint=full", "--fix", "checkpoint_layers=99"],
+            "checkpoint_layers must be at most the model's 2",
+        ),
         (["--top", "0"], "top must be at least 1, got 0"),
         (["--layers", "3"], "layers must be at most the model's 2, got 3"),
         (["--host", "-1"], "host must be"),

@@ -1,0 +1,100 @@
+"""Stages of a Llama under FSDP2, tensor, sequence and pipeline parallelism: what examples/parallel.py trains."""
+
+from typing import Any
+
+from torch import Tensor, nn
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.fsdp import fully_shard
+from torch.distributed.tensor import DTensor, Replicate, Shard
+from torch.distributed.tensor.parallel import (
+    ColwiseParallel,
+    ParallelStyle,
+    PrepareModuleInput,
+    RowwiseParallel,
+    SequenceParallel,
+    parallelize_module,
+)
+
+from liger_like.parallel.vocab_parallel import VocabParallelHead
+
+EMBEDDINGS = RowwiseParallel(input_layouts=Replicate(), output_layouts=Shard(1), use_local_output=False)
+
+
+def tensor_parallel_plan() -> dict[str, ParallelStyle]:
+    """Return the plan of a layer with a residual stream sharded along the sequence.
+
+    Korthikanti et al., arXiv:2205.05198.
+    """
+    sharded, whole = Shard(1), Replicate()
+    attention: dict[str, Any] = {
+        "input_kwarg_layouts": {"hidden_states": sharded},
+        "desired_input_kwarg_layouts": {"hidden_states": whole},
+    }
+    return {
+        "input_layernorm": SequenceParallel(),
+        "self_attn": PrepareModuleInput(**attention),
+        **{f"self_attn.{name}_proj": ColwiseParallel() for name in "qkv"},
+        "self_attn.o_proj": RowwiseParallel(output_layouts=sharded, use_local_output=False),
+        "post_attention_layernorm": SequenceParallel(),
+        "mlp": PrepareModuleInput(input_layouts=sharded, desired_input_layouts=whole),
+        **{f"mlp.{name}_proj": ColwiseParallel(use_local_output=False) for name in ("gate", "up")},
+        "mlp.down_proj": RowwiseParallel(output_layouts=sharded, use_local_output=False),
+    }
+
+
+class Stage(nn.Module):
+    """Pipeline stage with a part of a model's layers.
+
+    The first stage has the embeddings, the last stage the norm, and the head for the loss. Stages exchange plain
+    tensors: with sequence parallelism, the process's own part of the residual stream.
+    """
+
+    def __init__(self, model: Any, tp: DeviceMesh, index: int, stages: int) -> None:
+        super().__init__()
+        layers, last = model.model.layers, index == stages - 1
+        cuts = [len(layers) * i // stages for i in (index, index + 1)]
+        self.tp = tp
+        self.embed_tokens = model.model.embed_tokens if index == 0 else None
+        self.layers = layers[slice(*cuts)]
+        self.norm: Any
+        self.lm_head: Any
+        self.norm, self.lm_head = (model.model.norm, model.lm_head) if last else (None, None)
+        self.rotary_emb = model.model.rotary_emb
+
+    def forward(self, x: Tensor, position_ids: Tensor) -> Tensor:
+        """Return the hidden states after this stage, from token ids or from the previous stage's hidden states."""
+        if self.embed_tokens is not None:
+            x = self.embed_tokens(x)
+        elif self.tp.size() > 1:
+            x = DTensor.from_local(x, self.tp, [Shard(1)], run_check=False)
+        embeddings = self.rotary_emb(x, position_ids=position_ids)
+        for layer in self.layers:
+            x = layer(x, position_embeddings=embeddings, attention_mask=None, position_ids=position_ids)
+        if self.norm is not None:
+            x = self.norm(x)
+        elif isinstance(x, DTensor):
+            x = x.to_local()
+        return x
+
+
+def spread(model: Any, mesh: DeviceMesh, **options: Any) -> Stage:
+    """Return this process's stage of ``model``, with its parameters sharded over the mesh by FSDP2 with ``options``.
+
+    ``mesh`` has the dimensions "pp", "fsdp", "cp" and "tp". The model has the layers and the names of a Llama, and its
+    head is not tied to its embeddings.
+    """
+    tp = mesh["tp"]
+    stage = Stage(model, tp, mesh["pp"].get_local_rank(), mesh["pp"].size())
+    if tp.size() > 1:
+        plan = {"embed_tokens": EMBEDDINGS, "norm": SequenceParallel(), "lm_head": VocabParallelHead()}
+        parallelize_module(stage, tp, {name: style for name, style in plan.items() if getattr(stage, name) is not None})
+        for layer in stage.layers:
+            parallelize_module(layer, tp, tensor_parallel_plan())
+    # processes with other tokens, from other rows or from the same rows, contribute to the same gradients
+    options["mesh"] = mesh["fsdp", "cp"]._flatten("tokens")
+    for layer in stage.layers:
+        fully_shard(layer, **options)
+    if stage.lm_head is not None:
+        fully_shard([stage.norm, stage.lm_head], **options)
+    fully_shard(stage, **options)
+    return stage

@@ -1,0 +1,115 @@
+"""Plans of tensor and pipeline parallelism: a GPU has the bytes that a process of examples/parallel.py has."""
+
+import json
+from pathlib import Path
+
+import pytest
+import torch
+import torch.distributed as dist
+from distributed import run
+from test_planning_command import prediction
+from transformers import LlamaConfig, LlamaForCausalLM, Qwen2Config
+
+import liger_like
+from examples import parallel
+from liger_like.parallel.stages import spread
+from liger_like.planning import Setting, predict
+from liger_like.planning import _layers as layers
+from liger_like.planning._models import build, model_class
+from liger_like.planning._prediction import of_pipeline
+from liger_like.planning._tracer import rounded
+
+SIZES = {"hidden_size": 128, "intermediate_size": 256, "num_attention_heads": 4, "vocab_size": 256}
+MODEL = LlamaConfig(**SIZES, num_key_value_heads=2, num_hidden_layers=3, tie_word_embeddings=False)
+SEQ = 64
+MESHES = {"tp": Setting(2, SEQ, tp=2, dtype="fp32"), "pp": Setting(1, SEQ, pp=2, accumulation=4, dtype="fp32")}
+pytestmark = pytest.mark.usefixtures("references")
+
+
+def local(t):
+    return rounded(getattr(t, "_local_tensor", t).nbytes)
+
+
+def held(rank, folder):
+    """Write the bytes of parameters, gradients and moments after a real step of each mesh."""
+    for name, setting in MESHES.items():
+        sizes = {each: getattr(setting, each) for each in ("pp", "fsdp", "cp", "tp")}
+        mesh = dist.init_device_mesh("cpu", tuple(sizes.values()), mesh_dim_names=tuple(sizes))
+        model = LlamaForCausalLM(MODEL).train()
+        liger_like.patch(model)
+        stage = spread(model, mesh)
+        optimizer = torch.optim.AdamW(stage.parameters())
+        rows = torch.zeros(setting.batch, SEQ, dtype=torch.int64)
+        parallel.step_of(stage, mesh, setting.accumulation, rows.numel())(rows)
+        optimizer.step()
+        own = [*stage.parameters()]
+        found = {
+            "parameters": sum(map(local, [*own, *stage.buffers()])),
+            "gradients": sum(local(p.grad) for p in own),
+            "optimizer": sum(local(t) for state in optimizer.state.values() for t in state.values()),
+        }
+        Path(folder, f"{name}{rank}").write_text(json.dumps(found))
+
+
+def test_a_process_holds_what_the_trace_says(monkeypatch, tmp_path):
+    monkeypatch.setenv("TRITON_INTERPRET", "0")
+    run(held, 2, str(tmp_path))
+    for name, index, ranks in (("tp", 0, (0, 1)), ("pp", 0, (0,)), ("pp", 1, (1,))):
+        setting = MESHES[name]
+        start, changes, clock, _ = layers.trace_step(made(setting), setting, "h200", index=index)
+        sums = dict.fromkeys(("parameters", "gradients", "optimizer"), 0)
+        for change in start:
+            if change.part.kind in sums:
+                sums[change.part.kind] += change.size
+        sums["gradients"] += sum(c.size for c in changes if c.part.kind == "gradients" and c.size > 0)
+        assert name == "pp" or clock.groups["network"] > 0
+        for rank in ranks:
+            assert sums == json.loads((tmp_path / f"{name}{rank}").read_text()), (name, rank)
+
+
+def made(setting, config=MODEL):
+    return build(*model_class(config), setting)
+
+
+@pytest.mark.parametrize(("index", "flying"), [(0, 2), (1, 1)])
+def test_micro_batches_in_flight(index, flying):
+    """Stages keep as many micro-batches as stages follow, and one: by what a product of theirs saves."""
+    setting = Setting(1, SEQ, pp=2, accumulation=4, dtype="fp32")
+    _, changes, *_ = layers.trace_step(made(setting), setting, "h200", index=index)
+    level = peak = 0
+    for change in changes:
+        if change.part == ("activations", 0, "mlp.gate_proj"):
+            level += change.size
+            peak = max(peak, level)
+    assert peak == flying * SEQ * SIZES["intermediate_size"] * 2
+
+
+def test_the_time_of_a_pipeline():
+    slow, large = prediction(1.0, 2.0), prediction(3.0, 1.0)
+    found = of_pipeline([slow, large], 4)
+    assert (found.gib, found.seconds, found.times["bubble"]) == (3.0, 2.5, 0.5)
+    assert of_pipeline([slow], 4) is slow
+
+
+TIED = LlamaConfig(**SIZES, num_hidden_layers=2, tie_word_embeddings=True)
+SLIDING = Qwen2Config(**SIZES, num_key_value_heads=2, num_hidden_layers=2, use_sliding_window=True, max_window_layers=0)
+GROUPED = {"checkpoint": "full", "checkpoint_layers": 2}
+
+
+@pytest.mark.parametrize(
+    ("config", "fields", "message"),
+    [
+        (TIED, {"tp": 2}, "tp must be 1 where tie_word_embeddings is true"),
+        (MODEL, {"tp": 4}, "tp must divide num_key_value_heads, 2, got 4"),
+        (MODEL, {"tp": 2, "seq": 63}, "seq must be a multiple of tp x cp, 2, got 63"),
+        (MODEL, {"pp": 4}, "pp must be at most the model's 3 layers, got 4"),
+        (SLIDING, {"pp": 2}, "pp must be 1 for Qwen2"),
+        (MODEL, {"tp": 2, "patched": False}, "tp must be 1 unless patched"),
+        (MODEL, {"pp": 2, "tiled_mlp": True}, "pp must be 1 with tiled_mlp, got 2"),
+        (MODEL, {"tp": 2} | GROUPED, "tp must be 1 with checkpoint_layers, got 2"),
+        (MODEL, GROUPED | {"checkpoint_layers": 99}, "checkpoint_layers must be at most the model's 3, got 99"),
+    ],
+)
+def test_what_cannot_be_spread_is_named(config, fields, message):
+    with pytest.raises(ValueError, match=message):
+        predict(config, Setting(**{"seq": SEQ, "dtype": "fp32"} | fields))
