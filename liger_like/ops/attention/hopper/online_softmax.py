@@ -1,14 +1,15 @@
-"""Softmax of blocks of scores in the registers of a warp group, relative to a reference of each row.
+"""Compute the softmax of blocks of scores in the registers of a warp group, relative to a reference of each row.
 
-The output and the sum of a row are both relative to its reference, so this may be lower than the greatest score. It is
-raised to the greatest score where a block exceeds it by more than SLACK. In a warp without such a row the threads that
-share a row exchange nothing, and no sum is rescaled.
+The output and the sum of a row are relative to the same reference, so it may be lower than the greatest score. A block
+with a score that exceeds it by more than SLACK raises it to the greatest score so far. In a warp without such a row the
+threads that share a row exchange nothing, and no sum is rescaled.
 
-A warp reads its scores as integers to look for such a row, since a maximum of three integers is one instruction. Floats
-from 0 on have the order of their integers, and those below 0 are integers below 0: so the bound of a thread is its
-greatest score or 0. The exact maxima follow only if the bound is too high.
+To look for such a row, a thread takes the maximum of 0 and its scores, read as integers: one instruction compares three
+integers, and two floats. Floats from 0 on have the order of their integers, and floats below 0 are integers below 0.
+Exact maxima follow only where that bound is too high. Rows whose reference is below -SLACK always need them.
 
-Numbers of rows are tensors [ROWS, 4]: each of the four threads that share a row has its own.
+Numbers of rows are tensors [ROWS, 4]: each of the four threads that share a row has its own. Assembly holds all this,
+since only there a warp can branch on its own, without a barrier among the four warps of its group.
 """
 
 import triton
@@ -16,7 +17,7 @@ import triton
 from liger_like.runtime.gluon import gl, gluon
 from liger_like.runtime.hopper import ROWS
 
-SLACK = gl.constexpr(8.0)  # p is up to 2^SLACK
+SLACK = gl.constexpr(8.0)  # p is at most 2^SLACK
 
 
 @gluon.jit
@@ -62,7 +63,9 @@ def _raise_in_assembly(count):
     rows = [(m, i, [f"${12 + 2 * n + i}" for n in range(count)]) for i, m in enumerate("mn")]
 
     def greatest(kind, m, values):
-        return "".join(f"max.{kind} {m}, {a}, {b};" for a, b in zip([values[0]] + [m] * count, values[1:], strict=False))
+        return "".join(
+            f"max.{kind} {m}, {a}, {b};" for a, b in zip([values[0]] + [m] * count, values[1:], strict=False)
+        )
 
     def test(i, m, holds):
         """Say whether the score ``m`` exceeds the reference of a row by more than SLACK."""
@@ -75,7 +78,8 @@ def _raise_in_assembly(count):
     maxima += [f"shfl.sync.bfly.b32 x, {m}, {by}, 31, -1; max.f32 {m}, {m}, x;" for by in (1, 2) for m, *_ in rows]
     raised = [
         f"{test(i, m, 'gt.f32 own')}; mul.f32 {m}, {m}, {unit}; selp.f32 {m}, {m}, ${i}, own; sub.f32 x, ${i}, {m};"
-        f"mov.b32 ${i}, {m}; ex2.approx.ftz.f32 x, x; selp.f32 ${4 + i}, x, 1.0, own; mul.f32 ${2 + i}, ${2 + i}, ${4 + i};"
+        f"mov.b32 ${i}, {m}; ex2.approx.ftz.f32 x, x; selp.f32 ${4 + i}, x, 1.0, own;"
+        f"mul.f32 ${2 + i}, ${2 + i}, ${4 + i};"
         for m, i, _ in rows
     ]
     lines = ["{ .reg .pred high, own; .reg .b32 m, n, x;", *bounds, *tests, *vote, *maxima, *raised]
@@ -102,7 +106,9 @@ def _raise(s, references, total, unit):
 
 @triton.constexpr_function
 def _times_in_assembly(count):
-    """Return assembly and constraints that multiply the ``count`` sums of a thread; of four, two are of its first row."""
+    """Return assembly and constraints that multiply the ``count`` sums of a thread: two of its first row, two of its
+    second row, and so on.
+    """
     products = " ".join(f"mul.f32 ${i}, ${i}, ${2 * count + (i & 2)};" for i in range(count))
     assembly = f"{{ .reg .pred some; setp.ne.b32 some, ${3 * count}, 0; @!some bra DONE; {products} DONE: }}"
     return assembly, ",".join(["=f"] * count + [*map(str, range(count))] + ["f"] * count + ["r"] * count)
