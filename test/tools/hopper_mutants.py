@@ -6,6 +6,7 @@ ROWS, BUFFERS, KEY_BLOCKS, PRODUCTS, FORWARD, BACKWARD, BACKWARD_192, BACKWARD_2
     f"ops/attention/hopper/{name}.py"
     for name in ("rows", "buffers", "key_blocks", "products", "forward", "backward", "backward_192", "backward_256")
 )
+SOFTMAX = "ops/attention/hopper/online_softmax.py"
 WIDE = "hopper_backward and (gradients or few_key_heads or nan) and"
 EXPERTS_PRODUCTS, EXPERTS_ROWS, EXPERTS_DOWN_BWD, EXPERTS_DEPTH = (
     f"ops/experts/hopper/{name}.py" for name in ("products", "rows", "down_bwd", "depth")
@@ -26,6 +27,7 @@ HOPPER_TESTS = {
     PRODUCTS: f"{SHARED} or {SLICED}",
     FORWARD: "test_attention_hopper and not hopper_backward and (window or documents or leaks or 4097)"
     " and (64 or 96 or 144 or 192 or 256) or nan_stays",
+    SOFTMAX: "test_attention_hopper_softmax and (64-64 or 96-96)",
     BACKWARD: "hopper_backward and (gradients or few_key_heads or nan or far_below)"
     " and (64-64 or 128-128) and torch.bfloat16 or narrower_heads and (80 or 96)",
     BACKWARD_192: f"{WIDE} 192-128-torch.bfloat16",
@@ -190,12 +192,11 @@ HOPPER = [
         "if n + s.shape[1] < inner_start:",
         "keys before the window are seen",
     ),
-    (
-        FORWARD,
-        "times_rows((total,), decay)[0] + _sum_in_threads(p)",
-        "total + _sum_in_threads(p)",
-        "sums of another unit are added up",
-    ),
+    (SOFTMAX, "mul.f32 ${2 + i}, ${2 + i}, ${4 + i};", "", "sums of another reference are added up"),
+    (SOFTMAX, '[*scores, "0"]', "scores", "the bound of scores below zero is the least of them"),
+    (SOFTMAX, "mov.b32 $7, $6; @!high", "mov.b32 $7, $6; @!high bra DONE; bra DONE; @!high", "no reference is raised"),
+    (SOFTMAX, "selp.f32 {m}, {m}, ${i}, own;", "max.f32 {m}, {m}, ${i};", "a reference moves without its sums"),
+    (SOFTMAX, "for by in (1, 2)", "for by in (1,)", "two of four threads share a maximum"),
     (
         FORWARD,
         "gl.convert_layout(gl.sum(total, 1), rows_s)",
@@ -208,12 +209,8 @@ HOPPER = [
         "LOADED, layout_s) + q_parts[: len(q_parts) - LOADED]",
         "the first features of wide queries stand for the others",
     ),
-    (
-        FORWARD,
-        "acc = times_rows(acc, decay)",
-        "acc = times_rows(acc, decay * 0.0 + 1.0)",
-        "values of another unit",
-    ),
+    (SOFTMAX, "2 * count + (i & 2)", "2 * count", "all rows of a thread have the factor of the first"),
+    (SOFTMAX, "raised += (_times(acc[i], factors, flags),)", "raised += (acc[i],)", "values of another reference"),
     (
         FORWARD,
         "parts_of(v, last % STAGES, STAGES), WIDTHS_V))\n                mbarrier",

@@ -33,11 +33,11 @@ from liger_like.ops.attention.hopper.buffers import (
     parts_of,
     product_widths,
 )
+from liger_like.ops.attention.hopper.online_softmax import softmax, sum_in_threads
 from liger_like.ops.attention.hopper.products import (
     load_first,
     start_add_product,
     start_contract,
-    times_rows,
     zero_sums,
 )
 from liger_like.ops.attention.hopper.rows import (
@@ -153,13 +153,6 @@ def _load(
 
 
 @gluon.jit
-def _sum_in_threads(p):
-    """Return the sums [ROWS, 4] over the columns of each of the four threads of a row, which exchange nothing."""
-    pairs = p.reshape([ROWS, p.shape[1] // 8, 4, 2])
-    return gl.sum(gl.sum(pairs, 3), 1)
-
-
-@gluon.jit
 def _masked(s, n, limits, inner_start, inner_end, scale, SOFTCAP: gl.constexpr, STARTS: gl.constexpr):
     """Return the scores of a block of products, -inf where a query does not see the key."""
     s, _ = scores(s, None, scale, SOFTCAP, False)
@@ -169,17 +162,6 @@ def _masked(s, n, limits, inner_start, inner_end, scale, SOFTCAP: gl.constexpr, 
         if n < inner_start:
             s = hide(s, n, limits, ENDS=False, hidden=float("-inf"))
     return s
-
-
-@gluon.jit
-def _softmax(s, row_max, total, unit, dtype: gl.constexpr):
-    """Return p of a block of scores, the running maxima and sums, and the factors of the former sums."""
-    new_max = gl.maximum(row_max, gl.max(s, 1) * unit)
-    finite = gl.where(new_max == float("-inf"), 0.0, new_max)
-    p = gl.exp2(s * unit - finite[:, None])
-    decay = gl.exp2(row_max - finite)
-    total = times_rows((total,), decay)[0] + _sum_in_threads(p)
-    return p.to(dtype), new_max, total, decay
 
 
 @gluon.jit
@@ -267,8 +249,8 @@ def _attend(
                 end -= BLOCK_N
                 use += 1
             start = gl.minimum(start + gl.maximum(seen_start - start, 0) // BLOCK_N * BLOCK_N, end - BLOCK_N)
-        row_max = gl.full([ROWS], float("-inf"), gl.float32, rows_s)
-        total = _sum_in_threads(zeros)
+        total = sum_in_threads(zeros)
+        references = gl.full_like(total, float("-inf"))
         acc = zero_sums(columns_of(parts_of(v, 0, STAGES), WIDTHS_V))
         mbarrier.wait(shared.q.full.index(g), turn & 1)
         mbarrier.wait(shared.k_full.index(use % STAGES), use // STAGES & 1)
@@ -278,7 +260,7 @@ def _attend(
         s = warpgroup_mma_wait(0, deps=(s,))
         arrive_at(KEYS_EMPTY + use % STAGES, READERS)
         s = _masked(s, end - BLOCK_N, limits, inner_start, inner_end, scale, SOFTCAP, STARTS)
-        p, row_max, total, decay = _softmax(s, row_max, total, unit, dtype)
+        p, references, total, _ = softmax(s, references, total, (), unit, dtype)
         for n in range(end - 2 * BLOCK_N, start - BLOCK_N, -BLOCK_N):
             last = use
             use += 1
@@ -307,8 +289,7 @@ def _attend(
                 s = warpgroup_mma_wait(0, deps=(s,))
                 arrive_at(KEYS_EMPTY + use % STAGES, READERS)
             s = _masked(s, n, limits, inner_start, inner_end, scale, SOFTCAP, STARTS)
-            p, row_max, total, decay = _softmax(s, row_max, total, unit, dtype)
-            acc = times_rows(acc, decay)
+            p, references, total, acc = softmax(s, references, total, acc, unit, dtype)
         group_barrier()  # a warp waits for its own products; Triton 3.6 takes the meeting before that for enough
         mbarrier.arrive(shared.q.empty.index(g), count=1)
         last = use % STAGES
@@ -326,6 +307,7 @@ def _attend(
         if sinks_ptr is not None:
             sink = gl.load(sinks_ptr + head).to(gl.float32)
         total = gl.convert_layout(gl.sum(total, 1), rows_s)
+        row_max = gl.convert_layout(gl.max(references, 1), rows_s)
         factor, row_max, log_sum = finish(row_max * LN2, total, sink)
         lse_ptrs = lse_ptr + (batch.to(gl.int64) * H + head) * problem.S + start_q + queries
         gl.store(lse_ptrs, row_max + log_sum * LN2, mask=queries < length_q)
