@@ -9,13 +9,13 @@ from liger_like.runtime.support import architecture
 from liger_like.testing import assert_accurate
 from liger_like.testing.inputs import attention_inputs
 
-KEYS = 900
+KEYS = 900  # enough for three warp groups without a mask
 SCORES = {
     "far below zero": torch.full((KEYS,), -400.0),
     "rising along the loop": torch.arange(KEYS, 0, -1) / 4,  # it runs from the last key to the first
     "one far above": torch.where(torch.arange(KEYS) == 100, 60.0, 0.0),
 }
-each_width = pytest.mark.parametrize(("D", "Dv"), [(64, 64), (96, 96), (128, 128), (192, 128), (256, 256)])
+each_width = pytest.mark.parametrize(("D", "Dv"), [(64, 64), (80, 80), (96, 96)])
 
 
 def inputs_with(scores, D, Dv, dtype):
@@ -36,7 +36,7 @@ def inputs_with(scores, D, Dv, dtype):
 @pytest.mark.parametrize("name", SCORES)
 def test_scores_far_from_zero(name, D, Dv, dtype, poisoned):
     make = lambda: inputs_with(SCORES[name], D, Dv, dtype)  # noqa: E731
-    options = {"causal": True, "scale": 1.0, "return_lse": True}
+    options = {"scale": 1.0, "return_lse": True}
     assert_accurate(ops.flash_attention, flash_attention_ref, make, options, 2, k=2)
 
 
@@ -45,7 +45,7 @@ def test_scores_far_from_zero(name, D, Dv, dtype, poisoned):
 def test_no_row_changes_the_bits_of_others(D, Dv, poisoned):
     """The 16 rows of a warp decide together whether to look for maxima, but each raises its own reference."""
     inputs = inputs_with(SCORES["one far above"] / 10, D, Dv, torch.bfloat16)
-    options = {"causal": True, "scale": 0.2, "return_lse": True}
+    options = {"scale": 0.2, "return_lse": True}
     expected = ops.flash_attention(**inputs, **options)
     rows = torch.arange(KEYS, device="cuda") % 16 == 5
     q = torch.where(rows[:, None, None], 30 * inputs["q"], inputs["q"])

@@ -209,6 +209,13 @@ HOPPER = [
         "LOADED, layout_s) + q_parts[: len(q_parts) - LOADED]",
         "the first features of wide queries stand for the others",
     ),
+    (
+        SOFTMAX,
+        "times_rows((total,), decay)[0] + sum_in_threads(p)",
+        "total + sum_in_threads(p)",
+        "sums of another greatest score are added up",
+    ),
+    (SOFTMAX, "total, times_rows(acc, decay)", "total, acc", "values of another greatest score"),
     (SOFTMAX, "2 * count + (i & 2)", "2 * count", "all rows of a thread have the factor of the first"),
     (SOFTMAX, "raised += (_times(acc[i], factors, flags),)", "raised += (acc[i],)", "values of another reference"),
     (

@@ -126,8 +126,8 @@ FP32: Tiles = {
 
 class HopperForward(NamedTuple):
     """Warp groups of 64 queries, keys in a block, buffers for those, whether the groups multiply in turn, whether p
-    times the values overlaps with the scores of the next block, which takes registers, and how many parts of the
-    queries stay in registers.
+    times the values overlaps with the scores of the next block, which takes registers, how many parts of the queries
+    stay in registers, and whether rows are rescaled only where their scores grow far.
     """
 
     groups: int
@@ -136,6 +136,7 @@ class HopperForward(NamedTuple):
     turns: bool = False
     overlap: bool = True
     loaded: int = 0
+    lazy: bool = False
 
     def constants(self) -> dict[str, int]:
         """Return the constexprs and launch options of the kernel."""
@@ -146,6 +147,7 @@ class HopperForward(NamedTuple):
             "TURNS": self.turns,
             "OVERLAP": self.overlap,
             "LOADED": self.loaded,
+            "LAZY": self.lazy,
             "num_warps": 4,
         }
 
@@ -158,7 +160,7 @@ WIDE = HopperForward(2, 64, 2, loaded=1)
 # widest head -> options of two warp groups, of three, and instead of two for windows; the keys from which three pay
 HOPPER_FORWARD = {
     (64, 64): (TWO, OVERLAPPED, HopperForward(3, 64, 4), 512),
-    (96, 96): (TWO, THREE, TWO, 512),
+    (96, 96): (TWO, THREE._replace(lazy=True), TWO, 512),
     (128, 128): (TWO, THREE, TWO, 4000),
     (192, 128): (WITH_QUERIES, WITH_QUERIES, WITH_QUERIES, 0),
     (256, 256): (WIDE, WIDE, WIDE, 0),

@@ -10,6 +10,8 @@ arXiv:2407.08608), and waits for both before the softmax: ptxas moves a later wa
 the buffers are empty. Without OVERLAP, a group ends the product of a block with the values before it starts the next
 scores. Three groups hide that; with heads wider than 64 they have no registers for both.
 
+With LAZY, a row is relative to a reference that is seldom raised, not to its greatest score (``online_softmax``).
+
 Parts of the queries stay in registers (LOADED) where products with few keys at a time would wait for shared memory.
 Heads wider than 128 leave room for half of the output of a group: it is stored in two halves.
 
@@ -207,6 +209,7 @@ def _attend(
     g: gl.constexpr, shared, outputs, H: gl.constexpr, D: gl.constexpr, DV: gl.constexpr, SOFTCAP: gl.constexpr,
     HAS_LEFT: gl.constexpr, HAS_RIGHT: gl.constexpr, SEQUENCES: gl.constexpr, BLOCK_N: gl.constexpr,
     STAGES: gl.constexpr, GROUPS: gl.constexpr, TURNS: gl.constexpr, OVERLAP: gl.constexpr, LOADED: gl.constexpr,
+    LAZY: gl.constexpr,
 ):  # fmt: skip
     out_desc, lse_ptr, sinks_ptr, scale, out_s = outputs
     problem = shared.problem
@@ -250,7 +253,7 @@ def _attend(
                 use += 1
             start = gl.minimum(start + gl.maximum(seen_start - start, 0) // BLOCK_N * BLOCK_N, end - BLOCK_N)
         total = sum_in_threads(zeros)
-        references = gl.full_like(total, float("-inf"))
+        references = gl.full_like(total, float("-inf")) if LAZY else gl.full([ROWS], float("-inf"), gl.float32, rows_s)
         acc = zero_sums(columns_of(parts_of(v, 0, STAGES), WIDTHS_V))
         mbarrier.wait(shared.q.full.index(g), turn & 1)
         mbarrier.wait(shared.k_full.index(use % STAGES), use // STAGES & 1)
@@ -307,8 +310,9 @@ def _attend(
         if sinks_ptr is not None:
             sink = gl.load(sinks_ptr + head).to(gl.float32)
         total = gl.convert_layout(gl.sum(total, 1), rows_s)
-        row_max = gl.convert_layout(gl.max(references, 1), rows_s)
-        factor, row_max, log_sum = finish(row_max * LN2, total, sink)
+        if LAZY:
+            references = gl.convert_layout(gl.max(references, 1), rows_s)
+        factor, row_max, log_sum = finish(references * LN2, total, sink)
         lse_ptrs = lse_ptr + (batch.to(gl.int64) * H + head) * problem.S + start_q + queries
         gl.store(lse_ptrs, row_max + log_sum * LN2, mask=queries < length_q)
         own_rows = Sequence(batch, start_q + length_q)
@@ -329,7 +333,7 @@ def _attention_fwd_hopper_kernel(
     count, blocks, heads_together, tiles, left, right, scale, H: gl.constexpr, HK: gl.constexpr, D: gl.constexpr,
     DV: gl.constexpr, SOFTCAP: gl.constexpr, HAS_LEFT: gl.constexpr, HAS_RIGHT: gl.constexpr, SEQUENCES: gl.constexpr,
     BLOCK_N: gl.constexpr, STAGES: gl.constexpr, GROUPS: gl.constexpr, TURNS: gl.constexpr, OVERLAP: gl.constexpr,
-    LOADED: gl.constexpr,
+    LOADED: gl.constexpr, LAZY: gl.constexpr,
 ):  # fmt: skip
     BLOCK_D: gl.constexpr = q_desc.block_type.shape[-1]
     PARTS: gl.constexpr = -(-D // BLOCK_D)
@@ -348,9 +352,9 @@ def _attention_fwd_hopper_kernel(
         gl.warp_specialize(
             [
                 (_attend, (0, shared, outputs, H, D, DV, SOFTCAP, HAS_LEFT, HAS_RIGHT, SEQUENCES, BLOCK_N, STAGES, 2,
-                           TURNS, OVERLAP, LOADED)),
+                           TURNS, OVERLAP, LOADED, LAZY)),
                 (_attend, (1, shared, outputs, H, D, DV, SOFTCAP, HAS_LEFT, HAS_RIGHT, SEQUENCES, BLOCK_N, STAGES, 2,
-                           TURNS, OVERLAP, LOADED)),
+                           TURNS, OVERLAP, LOADED, LAZY)),
                 (_load, (shared, sources, H, HK, HAS_LEFT, HAS_RIGHT, SEQUENCES, BLOCK_N, STAGES, 2)),
             ],
             worker_num_warps=[4, 1],
@@ -360,11 +364,11 @@ def _attention_fwd_hopper_kernel(
         gl.warp_specialize(
             [
                 (_attend, (0, shared, outputs, H, D, DV, SOFTCAP, HAS_LEFT, HAS_RIGHT, SEQUENCES, BLOCK_N, STAGES, 3,
-                           TURNS, OVERLAP, LOADED)),
+                           TURNS, OVERLAP, LOADED, LAZY)),
                 (_attend, (1, shared, outputs, H, D, DV, SOFTCAP, HAS_LEFT, HAS_RIGHT, SEQUENCES, BLOCK_N, STAGES, 3,
-                           TURNS, OVERLAP, LOADED)),
+                           TURNS, OVERLAP, LOADED, LAZY)),
                 (_attend, (2, shared, outputs, H, D, DV, SOFTCAP, HAS_LEFT, HAS_RIGHT, SEQUENCES, BLOCK_N, STAGES, 3,
-                           TURNS, OVERLAP, LOADED)),
+                           TURNS, OVERLAP, LOADED, LAZY)),
                 (_load, (shared, sources, H, HK, HAS_LEFT, HAS_RIGHT, SEQUENCES, BLOCK_N, STAGES, 3)),
             ],
             worker_num_warps=[4, 4, 1],

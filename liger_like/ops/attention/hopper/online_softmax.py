@@ -8,12 +8,13 @@ To look for such a row, a thread takes the maximum of 0 and its scores, read as 
 integers, and two floats. Floats from 0 on have the order of their integers, and floats below 0 are integers below 0.
 Exact maxima follow only where that bound is too high. Rows whose reference is below -SLACK always need them.
 
-Numbers of rows are tensors [ROWS, 4]: each of the four threads that share a row has its own. Assembly holds all this,
-since only there a warp can branch on its own, without a barrier among the four warps of its group.
+Numbers of such rows are tensors [ROWS, 4]: each of the four threads that share a row has its own. Assembly holds all
+this, since only there a warp can branch on its own, without a barrier among the four warps of its group.
 """
 
 import triton
 
+from liger_like.ops.attention.hopper.products import times_rows
 from liger_like.runtime.gluon import gl, gluon
 from liger_like.runtime.hopper import ROWS
 
@@ -125,11 +126,22 @@ def _times(x, factors, flags):
 
 @gluon.jit
 def softmax(s, references, total, acc, unit, dtype: gl.constexpr):
-    """Return p of a block of scores, the references and sums with it, and ``acc``, in parts, for these references."""
-    references, total, factors, flags = _raise(s, references, total, unit)
-    raised = ()
-    for i in gl.static_range(len(acc)):
-        raised += (_times(acc[i], factors, flags),)
-    finite = gl.where(references == float("-inf"), 0.0, references)
-    p = gl.exp2(s * unit - _across(finite, s))
-    return p.to(dtype), references, total + sum_in_threads(p), raised
+    """Return p of a block of scores, the references and sums with it, and ``acc``, in parts, for these references.
+
+    References [ROWS, 4] are seldom raised, as above. References [ROWS] are the greatest scores so far.
+    """
+    if len(references.shape) == 2:
+        references, total, factors, flags = _raise(s, references, total, unit)
+        raised = ()
+        for i in gl.static_range(len(acc)):
+            raised += (_times(acc[i], factors, flags),)
+        finite = gl.where(references == float("-inf"), 0.0, references)
+        p = gl.exp2(s * unit - _across(finite, s))
+        return p.to(dtype), references, total + sum_in_threads(p), raised
+    else:
+        new_max = gl.maximum(references, gl.max(s, 1) * unit)
+        finite = gl.where(new_max == float("-inf"), 0.0, new_max)
+        p = gl.exp2(s * unit - finite[:, None])
+        decay = gl.exp2(references - finite)
+        total = times_rows((total,), decay)[0] + sum_in_threads(p)
+        return p.to(dtype), new_max, total, times_rows(acc, decay)

@@ -59,6 +59,15 @@ def start_add_product(acc, a, b):
     return parts
 
 
+@gluon.jit
+def times_rows(acc, factors):
+    """Return a sum in parts, times a factor of each row."""
+    parts = ()
+    for i in gl.static_range(len(acc)):
+        parts += (acc[i] * gl.convert_layout(factors, gl.SliceLayout(1, acc[i].type.layout))[:, None],)
+    return parts
+
+
 @triton.constexpr_function
 def row_layout(width, dtype):
     """Return a layout of [ROWS, width] in which a thread has 16 bytes of a row at a time.
