@@ -42,6 +42,7 @@ from benchmark.kernels.attention_report import tables, write_report
 from benchmark.kernels.contestants import MATH, OPS, SPECS, Attention, libraries, shape_text
 from liger_like import testing
 from liger_like.ops.attention import choice
+from liger_like.runtime import replay
 
 PORTABLE = "liger_like, portable"
 REPLAYS, ROUNDS, QUICK_ROUNDS, QUICK_CASES = 4, 7, 3, 3
@@ -86,7 +87,9 @@ def gpu_row(name: str, build: Build, inputs: Inputs, upstream: Sequence[Tensor])
     """Return peak memory and timers of the kernels; the contestant PORTABLE runs the portable ones on every GPU."""
     setting = Setting(build, inputs, upstream)
     steps: dict[str, Step] = {"forward_us": setting.forward, "us": setting.step}
-    with mock.patch.object(choice, "WIDTHS", () if name == PORTABLE else choice.WIDTHS):
+    widths = () if name == PORTABLE else choice.WIDTHS
+    # without the plans of the contestants before: they repeat the launches of other kernels
+    with mock.patch.object(choice, "WIDTHS", widths), mock.patch.dict(replay.PLANS, clear=True):
         mib = peak_mib(steps["us"])[0]
         return {"mib": mib, **{key: partial(kernel_us, captured(step), setting) for key, step in steps.items()}}
 

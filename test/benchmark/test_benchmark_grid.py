@@ -1,11 +1,14 @@
 """The grid of attention shapes: what it times, how rounds become ratios, and what the tables say of them."""
 
 from functools import partial
+from types import SimpleNamespace
 
 import pytest
 
 from benchmark.common.measure import settle
-from benchmark.kernels import attention_grid, attention_grid_report
+from benchmark.kernels import attention, attention_grid, attention_grid_report
+from liger_like.ops.attention import choice
+from liger_like.runtime import replay
 
 OURS, PORTABLE, CUDNN, FLEX, FA4 = "liger_like", "liger_like, portable", *attention_grid.OTHERS
 
@@ -26,6 +29,20 @@ def test_cases(seed):
         assert 2**9 <= tokens <= 2**16
     assert [case.text() for case in attention_grid.cases(seed)] == [case.text() for case in cases]
     assert [case.text() for case in attention_grid.cases(2)] != [case.text() for case in cases]
+
+
+def test_portable_repeats_no_plan(monkeypatch):
+    """Plans would launch the kernels that another contestant chose."""
+    found = []
+    monkeypatch.setattr(attention, "Setting", lambda *_: SimpleNamespace(forward=None, step=None))
+    monkeypatch.setattr(attention, "captured", lambda step: step)
+    monkeypatch.setattr(attention, "peak_mib", lambda step: found.append((choice.WIDTHS, dict(replay.PLANS))) or [0.0])
+    monkeypatch.setitem(replay.PLANS, "of another contestant", True)
+    widths = choice.WIDTHS
+    for name in (OURS, PORTABLE):
+        attention.gpu_row(name, None, {}, ())
+    assert found == [(widths, {}), ((), {})]
+    assert "of another contestant" in replay.PLANS
 
 
 def timer(times):
