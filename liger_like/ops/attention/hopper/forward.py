@@ -386,7 +386,7 @@ def attention_fwd_hopper(
     blocks = masking.num_blocks(S, 64 * tile.groups)
     tiles = blocks * B * H
     programs = min(tiles, num_programs(q.device, 1))
-    rounds = 1 if masking.sequences else 2 if masking.uneven else 8  # short calls save the kernel that clears a counter
+    rounds = 1 if masking.sequences else 2 if masking.uneven else 3  # short calls save the kernel that clears a counter
     taken = torch.zeros(1, dtype=torch.int32, device=q.device) if tiles > rounds * programs else None
     launch(
         _attention_fwd_hopper_kernel,
