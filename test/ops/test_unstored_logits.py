@@ -1,6 +1,7 @@
 """Log-probabilities by kernels that store no logits: which calls take them, what runs around them, and themselves."""
 
 import types
+import warnings
 
 import pytest
 import torch
@@ -13,6 +14,7 @@ from liger_like.ops.losses.linear_token_loss import fused_linear_token_loss_ref
 from liger_like.ops.losses.row_kernels import launch_bwd
 from liger_like.ops.losses.rows import Options
 from liger_like.runtime import tma
+from liger_like.runtime.fallback import BROKEN, NotCompiledError
 from liger_like.runtime.launcher import recorded
 from liger_like.runtime.support import architecture, collected_reasons
 from liger_like.testing import assert_accurate
@@ -204,6 +206,35 @@ def test_logits_in_memory_where_no_kernel_can_load_the_operands(in_torch, device
     take = KINDS["frozen head"][0]
     assert_accurate(take(SPEC.fn), take(SPEC.ref), make, {"chunk_rows": 16}, draws(device))
     assert in_torch == {"reduce": 0, "differentiate": 0}
+
+
+@pytest.mark.parametrize("imports", [True, False])
+def test_kernels_that_a_newer_triton_does_not_compile(imports, in_torch, device, monkeypatch):
+    """Chunks whose memory is for exponentials get them from logits, also outside of the op of all chunks."""
+    monkeypatch.setitem(BROKEN, unstored.HOPPER, "")
+    del BROKEN[unstored.HOPPER]
+
+    def fail(*args):
+        raise NotCompiledError(unstored.HOPPER, AttributeError("gone"))
+
+    module = lambda name: types.SimpleNamespace(reduce_logits=fail) if imports else fail()  # noqa: E731
+    monkeypatch.setattr(unstored, "gluon_module", module)
+    make = lambda: inputs_of(device, (41,), torch.float16)  # noqa: E731
+    one, ref = (
+        lambda fn=fn, **kwargs: fn(**kwargs, loss_fn=lambda tokens: tokens.logprob * 2)
+        for fn in (ops.fused_linear_token_loss, fused_linear_token_loss_ref)
+    )
+    with pytest.warns(RuntimeWarning, match="do not compile"):
+        one(**make(), chunk_rows=16)
+    del BROKEN[unstored.HOPPER]
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        assert_accurate(one, ref, make, {"chunk_rows": 16}, draws(device))
+        take, options, names = KINDS["uniform"]
+        make_trained = lambda: trained(make(), *names)  # noqa: E731
+        del BROKEN[unstored.HOPPER]
+        assert_accurate(take(SPEC.fn), take(SPEC.ref), make_trained, options | {"chunk_rows": 16}, draws(device))
+    assert unstored.HOPPER in BROKEN
 
 
 @pytest.mark.gpu

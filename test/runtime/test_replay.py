@@ -10,8 +10,7 @@ import triton
 from torch.profiler import profile
 from triton.runtime.interpreter import InterpretedFunction
 
-from liger_like.ops.experts import choice
-from liger_like.runtime import fallback, launcher, machine, registry, replay, support
+from liger_like.runtime import fallback, launcher, machine, registry, replay, support, tma
 from liger_like.runtime.hopper import Descriptor
 from liger_like.runtime.launcher import launch
 from liger_like.runtime.replay import Plan, repeat, signature
@@ -298,7 +297,7 @@ def test_ops_of_mixtures_are_repeated(name, sizes, hopper, calls, monkeypatch):
     found = SimpleNamespace(run=lambda *args: None, function=None, packed_metadata=None)
     monkeypatch.setattr(launcher, "start", lambda *args: found)
     monkeypatch.setattr(InterpretedFunction, "params", (), raising=False)
-    monkeypatch.setattr(choice, "_is_hopper", lambda device: hopper)
+    monkeypatch.setattr(tma, "_is_hopper", lambda device: hopper)
     spec = next(spec for spec in SPECS if spec.name == name)
     for _ in range(3):
         run(spec.fn, spec.inputs(torch.float16, "cpu", lead=(37,), **sizes), spec.options[0])

@@ -19,7 +19,7 @@ from liger_like.ops.losses.products import even_step, in_memory_of, kept_first, 
 from liger_like.ops.losses.rows import OPTIONS_SCHEMA, Options, raise_bad_label
 from liger_like.ops.losses.steps import NO_WORD, add_chunk, fill_dlogits, fill_rows
 from liger_like.ops.losses.units import unit
-from liger_like.ops.losses.unstored import run_unstored, takes_no_logits, unstored_kernels
+from liger_like.ops.losses.unstored import loads_operands, run_unstored, takes_no_logits, unstored_kernels
 from liger_like.ops.losses.vocab_shards import SHARD_SCHEMA, Shard
 from liger_like.runtime.registry import op
 from liger_like.runtime.support import in_graph
@@ -280,7 +280,7 @@ def run_chunks(
     dx, dw, exponents, last_logits, last_x, dbias, du, db = outs[8:]
     _clear(call, outs, results)
     exponentials = more is not None and visit is None and any(needs) and _takes_no_logits(call, more)
-    unstored = exponentials and unstored_kernels(x, weight)
+    unstored = exponentials and loads_operands(x, weight)  # only an op imports what may not compile
     wide = more is not None and more.logits_dtype != x.dtype and not exponentials
     step, _ = _chunks(call, wide)
     count = kept_first(target, options.ignore_index, order, many=step < T and call.reads_count)

@@ -11,11 +11,12 @@ from torch import Tensor
 
 from liger_like.ops.losses.dw_sum import add_products, scale_rows
 from liger_like.ops.losses.exponentials import store_exponentials
-from liger_like.ops.losses.products import addmm, store_logits
+from liger_like.ops.losses.products import addmm, pitch, store_logits
 from liger_like.ops.losses.row_kernels import NOTHING, launch_bwd, launch_fwd
 from liger_like.ops.losses.rows import OPTIONS_SCHEMA, Options, top_words
-from liger_like.ops.losses.unstored import reduce_rows
+from liger_like.ops.losses.unstored import HOPPER, reduce_rows
 from liger_like.ops.losses.vocab_shards import SHARD_SCHEMA, Shard, launch_fwd_of_shard
+from liger_like.runtime.fallback import BROKEN
 from liger_like.runtime.layout import packed
 from liger_like.runtime.registry import op
 
@@ -60,8 +61,10 @@ def fill_rows(
     shard, options = _split(flat)
     torch.index_select(x, 0, index, out=x_c)
     if tops is not None and kept is None:
-        reduce_rows(x_c, weight, target, rows, index, options, z, tops)
-        return
+        if HOPPER not in BROKEN:
+            reduce_rows(x_c, weight, target, rows, index, options, z, tops)
+            return
+        z, kept = z.new_empty((len(z), pitch(len(weight))), dtype=torch.float32)[:, : len(weight)], z
     store_logits(z, x_c, weight, bias, None if u is None else u[index], b)
     wanted, more = _unless_empty(rows), _unless_empty(further) or NOTHING
     if tops is not None:

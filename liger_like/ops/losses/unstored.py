@@ -37,13 +37,16 @@ def takes_no_logits(x: Tensor, weight: Tensor, logits_dtype: torch.dtype, option
     return (plain or refused(NOT_PLAIN)) and (on_hopper(x, weight) or refused(NOT_HALF))
 
 
+def loads_operands(x: Tensor, weight: Tensor) -> bool:
+    """Return True if these kernels can load the operands, and none was found not to compile."""
+    return ((moved_by_tma(x) and moved_by_tma(weight)) or refused(NO_TMA)) and (
+        HOPPER not in BROKEN or refused(f"{HOPPER} {BROKEN[HOPPER]}")
+    )
+
+
 def unstored_kernels(x: Tensor, weight: Tensor) -> Any:
     """Return the module of these kernels, or False if they cannot load the operands."""
-    return (
-        ((moved_by_tma(x) and moved_by_tma(weight)) or refused(NO_TMA))
-        and (HOPPER not in BROKEN or refused(f"{HOPPER} {BROKEN[HOPPER]}"))
-        and gluon_module(HOPPER)
-    )
+    return loads_operands(x, weight) and gluon_module(HOPPER)
 
 
 def reduce_rows(
