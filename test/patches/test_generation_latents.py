@@ -248,6 +248,39 @@ def test_the_kernel(hidden, room):
 
 
 @torch.no_grad()
+@pytest.mark.parametrize(("rows", "rooms"), [(1, (26, 40)), (3, (26, 40)), (3, (30, 30))])
+def test_rooms_of_caches(rows, rooms):
+    """Caches of one sequence, and those whose latents and rotated features have other strides, are read as they are."""
+    module, held, query = layer()
+    held = latents.Latents(*(nn.functional.pad(t[:rows], (0, 0, 0, n - 26)) for t, n in zip(held, rooms, strict=True)))
+    held = latents.Latents(*(t[:, :, :26] for t in held))
+    keep = torch.ones(rows, 26, dtype=torch.bool, device=DEVICE)
+    keep[0, :4] = False
+    mask, key, value = Mask(right=0, padding=keep), *held.expanded(module)
+    expected = attend(module, query[:rows], key, value, mask, scaling=module.scaling)[0]
+    torch.testing.assert_close(attend(module, query[:rows], held, None, mask, scaling=module.scaling)[0], expected)
+
+
+@torch.no_grad()
+def test_compiled_caches():
+    """Inductor computes a part of a cache alone, without the room before it; lengths may be symbols."""
+    module, held, query = layer()
+    keep = torch.ones(3, 24, dtype=torch.bool, device=DEVICE)
+    keep[1, :4] = False
+
+    def step(query, keep, *held):
+        cache = latents.Latents(*((t * 2)[:, :, 2:] for t in held))
+        return attend(module, query, cache, None, Mask(right=0, padding=keep), scaling=module.scaling)[0]
+
+    torch.compiler.reset()
+    torch.testing.assert_close(torch.compile(step, fullgraph=True)(query, keep, *held), step(query, keep, *held))
+    compiled = torch.compile(step, backend="eager", fullgraph=True, dynamic=True)
+    for n in (24, 21):
+        inputs = query, keep[:, :n].contiguous(), *(t[:, :, : n + 2].contiguous() for t in held)
+        torch.testing.assert_close(compiled(*inputs), step(*inputs))
+
+
+@torch.no_grad()
 def test_compiled_in_one_graph(decoded, monkeypatch):
     """A static cache: its padding is known on the device alone."""
     module, held, query = layer()
