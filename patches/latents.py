@@ -123,13 +123,15 @@ def decode_seen(module: Any, q: Tensor, held: Latents, seen: "Seen | None", **sc
     if seen is None:
         lengths = torch.full((q.shape[0],), held.latents.shape[2], dtype=torch.int32, device=q.device)
         return decode(module, q, held.rotated.transpose(1, 2), held.latents.transpose(1, 2), None, lengths, **scores)
-    rooms = {divmod(cache.stride(0), cache.stride(2)) for cache in held}
-    if len(rooms) > 1 or any(rest for _, rest in rooms):
-        return decode_seen(module, q, Latents(*(cache.contiguous() for cache in held)), seen, **scores)
-    ((room, _),) = rooms
     B, _, S, _ = held.latents.shape
-    tokens = (B - 1) * room + S  # a view, also where a cache has room behind the tokens of each sequence
-    latents, rotated = (c.as_strided((tokens, 1, 1, c.shape[3]), (c.stride(2), 1, 1, c.stride(3))) for c in held)
+    rooms = set() if torch.compiler.is_compiling() else {divmod(c.stride(0), c.stride(2)) for c in held}
+    if B > 1 and len(rooms) == 1 and not any(rest for _, rest in rooms):
+        ((room, _),) = rooms  # a view also where a cache has room behind the tokens of each sequence
+        tokens = (B - 1) * room + S
+        latents, rotated = (c.as_strided((tokens, 1, 1, c.shape[3]), (c.stride(2), 1, 1, c.stride(3))) for c in held)
+    else:  # Inductor may compute a cache with other strides than it has when traced
+        room = S
+        latents, rotated = (c.reshape(B * S, 1, 1, c.shape[3]) for c in held)
     return decode(module, q, rotated, latents, *seen.pages(room), **scores)
 
 
@@ -155,7 +157,7 @@ class Seen:
         return self._pages[room], self.lengths
 
 
-_last: tuple[Any, int, Seen] | None = None  # mask, number of tokens, and what was made from them
+_last: tuple[Any, tuple[Any, ...], Seen] | None = None  # mask, sizes, and what was made from them
 
 
 def seen_by(mask: Any, query: Tensor, S: int) -> Seen:
@@ -163,9 +165,10 @@ def seen_by(mask: Any, query: Tensor, S: int) -> Seen:
     global _last
     if torch.compiler.is_compiling() or in_graph(query):
         return Seen.of(mask, query, S)
-    if _last is None or _last[0] is not mask or _last[1] != S:
-        _last = mask, S, Seen.of(mask, query, S)
-    return _last[2]
+    sizes, last = (len(query), S, query.device), _last
+    if last is None or last[0] is not mask or last[1] != sizes:
+        _last = last = mask, sizes, Seen.of(mask, query, S)
+    return last[2]
 
 
 def is_plain(module: Any) -> bool:

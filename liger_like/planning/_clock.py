@@ -131,6 +131,6 @@ class Clock:
     def _collective(self, name: str, args: Any, out: Any) -> None:
         """Count all but this GPU's own part of an all-gather or a reduce-scatter."""
         kind = name.replace("_", "")
-        if "allgather" in kind or "reducescatter" in kind:  # functional ones return what others are given
-            sizes = sorted((moved(args[0]), moved(args[1], out)))
+        if "allgather" in kind or "reducescatter" in kind:
+            sizes = sorted((moved(args[0]), moved(args[1]) or moved(out)))  # functional ones take no output
             self.groups["network"] += (sizes[1] - sizes[0]) / self.link

@@ -57,7 +57,8 @@ class Prediction:
     @property
     def limited_by(self) -> str:
         """Return what takes the most time, and its share of the step; "host" and "copies" only where the GPU waits."""
-        times = {k: t for k, t in self.times.items() if k not in ("host", "copies") or t == self.seconds}
+        gpu = sum(t for k, t in self.times.items() if k not in ("host", "copies", "bubble"))
+        times = {k: t for k, t in self.times.items() if k not in ("host", "copies") or t > gpu}
         name = max(times, key=times.__getitem__, default="")
         return f"{name} {100 * times[name] / self.seconds:.0f} %" if self.seconds else ""
 

@@ -167,9 +167,11 @@ def _largest(
     """Return the candidate with the largest micro-batch that fits, else the one with the smallest."""
     rows = batch // base.fsdp
     sizes = [n for n in range(1, rows + 1) if rows % n == 0]
-    passes = 1 if base.step_in_backward else 2 * base.pp if base.pp > 1 else None
-    passes = fix.get("accumulation", passes)
+    pipeline = 2 * base.pp if base.pp > 1 and "micro_batch" not in fix else None
+    passes = fix.get("accumulation", 1 if base.step_in_backward else pipeline)
     sizes = [n for n in sizes if n == fix.get("micro_batch", n) and rows // n == (passes or rows // n)]
+    if not sizes and passes and passes == pipeline:
+        raise ValueError(f"batch must be a multiple of fsdp x 2 x pp, {base.fsdp * passes}, got {batch}")
     if not sizes:
         given = ", ".join(f"{name} {fix[name]}" for name in ("micro_batch", "accumulation") if name in fix)
         raise ValueError(f"micro_batch times accumulation must be the {rows} rows of a GPU, got {given}")

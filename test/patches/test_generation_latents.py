@@ -248,9 +248,23 @@ def test_the_kernel(hidden, room):
 
 
 @torch.no_grad()
-def test_compiled_in_one_graph(decoded, monkeypatch):
-    """A static cache: its padding is known on the device alone."""
+@pytest.mark.parametrize(("rows", "rooms"), [(1, (26, 40)), (3, (26, 40)), (3, (30, 30))])
+def test_rooms_of_caches(rows, rooms):
+    """Caches of one sequence, and those whose latents and rotated features have other strides, are read as they are."""
     module, held, query = layer()
+    held = latents.Latents(*(nn.functional.pad(t[:rows], (0, 0, 0, n - 26)) for t, n in zip(held, rooms, strict=True)))
+    held = latents.Latents(*(t[:, :, :26] for t in held))
+    keep = torch.ones(rows, 26, dtype=torch.bool, device=DEVICE)
+    keep[0, :4] = False
+    mask, key, value = Mask(right=0, padding=keep), *held.expanded(module)
+    expected = attend(module, query[:rows], key, value, mask, scaling=module.scaling)[0]
+    torch.testing.assert_close(attend(module, query[:rows], held, None, mask, scaling=module.scaling)[0], expected)
+
+
+@torch.no_grad()
+def test_compiled_in_one_graph(decoded, monkeypatch):
+    """A static cache: its padding is known on the device alone, and its strides may be others when Inductor runs."""
+    (module, held, query), codes = layer(), []
     keep, ends = torch.ones(3, 26, dtype=torch.bool, device=DEVICE), torch.full((3, 1), 21, device=DEVICE)
     keep[1, :4] = False
     mask = Mask(spans=torch.stack((ends * 0, ends)).int(), padding=keep)
@@ -258,10 +272,15 @@ def test_compiled_in_one_graph(decoded, monkeypatch):
     def step(query, *held):
         return attend(module, query, *module.expand_kv(*held), mask, scaling=module.scaling)[0]
 
+    def noted(graph, inputs):
+        codes.append(graph.code)
+        return graph
+
     torch.compiler.reset()
-    compiled = torch.compile(step, backend="eager", fullgraph=True)
+    compiled = torch.compile(step, backend=noted, fullgraph=True)
     assert torch.equal(compiled(query, *held), step(query, *held))
     assert len(decoded) == 2
+    assert "as_strided" not in codes[0]
     monkeypatch.setattr(attention, "decode_seen", latents.decode_seen)  # the list that grows would compile again
     compiled(query, *held)
     step(query, *held)

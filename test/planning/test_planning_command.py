@@ -120,6 +120,8 @@ def test_pipelines_have_the_micro_batches_of_the_example():
     rows = searched(rough([]), H200, 4, 16, 2048, {"pp": 2, "checkpoint": "full"})
     assert rows[0].setting == Setting(2, 2048, accumulation=4, checkpoint="full", fsdp=2, pp=2, dtype="fp32")
     assert start(rows[0]).startswith("torchrun --nproc-per-node 4 -m examples.parallel --fsdp 2 --pp 2 --batch 16 ")
+    (row,) = searched(rough([]), H200, 2, 16, 2048, {"pp": 2, "checkpoint": "full", "micro_batch": 1})
+    assert row.setting.accumulation == 16
 
 
 def test_commands_that_start():
@@ -151,6 +153,7 @@ def test_commands_that_start():
         (["--out", f"{__file__}/inside"], "out or the file of rates cannot be used: "),
         (["--gpu", "here"], "gpu must be measured before it is here: run liger-like plan CONFIG --calibrate"),
         (["--calibrate"], "calibrate needs a GPU that torch can use, got none"),
+        (["--gpus", "2", "--fix", "pp=2"], "batch must be a multiple of fsdp x 2 x pp, 4, got 1"),
         (["--gpus", "2", "--fix", "tp=4"], "tp times pp must divide gpus, 2, got tp 4"),
         (
             ["--fix", "checkpoint=full", "--fix", "checkpoint_layers=99"],

@@ -1,6 +1,7 @@
 """Plans of tensor and pipeline parallelism: a GPU has the bytes that a process of examples/parallel.py has."""
 
 import json
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -8,7 +9,7 @@ import torch
 import torch.distributed as dist
 from distributed import run
 from test_planning_command import prediction
-from transformers import LlamaConfig, LlamaForCausalLM, Qwen2Config
+from transformers import LlamaConfig, LlamaForCausalLM, MistralConfig, OlmoConfig, Qwen2Config, Qwen3Config
 
 import liger_like
 from examples import parallel
@@ -89,9 +90,31 @@ def test_the_time_of_a_pipeline():
     found = of_pipeline([slow, large], 4)
     assert (found.gib, found.seconds, found.times["bubble"]) == (3.0, 2.5, 0.5)
     assert of_pipeline([slow], 4) is slow
+    waiting = of_pipeline([replace(slow, times={"products": 0.5, "host": 2.0}), large], 4)
+    assert waiting.limited_by == "host 80 %"
+
+
+def test_norms_without_weights():
+    config = OlmoConfig(**SIZES, pad_token_id=None, num_key_value_heads=2, num_hidden_layers=2)
+    assert predict(config, Setting(1, SEQ, pp=2, accumulation=4, dtype="fp32")).times["bubble"] > 0
+
+
+def test_collectives_send_all_but_the_part_of_this_gpu():
+    """FSDP2 gathers parameters in bf16, except once for each layer and its backward, and scatters gradients in fp32."""
+    setting = Setting(1, SEQ, fsdp=4, dtype="fp32")
+    model = made(setting)
+    words = model.model.embed_tokens.weight.numel()
+    total = sum(p.numel() for p in model.parameters())
+    layers_alone = total - 2 * words - SIZES["hidden_size"]
+    *_, clock, _ = layers.trace_step(model, setting, "h200")
+    gathered = 2 * (total + layers_alone)  # layers again in the backward
+    assert clock.groups["network"] * clock.link == pytest.approx(0.75 * (gathered + 4 * total), rel=1e-2)
 
 
 TIED = LlamaConfig(**SIZES, num_hidden_layers=2, tie_word_embeddings=True)
+WINDOWS = MistralConfig(**SIZES, num_key_value_heads=2, num_hidden_layers=2, sliding_window=16)
+NORMS = Qwen3Config(**SIZES, head_dim=32, num_key_value_heads=2, num_hidden_layers=2)
+DROPOUT = LlamaConfig(**SIZES, num_key_value_heads=2, num_hidden_layers=2, attention_dropout=0.1)
 SLIDING = Qwen2Config(**SIZES, num_key_value_heads=2, num_hidden_layers=2, use_sliding_window=True, max_window_layers=0)
 GROUPED = {"checkpoint": "full", "checkpoint_layers": 2}
 
@@ -104,6 +127,9 @@ GROUPED = {"checkpoint": "full", "checkpoint_layers": 2}
         (MODEL, {"tp": 2, "seq": 63}, "seq must be a multiple of tp x cp, 2, got 63"),
         (MODEL, {"pp": 4}, "pp must be at most the model's 3 layers, got 4"),
         (SLIDING, {"pp": 2}, "pp must be 1 for Qwen2"),
+        (WINDOWS, {"tp": 2}, "tp must be 1 for Mistral"),
+        (NORMS, {"tp": 2}, "tp must be 1 for Qwen3ForCausalLM: gradients of its k_norm are not summed over heads"),
+        (DROPOUT, {"pp": 2}, "pp must be 1 for LlamaForCausalLM: its attention is not patched"),
         (MODEL, {"tp": 2, "patched": False}, "tp must be 1 unless patched"),
         (MODEL, {"pp": 2, "tiled_mlp": True}, "pp must be 1 with tiled_mlp, got 2"),
         (MODEL, {"tp": 2} | GROUPED, "tp must be 1 with checkpoint_layers, got 2"),

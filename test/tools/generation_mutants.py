@@ -114,7 +114,7 @@ GENERATING = [
         "options of the scores are dropped",
     ),
     (LATENTS, "tokens = (B - 1) * room + S", "tokens = B * room", "the view of a cache ends behind its memory"),
-    (LATENTS, "_last[0] is not mask or ", "", "a step takes the padding of the last one"),
+    (LATENTS, "last[0] is not mask or ", "", "a step takes the padding of the last one"),
     (
         LATENTS,
         "type(linear) is nn.Linear\n",
