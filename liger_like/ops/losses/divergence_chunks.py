@@ -168,4 +168,4 @@ def linear_divergence_bwd(*args: Any) -> tuple[Tensor, ...]:
             order=index, dloss=dloss,
         )  # fmt: skip
 
-    return slices._gradients(call, TokenBackward(WIDE, None, None, None), visit)
+    return slices._gradients(call, TokenBackward(WIDE, None, None, None, None), visit)
