@@ -14,6 +14,7 @@ from liger_like.ops import flash_attention
 from liger_like.parallel.host_memory import ENGINES
 from liger_like.planning._clock import OURS
 from liger_like.planning._machine import GPU, GPUS, keep
+from liger_like.runtime.support import architecture
 
 LOAD = 2.0  # seconds under load before the first measurement
 TIMES = 9  # measurements of each rate, of which the median counts
@@ -29,10 +30,11 @@ def calibrated() -> GPU:
         raise ValueError("calibrate needs a GPU that torch can use, got none")
     device = torch.device("cuda", torch.cuda.current_device())
     properties: Any = torch.cuda.get_device_properties(device)
-    sheet = GPUS[{8: "a100", 9: "h200", 10: "b200"}.get(properties.major, "h200")]
+    kind = architecture(device)
+    sheet = GPUS[{8: "a100", 9: "h200", 10: "b200"}.get(kind, "h200")]
     found = GPU(
         name=properties.name,
-        architecture=properties.major,
+        architecture=kind,
         multiprocessors=properties.multi_processor_count,
         l2=properties.L2_cache_size,
         shared_memory=properties.shared_memory_per_block_optin,

@@ -68,9 +68,11 @@ def gpu_of(gpu: Any) -> GPU:
     if isinstance(gpu, GPU):
         return gpu
     if gpu == HERE:
-        if not path().exists():
-            raise ValueError(f"gpu must be measured before it is {HERE}: run liger-like plan CONFIG --calibrate")
-        return GPU(**json.loads(path().read_text()))
+        try:
+            return GPU(**json.loads(path().read_text()))
+        except (FileNotFoundError, TypeError, ValueError):  # other fields, or no JSON
+            measure = "run liger-like plan CONFIG --calibrate"
+            raise ValueError(f"gpu must be measured before it is {HERE}, got no rates in {path()}: {measure}") from None
     if isinstance(gpu, str) and gpu.lower() in GPUS:
         return GPUS[gpu.lower()]
     try:

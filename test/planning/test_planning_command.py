@@ -10,7 +10,7 @@ import torch
 from examples.train import CONFIGS
 from liger_like import cli
 from liger_like.planning import GPUS, Prediction, Setting, _command, plan
-from liger_like.planning._machine import gpu_of, keep
+from liger_like.planning._machine import gpu_of, keep, path
 from liger_like.planning._report import start
 from liger_like.planning._search import Candidate, searched
 from liger_like.planning._tracer import KINDS
@@ -114,6 +114,10 @@ def test_rates_that_were_measured_are_kept(tmp_path, monkeypatch):
     own = dataclasses.replace(H200, name="mine", tflops=1.0, calibrated=True)
     keep(own)
     assert gpu_of("here") == own
+    for damaged in ('{"name": 1}', "{"):
+        path().write_text(damaged)
+        with pytest.raises(ValueError, match="before it is here, got no rates in "):
+            gpu_of("here")
 
 
 def test_pipelines_have_the_micro_batches_of_the_example():
@@ -151,7 +155,7 @@ def test_commands_that_start():
         (["--seq", "0"], "seq must be at least 1, got 0"),
         (["--out", __file__], "out must be a folder, got the file "),
         (["--out", f"{__file__}/inside"], "out or the file of rates cannot be used: "),
-        (["--gpu", "here"], "gpu must be measured before it is here: run liger-like plan CONFIG --calibrate"),
+        (["--gpu", "here"], "gpu must be measured before it is here, got no rates in "),
         (["--calibrate"], "calibrate needs a GPU that torch can use, got none"),
         (["--gpus", "2", "--fix", "pp=2"], "batch must be a multiple of fsdp x 2 x pp, 4, got 1"),
         (["--gpus", "2", "--fix", "tp=4"], "tp times pp must divide gpus, 2, got tp 4"),
