@@ -413,7 +413,7 @@ def test_widths_follow_a_change_of_their_table(monkeypatch):
 
 
 # tiles of three programs, left and right of a window, packed sequences -> whether a counter hands the tiles out
-COUNTED = {(24, -1, -1, 0): False, (25, -1, -1, 0): True, (24, 9, 0, 0): False, (6, -1, 0, 0): False}
+COUNTED = {(9, -1, -1, 0): False, (10, -1, -1, 0): True, (9, 9, 0, 0): False, (6, -1, 0, 0): False}
 COUNTED |= {(7, -1, 0, 0): True, (2, -1, -1, 1): True}
 
 
