@@ -9,7 +9,6 @@ checkpoints. ``gib`` is the peak of all that torch allocated in warm steps, ``re
 """
 
 import argparse
-import gc
 import statistics
 from functools import partial
 from typing import Any
@@ -19,7 +18,7 @@ import torch
 from benchmark.common.markdown import Row
 from benchmark.common.measure import attempt, environment, rounded, update
 from benchmark.common.processes import DEVICE, GPU, reset_peak, times
-from benchmark.training.training import tokens_of
+from benchmark.training.training import clear, tokens_of
 from examples.train import CONFIGS
 from liger_like.parallel import group_checkpoints, step_in_backward
 from liger_like.planning import Setting
@@ -88,13 +87,6 @@ def measured(config: Any, setting: Setting) -> Row:
     peaks = (torch.cuda.max_memory_allocated(), torch.cuda.max_memory_reserved()) if GPU else (0, 0)
     gib, reserved = (peak / 2**30 for peak in peaks)
     return {"ms": ms, "tokens": setting.batch * setting.seq / ms * 1e3, "gib": gib, "reserved": reserved}
-
-
-def clear() -> None:
-    """Free what the setting before left."""
-    gc.collect()
-    if GPU:
-        torch.cuda.empty_cache()
 
 
 def main() -> None:

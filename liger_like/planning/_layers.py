@@ -190,9 +190,9 @@ class Segment(NamedTuple):
 
 
 def replayed(model: Any, setting: Setting, gpu: GPU | str | float) -> Prediction | None:
-    """Return what a whole trace of ``model`` would say, from few of its layers; None if these do not repeat.
+    """Return what a whole trace of ``model`` would say, from few of its layers.
 
-    Of a pipeline, whose passes overlap, it is None.
+    Returns None if the layers do not repeat, and for a pipeline, whose passes overlap.
     """
     cuts = None if setting.pp > 1 else cuts_of(model.config, _models.layers_of(model), setting)
     if cuts is None:

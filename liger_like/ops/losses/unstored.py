@@ -31,7 +31,7 @@ NOT_HALF = "the kernels that store no logits take bfloat16 and float16 on a Hopp
 def takes_no_logits(x: Tensor, weight: Tensor, logits_dtype: torch.dtype, options: Options, *absent: Any) -> bool:
     """Return True if the kernels that store no logits take such a call, wherever its operands are in memory.
 
-    No tensor of ``absent`` may exist. Their scores are those of logits that are rounded to nothing.
+    All of ``absent`` must be None. The kernels round no score.
     """
     plain = options.softcap is None and all(t is None for t in absent) and logits_dtype == torch.float32
     return (plain or refused(NOT_PLAIN)) and (on_hopper(x, weight) or refused(NOT_HALF))
