@@ -9,13 +9,28 @@ from liger_like.runtime.support import architecture
 from liger_like.testing import assert_accurate
 from liger_like.testing.inputs import attention_inputs
 
-KEYS = 900  # enough for three warp groups without a mask
+KEYS = 900  # enough for three warp groups without a mask, with heads of up to 96
 SCORES = {
     "far below zero": torch.full((KEYS,), -400.0),
     "rising along the loop": torch.arange(KEYS, 0, -1) / 4,  # it runs from the last key to the first
+    "rising far below zero": torch.arange(KEYS, 0, -1) / 4 - 400,
+    "rising from far below to far above": torch.arange(KEYS, 0, -1) / 4 - 112,
     "one far above": torch.where(torch.arange(KEYS) == 100, 60.0, 0.0),
 }
-each_width = pytest.mark.parametrize(("D", "Dv"), [(64, 64), (80, 80), (96, 96)])
+each_width = pytest.mark.parametrize(
+    ("D", "Dv", "options"),
+    [
+        (64, 64, {}),
+        (64, 64, {"causal": True}),
+        (80, 80, {}),
+        (96, 96, {}),
+        (128, 128, {}),
+        (128, 128, {"softcap": 70.0}),
+        (192, 128, {"causal": True}),
+        (256, 256, {}),
+    ],
+    ids=lambda value: "-".join(value) or "full" if isinstance(value, dict) else None,
+)
 
 
 def inputs_with(scores, D, Dv, dtype):
@@ -34,18 +49,18 @@ def inputs_with(scores, D, Dv, dtype):
 @each_width
 @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16], ids=str)
 @pytest.mark.parametrize("name", SCORES)
-def test_scores_far_from_zero(name, D, Dv, dtype, poisoned):
+def test_scores_far_from_zero(name, D, Dv, options, dtype, poisoned):
     make = lambda: inputs_with(SCORES[name], D, Dv, dtype)  # noqa: E731
-    options = {"scale": 1.0, "return_lse": True}
+    options = options | {"scale": 1.0, "return_lse": True}
     assert_accurate(ops.flash_attention, flash_attention_ref, make, options, 2, k=2)
 
 
 @pytest.mark.gpu
 @each_width
-def test_no_row_changes_the_bits_of_others(D, Dv, poisoned):
+def test_no_row_changes_the_bits_of_others(D, Dv, options, poisoned):
     """The 16 rows of a warp decide together whether to look for maxima, but each raises its own reference."""
     inputs = inputs_with(SCORES["one far above"] / 10, D, Dv, torch.bfloat16)
-    options = {"scale": 0.2, "return_lse": True}
+    options = options | {"scale": 0.2, "return_lse": True}
     expected = ops.flash_attention(**inputs, **options)
     rows = torch.arange(KEYS, device="cuda") % 16 == 5
     q = torch.where(rows[:, None, None], 30 * inputs["q"], inputs["q"])

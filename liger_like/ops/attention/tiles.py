@@ -153,15 +153,17 @@ class HopperForward(NamedTuple):
 
 
 TWO = HopperForward(2, 128, 2)
-THREE = HopperForward(3, 128, 2, turns=True, overlap=False)
+LAZY = TWO._replace(lazy=True)
+THREE = HopperForward(3, 128, 2, turns=True, overlap=False, lazy=True)
 OVERLAPPED = THREE._replace(overlap=True)
-WITH_QUERIES = TWO._replace(loaded=1)
-WIDE = HopperForward(2, 64, 2, loaded=1)
+SHORT = OVERLAPPED._replace(block_n=64, stages=4)
+WITH_QUERIES = LAZY._replace(loaded=1)
+WIDE = HopperForward(2, 64, 2, turns=True, loaded=1, lazy=True)
 # widest head -> options of two warp groups, of three, and instead of two for windows; the keys from which three pay
 HOPPER_FORWARD = {
-    (64, 64): (TWO, OVERLAPPED, HopperForward(3, 64, 4), 512),
-    (96, 96): (TWO, THREE._replace(lazy=True), TWO, 512),
-    (128, 128): (TWO, THREE, TWO, 4000),
+    (64, 64): (TWO, OVERLAPPED, SHORT._replace(turns=False), 512),
+    (96, 96): (TWO, THREE, SHORT, 512),
+    (128, 128): (LAZY, THREE, LAZY, 1024),
     (192, 128): (WITH_QUERIES, WITH_QUERIES, WITH_QUERIES, 0),
     (256, 256): (WIDE, WIDE, WIDE, 0),
 }
@@ -177,7 +179,7 @@ def hopper_forward(D: int, Dv: int, masking: Masking, S: int, SK: int) -> Hopper
     rows = HOPPER_FORWARD.items()
     two, three, window, least = next(row for (width, width_v), row in rows if width >= D and width_v >= Dv)
     if masking.softcap is not None:
-        return two._replace(loaded=0)
+        return two._replace(loaded=0, turns=False)
     if masking.max_seqlen_q <= 128:
         return two
     documents = max(1, masking.sequences / 2)  # most tokens are in documents longer than the average

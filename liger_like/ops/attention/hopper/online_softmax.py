@@ -6,7 +6,8 @@ threads that share a row exchange nothing, and no sum is rescaled.
 
 To look for such a row, a thread takes the maximum of 0 and its scores, read as integers: one instruction compares three
 integers, and two floats. Floats from 0 on have the order of their integers, and floats below 0 are integers below 0.
-Exact maxima follow only where that bound is too high. Rows whose reference is below -SLACK always need them.
+That bound is too high for a row whose reference is below -SLACK. There the least of the integers without a sign counts:
+it is the greatest score if all are below 0. Exact maxima follow only where a row exceeds its reference.
 
 Numbers of such rows are tensors [ROWS, 4]: each of the four threads that share a row has its own. Assembly holds all
 this, since only there a warp can branch on its own, without a barrier among the four warps of its group.
@@ -55,46 +56,49 @@ def _across(x, like):
 
 
 @triton.constexpr_function
-def _raise_in_assembly(count):
+def _raise_in_assembly(count, first):
     """Return assembly and constraints of ``_raise`` for ``count`` scores of each of a thread's two rows.
 
     Outputs: references, sums, factors, flags. Inputs: references, sums, scores, unit. Each has an operand per row.
     """
     unit = f"${12 + 2 * count}"
-    rows = [(m, i, [f"${12 + 2 * n + i}" for n in range(count)]) for i, m in enumerate("mn")]
+    rows = [(m, least, i, [f"${12 + 2 * n + i}" for n in range(count)]) for i, (m, least) in enumerate(("mu", "nv"))]
 
-    def greatest(kind, m, values):
-        return "".join(
-            f"max.{kind} {m}, {a}, {b};" for a, b in zip([values[0]] + [m] * count, values[1:], strict=False)
-        )
+    def fold(kind, m, values):
+        return "".join(f"{kind} {m}, {a}, {b};" for a, b in zip([values[0]] + [m] * count, values[1:], strict=False))
 
     def test(i, m, holds):
         """Say whether the score ``m`` exceeds the reference of a row by more than SLACK."""
         return f"neg.f32 x, ${i}; fma.rn.f32 x, {m}, {unit}, x; setp.{holds}, x, {SLACK.value:f}"
 
-    bounds = [greatest("s32", m, [*scores, "0"]) for m, _, scores in rows]
-    tests = [test(0, "m", "gtu.f32 high"), ";", test(1, "n", "gtu.or.f32 high"), ", high;"]
-    vote = ["vote.sync.any.pred high, high, -1; selp.b32 $6, 1, 0, high; mov.b32 $7, $6; @!high bra DONE;"]
-    maxima = [greatest("f32", m, scores) for m, _, scores in rows]
+    vote = f"{test(0, 'm', 'gt.f32 high')}; {test(1, 'n', 'gt.or.f32 high')}, high; vote.sync.any.pred high, high, -1;"
+    leave = "@!high bra DONE;"
+    bounds = [fold("max.s32", m, [*scores, "0"]) for m, _, _, scores in rows]
+    below = [
+        f"{fold('min.u32', least, scores)} setp.lt.f32 own, ${i}, {-SLACK.value:f}; selp.b32 {m}, {least}, {m}, own;"
+        for m, least, i, scores in rows
+    ]
+    search = ["mov.b32 $6, 0; mov.b32 $7, 0;", *bounds, vote, leave, *below, vote, leave]
+    maxima = [fold("max.f32", m, scores) for m, *_, scores in rows]
     maxima += [f"shfl.sync.bfly.b32 x, {m}, {by}, 31, -1; max.f32 {m}, {m}, x;" for by in (1, 2) for m, *_ in rows]
     raised = [
         f"{test(i, m, 'gt.f32 own')}; mul.f32 {m}, {m}, {unit}; selp.f32 {m}, {m}, ${i}, own; sub.f32 x, ${i}, {m};"
         f"mov.b32 ${i}, {m}; ex2.approx.ftz.f32 x, x; selp.f32 ${4 + i}, x, 1.0, own;"
-        f"mul.f32 ${2 + i}, ${2 + i}, ${4 + i};"
-        for m, i, _ in rows
+        f"mul.f32 ${2 + i}, ${2 + i}, ${4 + i}; mov.b32 ${6 + i}, 1;"
+        for m, _, i, _ in rows
     ]
-    lines = ["{ .reg .pred high, own; .reg .b32 m, n, x;", *bounds, *tests, *vote, *maxima, *raised]
+    lines = ["{ .reg .pred high, own; .reg .b32 m, n, u, v, x;", *([] if first else search), *maxima, *raised]
     return " ".join([*lines, "DONE: }"]), ",".join(["=&r"] * 8 + [*"0123"] + ["r"] * (2 * count + 2))
 
 
 @gluon.jit
-def _raise(s, references, total, unit):
+def _raise(s, references, total, unit, FIRST: gl.constexpr):
     """Return the references and sums of rows once they suffice for the scores ``s``, the factors of former sums, and
-    whether the warp has any but 1.
+    whether the warp has any but 1. The first scores of all rows need no search.
     """
     pairs = _in_threads(s).split()
     scores = _halved((pairs[0].reshape([ROWS, s.shape[1] // 2]), pairs[1].reshape([ROWS, s.shape[1] // 2])))
-    ASSEMBLY: gl.constexpr = _raise_in_assembly(len(scores))
+    ASSEMBLY: gl.constexpr = _raise_in_assembly(len(scores), FIRST)
     layout: gl.constexpr = scores[0].type.layout
     former = gl.convert_layout(references, layout), gl.convert_layout(total, layout)
     references, raised, factors, flags = gl.inline_asm_elementwise(
@@ -131,7 +135,7 @@ def softmax(s, references, total, acc, unit, dtype: gl.constexpr):
     References [ROWS, 4] are seldom raised, as above. References [ROWS] are the greatest scores so far.
     """
     if len(references.shape) == 2:
-        references, total, factors, flags = _raise(s, references, total, unit)
+        references, total, factors, flags = _raise(s, references, total, unit, len(acc) == 0)
         raised = ()
         for i in gl.static_range(len(acc)):
             raised += (_times(acc[i], factors, flags),)
