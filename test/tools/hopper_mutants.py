@@ -197,7 +197,12 @@ HOPPER = [
     (SOFTMAX, "*bounds, vote, leave", '*bounds, vote, "bra DONE;"', "no reference is raised"),
     (SOFTMAX, "*below, vote, leave", '*below, vote, "bra DONE;"', "no reference is raised after a second look"),
     (SOFTMAX, "min.u32", "min.s32", "the bound of scores of both signs is the greatest below zero"),
-    (SOFTMAX, "{-SLACK.value:f}; selp", "{SLACK.value:f}; selp", "the least score above zero counts for low references"),
+    (
+        SOFTMAX,
+        "{-SLACK.value:f}; selp",
+        "{SLACK.value:f}; selp",
+        "the least score above zero counts for low references",
+    ),
     (SOFTMAX, "mov.b32 ${6 + i}, 1;", "", "the output stays relative to another reference"),
     (SOFTMAX, "selp.f32 {m}, {m}, ${i}, own;", "max.f32 {m}, {m}, ${i};", "a reference moves without its sums"),
     (SOFTMAX, "for by in (1, 2)", "for by in (1,)", "two of four threads share a maximum"),

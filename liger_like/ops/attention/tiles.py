@@ -174,7 +174,7 @@ def hopper_forward(D: int, Dv: int, masking: Masking, S: int, SK: int) -> Hopper
     packed sequences.
 
     Three warp groups share each block of keys. They pay if a query sees many keys on average, and if there are queries
-    for more than two groups; a softcap needs their registers, and those for queries.
+    for more than two groups; a softcap needs their registers, and those for queries, and takes no turns.
     """
     rows = HOPPER_FORWARD.items()
     two, three, window, least = next(row for (width, width_v), row in rows if width >= D and width_v >= Dv)
