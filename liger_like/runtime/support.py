@@ -88,11 +88,13 @@ def _architecture(device: torch.device) -> int:
 
 
 def gpu_class(device: torch.device) -> str:
-    """Return which tiles products take: "hopper", else "large" or "small" by the shared memory of a program."""
+    """Return which tiles products take: "hopper", else by the shared memory of a program "large", or of less "rtx" on
+    NVIDIA (99 KiB) and "small" (64 KiB).
+    """
     if architecture(device) == 9:
         return "hopper"
     memory = _shared_memory(device) if machine.current is None else machine.current.shared_memory
-    return "large" if memory >= 160 << 10 else "small"
+    return "large" if memory >= 160 << 10 else "rtx" if architecture(device) else "small"
 
 
 @functools.cache

@@ -168,6 +168,16 @@ def test_the_machine_answers_for_the_gpu():
     assert not gpu_of(24).calibrated
 
 
+@pytest.mark.parametrize(
+    ("architecture", "kib", "kind"),
+    [(9, 227, "hopper"), (8, 163, "large"), (0, 160, "large"), (8, 99, "rtx"), (12, 99, "rtx"), (0, 64, "small")],
+)
+def test_class_of_a_gpu(architecture, kib, kind):
+    gpu = machine.Machine("a GPU", architecture, multiprocessors=100, l2=1, shared_memory=kib << 10, memory=1)
+    with machine.pretended(gpu):
+        assert support.gpu_class(torch.device("cpu")) == kind
+
+
 @pytest.mark.parametrize("gpu", ["no_such", "-1", 0, None])
 def test_unknown_gpus(gpu):
     with pytest.raises(ValueError, match="gpu must be out of h200"):

@@ -20,6 +20,9 @@ ATTENTION_BACKWARD = [
     (BACKWARD, "ds = p * slopes * less_delta(dout", "ds = p * less_delta(dout", "dq without softcap's derivative"),
     (BACKWARD, "scale_parts(dk, scale), D)", "dk, D)", "dk is not scaled"),
     (BACKWARD, "scale_parts(dq, scale), D)", "dq, D)", "dq is not scaled"),
+    (BACKWARD, "whole = tl.maximum(inner_end, 0) //", "whole = inner_end //", "keys before the first are read"),
+    (BACKWARD, "whole = tl.maximum(inner_end, 0) // BLOCK_N * BLOCK_N", "whole = end", "long rows have no mask"),
+    (BACKWARD, "start = whole", "pass", "the keys that need no mask count twice"),
     (BACKWARD, "h = first_head + i", "h = hk * group + i", "the parts of a group do the same heads"),
     (
         BACKWARD,

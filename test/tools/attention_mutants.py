@@ -189,6 +189,8 @@ ATTENTION = [
         "three warp groups lack registers for a softcap",
     ),
     (TILES, "width >= D and width_v >= Dv", "width >= D", "wide values take the warp groups of narrow heads"),
+    (TILES, "k.shape[1] >= LONG", "q.shape[1] >= LONG", "many queries of few keys take two loops"),
+    (TILES, "causal = masking.left < 0 <= masking.right", "causal = 0 <= masking.right", "windows take two loops"),
     (MASKING, "0 if n == 1 else t", "t", "a broadcast bias is read as a whole one"),
     (
         MASKING,

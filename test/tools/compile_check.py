@@ -64,13 +64,14 @@ TARGETS = {
     "gfx942": (GPUTarget("hip", "gfx942", 64), 64),
     "gfx950": (GPUTarget("hip", "gfx950", 64), 160),
 }
-TILE_OPTIONS = ("BLOCK", "num_", "STAGES", "EVEN", "ONE_BLOCK")
+TILE_OPTIONS = ("BLOCK", "num_", "STAGES", "EVEN", "ONE_BLOCK", "LONG")
 SHARE = 4  # least number of variants compiled per tile
 # class of GPUs for which ``ops.attention`` and ``ops.experts`` pick tiles -> its GPUs
 CLASSES = {
     "hopper": ("sm_90",),
     "large": ("sm_80", "sm_100", "gfx950"),
-    "small": ("sm_86", "sm_89", "sm_120", "gfx90a", "gfx942"),
+    "rtx": ("sm_86", "sm_89", "sm_120"),
+    "small": ("gfx90a", "gfx942"),
 }
 # kernel -> the only GPUs that run it; those in Gluon are for Hopper
 ONLY = {dw_sum_portable._add_products_kernel: ("sm_90", "sm_100")}
@@ -261,6 +262,9 @@ def record() -> list[Launch]:
                 for call in (*attention_calls(), *paged_calls(), *experts_calls(choice.DTYPES)):
                     differentiate(*call)
         gpus = ("sm_90",)
+        with patch.multiple(attention_tiles, gpu_class=lambda device: "hopper", LONG=1):
+            for call in attention_calls([(80, 80), (96, 96), (128, 128)], choice.DTYPES):
+                differentiate(*call)
         with (
             patch.object(attention_tiles, "gpu_class", lambda device: "hopper"),
             patch.multiple(choice, architecture=lambda device: 9, INTERPRET=False),

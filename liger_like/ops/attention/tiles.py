@@ -12,6 +12,7 @@ from liger_like.ops.attention.masking import Masking
 from liger_like.runtime.support import gpu_class
 from liger_like.runtime.tiles import Tile
 
+LONG = 8192  # keys, from which causal rows are long: measured on an H100, where short ones lose
 # kernel -> widest head -> tile, and the one for scores with a softcap or a bias
 Tiles = dict[str, dict[int, tuple[Tile, Tile]]]
 TILES: dict[str, Tiles] = {
@@ -65,8 +66,8 @@ TILES: dict[str, Tiles] = {
             256: (Tile(32, 32, 4, 1), Tile(16, 16, 4, 1)),
         },
         "dq": {
-            64: (Tile(64, 64, 4, 1), Tile(64, 32, 4, 1)),
-            96: (Tile(64, 32, 4, 1), Tile(32, 32, 4, 1)),
+            64: (Tile(128, 32, 4, 2), Tile(64, 32, 4, 1)),
+            96: (Tile(64, 32, 4, 2), Tile(32, 32, 4, 1)),
             128: (Tile(64, 64, 4, 2), Tile(32, 32, 4, 1)),
             256: (Tile(32, 32, 4, 1), Tile(32, 32, 4, 1)),
         },
@@ -113,6 +114,10 @@ TILES: dict[str, Tiles] = {
         "latent": {256: (Tile(32, 16, 8, 2),) * 2, 512: (Tile(32, 16, 8, 2),) * 2},
         "latent_rows": {256: (Tile(32, 16, 8, 2),) * 2, 512: (Tile(32, 16, 8, 2),) * 2},
     },
+}
+TILES["rtx"] = TILES["small"] | {
+    "dkv": TILES["small"]["dkv"] | {64: (Tile(32, 64, 4, 2), Tile(32, 32, 4, 1))},
+    "dq": {96: (Tile(64, 32, 4, 2), Tile(32, 16, 4, 1))} | TILES["small"]["dq"],
 }
 FP32: Tiles = {
     "fwd": {64: (Tile(32, 32, 4, 1), Tile(32, 32, 4, 1)), 256: (Tile(16, 16, 4, 1), Tile(16, 16, 4, 1))},
@@ -189,6 +194,17 @@ def hopper_forward(D: int, Dv: int, masking: Masking, S: int, SK: int) -> Hopper
     if masking.left >= 0 and masking.right >= 0 and (shown := masking.left + masking.right + 1 - 96) < seen:
         two, seen = window, shown
     return three if seen >= least else two
+
+
+def is_long(q: Tensor, k: Tensor, v: Tensor, masking: Masking) -> bool:
+    """Return True if dq of these heads takes less time with two loops: one over the keys that need no mask.
+
+    These are causal rows of ``LONG`` keys or more on Hopper. Wider heads leave no registers for two loops.
+    """
+    causal = masking.left < 0 <= masking.right and masking.softcap is None
+    plain = causal and all(tensor is None for tensor in masking.pointers()) and q.element_size() == 2
+    width = max(q.shape[-1], v.shape[-1])
+    return plain and 64 < width <= 128 and k.shape[1] >= LONG and gpu_class(q.device) == "hopper"
 
 
 def tile_for(kernel: str, q: Tensor, v: Tensor, masking: Masking) -> Tile:

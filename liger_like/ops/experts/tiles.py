@@ -45,13 +45,8 @@ class Tiles(NamedTuple):
 
 
 LARGE = Tiles(Tile(128, 128, 64, 8, 3), Tile(128, 256, 64, 8, 3), Tile(128, 128, 64, 8, 3), Tile(128, 256, 64, 8, 3))
-TILES = {
-    "hopper": LARGE,
-    "large": LARGE,
-    "small": Tiles(
-        Tile(128, 64, 32, 8, 3), Tile(128, 128, 32, 8, 3), Tile(128, 64, 32, 8, 3), Tile(128, 128, 32, 8, 3)
-    ),
-}
+SMALL = Tiles(Tile(128, 64, 32, 8, 3), Tile(128, 128, 32, 8, 3), Tile(128, 64, 32, 8, 3), Tile(128, 128, 32, 8, 3))
+TILES = {"hopper": LARGE, "large": LARGE, "rtx": SMALL, "small": SMALL}
 # no asynchronous load moves rows whose bytes are no multiple of 16: a tile takes more registers
 UNALIGNED = Tiles(Tile(128, 32, 32, 8, 2), Tile(128, 64, 32, 8, 2), Tile(128, 64, 32, 8, 2), Tile(128, 64, 32, 8, 2))
 FP32 = Tiles(Tile(64, 32, 32, 4, 2), Tile(64, 64, 32, 4, 2), Tile(64, 64, 32, 8, 2), Tile(64, 64, 32, 4, 2))

@@ -29,7 +29,7 @@ from liger_like.ops.attention.portable.parts import (
     store_parts,
     zero_parts,
 )
-from liger_like.ops.attention.tiles import tile_for
+from liger_like.ops.attention.tiles import is_long, tile_for
 from liger_like.ops.attention.visibility import (
     between,
     bounds_of_spans,
@@ -189,7 +189,8 @@ def _attention_dq_kernel(
     H: tl.constexpr, HK: tl.constexpr, D: tl.constexpr, DV: tl.constexpr,
     STRIDE_Q: tl.constexpr, STRIDE_K: tl.constexpr, STRIDE_V: tl.constexpr, STRIDE_D: tl.constexpr,
     SOFTCAP: tl.constexpr, HAS_LEFT: tl.constexpr, HAS_RIGHT: tl.constexpr,
-    SEQUENCES: tl.constexpr, SPLIT_LSE: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
+    SEQUENCES: tl.constexpr, SPLIT_LSE: tl.constexpr, LONG: tl.constexpr, BLOCK_M: tl.constexpr,
+    BLOCK_N: tl.constexpr,
 ):  # fmt: skip
     scale = tl.cast(scale, tl.float32)  # Inductor passes floats in fp64
     block, head = schedule(tl.program_id(0), blocks, B * H, heads_together)
@@ -222,9 +223,9 @@ def _attention_dq_kernel(
     )
     dq = zero_parts(BLOCK_M, D)
     MASKED: tl.constexpr = HAS_LEFT or HAS_RIGHT or spans_ptr is not None or mask_ptr is not None
-    APART: tl.constexpr = not MASKED and D <= 128  # wider heads leave no registers for two loops
-    if APART:  # only a block at the end of the keys is cut
-        whole = end // BLOCK_N * BLOCK_N
+    APART: tl.constexpr = LONG or (not MASKED and D <= 128)  # wider heads leave no registers for two loops
+    if APART:  # only blocks at the end of the keys need a mask
+        whole = tl.maximum(inner_end, 0) // BLOCK_N * BLOCK_N
         for n in tl.range(start, whole, BLOCK_N):
             dq = _add_keys(
                 dq, q, dout, n, False, k_ptr, v_ptr, bias_ptr, mask_ptr, STRIDE_K, STRIDE_V, stride_bs, stride_bk,
@@ -286,6 +287,7 @@ def make_dq(dout: Tensor, q: Tensor, k: Tensor, v: Tensor, stats: Tensor, maskin
         (*sizes, blocks, heads_in_l2(masking, k, v, H // HK), masking.left, masking.right),
         (masking.scale,),
         **constants,
+        LONG=is_long(q, k, v, masking),
         **tile.constants(),
     )
     return dq
