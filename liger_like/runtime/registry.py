@@ -154,6 +154,20 @@ def _is_special(args: tuple[Any, ...]) -> bool:
     return args[0].is_meta or not _kinds(args) <= _PLAIN
 
 
+def together(function: F) -> F:
+    """Let later calls of the same signature repeat the launches of all ops that the decorated function calls.
+
+    It looks at nothing but its arguments, and nothing differentiates it, such as a backward.
+    """
+
+    @functools.wraps(function)
+    def run(*args: Any) -> Any:
+        known = None if torch.compiler.is_compiling() or _is_heard() else signature(args)
+        return function(*args) if known is None else repeat(function, args, {}, *known)
+
+    return run  # type: ignore[return-value]
+
+
 def on_shards(rule: Callable[..., Any], *, replayed: bool = False) -> Callable[[F], F]:
     """Let the decorated op take DTensors: each rank runs it on its shards, by a ``rule`` (see ``runtime.dtensor``).
 

@@ -1,12 +1,13 @@
 """Repeat the launches of an op for inputs like earlier ones, without the Python that prepares them.
 
-A launcher that only allocates, views and launches does the same for all inputs of one signature: sizes, strides,
-dtypes, devices, alignment and all other arguments. At the second call of a signature a ``Recording`` notes what the
-launcher allocates, and which pointers, sizes and constants each of its kernels gets. Later calls only allocate and
-launch. A launcher that does anything else is called each time.
+A launcher that only allocates, views, launches and calls some ops of torch does the same for all inputs of one
+signature: sizes, strides, dtypes, devices, alignment and all other arguments. At the second call of a signature a
+``Recording`` notes what the launcher allocates, which pointers, sizes and constants each of its kernels gets, and which
+tensors each op of torch gets. Later calls only allocate, launch and call. A launcher that does anything else is called
+each time.
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from functools import partial
 from operator import itemgetter
 from typing import Any, NamedTuple
@@ -20,13 +21,14 @@ from liger_like.runtime import fallback, launcher, machine, support
 
 MOST = 4096  # signatures that are kept
 _ATEN = torch.ops.aten
-_MAKES = {
+_EMPTY = {
     _ATEN.empty.memory_format,
     _ATEN.empty_like.default,
     _ATEN.empty_strided.default,
     _ATEN.new_empty.default,
     _ATEN.new_empty_strided.default,
 }
+_ZEROS = {_ATEN.zeros.default, _ATEN.new_zeros.default}
 _VIEWS = {
     _ATEN.alias.default,
     _ATEN.detach.default,
@@ -39,6 +41,23 @@ _VIEWS = {
     _ATEN.transpose.int,
     _ATEN.unsqueeze.default,
     _ATEN.view.default,
+    _ATEN.view.dtype,
+}
+_CALLS = {  # sizes and strides of their results do not depend on values
+    _ATEN._foreach_zero_.default,
+    _ATEN._to_copy.default,
+    _ATEN.addmm.dtype_out,
+    _ATEN.addmm.out,
+    _ATEN.arange.out,
+    _ATEN.arange.start_out,
+    _ATEN.eq.Scalar,
+    _ATEN.fill_.Scalar,
+    _ATEN.index_select.default,
+    _ATEN.index_select.out,
+    _ATEN.masked_fill_.Scalar,
+    _ATEN.mm.out,
+    _ATEN.sum.dim_IntList,
+    _ATEN.zero_.default,
 }
 PLANS: "dict[tuple[Any, ...], Plan | bool]" = {}  # by launcher and signature: True after one call, False for no plan
 _SCALARS = {int, str, bool, type(None), torch.dtype}
@@ -55,6 +74,18 @@ class _Launch(NamedTuple):
     after: tuple[Any, ...]
 
 
+class _Call(NamedTuple):
+    """An op of torch, and functions that take its arguments from the tensors of the call."""
+
+    op: Any
+    args: tuple[Callable[[list[Any]], Any], ...]
+    kwargs: dict[str, Callable[[list[Any]], Any]]
+
+    def __call__(self, tensors: list[Any]) -> None:
+        op, args, kwargs = self
+        tensors.append(op(*[take(tensors) for take in args], **{name: take(tensors) for name, take in kwargs.items()}))
+
+
 class _Memory:
     """The base of a descriptor: Triton asks for nothing but the pointer."""
 
@@ -66,31 +97,39 @@ class _Memory:
 
 
 class Plan(NamedTuple):
-    """The memory that an op allocates, the offsets of its views, and its launches; ``results`` are places in the
-    memory, one or several.
+    """The memory that an op allocates, the offsets of its views, its launches and its calls of torch.
+
+    ``results`` are places among the memory, the tensors of the call and the results of calls, one or several.
     """
 
     makers: tuple[Callable[[], Tensor], ...]
     views: tuple[tuple[int, int], ...]
-    launches: tuple[_Launch, ...]
-    results: int | tuple[int, ...] | None
+    steps: tuple[_Launch | _Call, ...]
+    calls: bool  # torch
+    results: int | tuple[int | None, ...] | None
     device: int
     hooks: tuple[list[Any], ...]  # of the kernels: empty lists until somebody adds a hook
 
-    def __call__(self, pointers: list[Any]) -> Any:
-        """Launch for inputs at ``pointers``, and return the results."""
-        makers, views, launches, results, device, _ = self
-        memory = [make() for make in makers]
+    def __call__(self, pointers: list[Any], args: tuple[Any, ...] = (), kwargs: Any = None) -> Any:
+        """Launch for the inputs at ``pointers``, which are the tensors of ``args`` and ``kwargs``; return the results."""
+        makers, views, steps, calls, results, device, _ = self
+        memory: list[Any] = [make() for make in makers]
         pointers += [t.data_ptr() for t in memory]
+        if calls:
+            memory += _tensors((*args, *kwargs.values()))
         for place, offset in views:
             pointers.append(pointers[place] + offset)
         pointers.append(None)
         stream = torch._C._cuda_getCurrentRawStream(device)
-        for run, grid, before, descriptors, take, after in launches:
+        for step in steps:
+            if type(step) is _Call:
+                step(memory)
+                continue
+            run, grid, before, descriptors, take, after = step  # type: ignore[misc]
             described = [d and _described(*d, pointers) for d in descriptors] if descriptors else ()
             run(*grid, stream, *before, *described, *take(pointers), *after)
         if type(results) is tuple:
-            return tuple([memory[i] for i in results])
+            return tuple([place if place is None else memory[place] for place in results])
         return None if results is None else memory[results]
 
 
@@ -110,32 +149,41 @@ class Recording(TorchDispatchMode):
         self.inputs = len(self.held)
         self.places = {id(t): (i, 0) for i, t in enumerate(self.held)}  # of inputs, of memory, and of their views
         self.makers: list[Any] = []
-        self.launches: list[Any] = []
+        self.steps: list[tuple[Any, ...]] = []  # launches and ops of torch
+        self.made: dict[int, Tensor] = {}  # results of these ops, but for views of inputs and memory
         self.complete = True
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        """Run an op of torch, and note it if it only allocates or views."""
+        """Run an op of torch, and note it if a plan can repeat it."""
         kwargs = kwargs or {}
         with self:  # in inference mode reshape() comes whole, and contiguous() even if it does nothing
             out = func.decompose(*args, **kwargs)
         if out is not NotImplemented:
             return out
         out = func(*args, **kwargs)
-        if func in _MAKES:
+        tensors = _tensors((*args, *kwargs.values()))
+        if func in _EMPTY:
             self._make(torch.empty_strided, out, tuple(out.shape), out.stride())
-        elif func is _ATEN.zeros.default:
+        elif func in _ZEROS:
             self._make(torch.zeros, out, tuple(out.shape))
-        elif func in _VIEWS and id(args[0]) in self.places:
-            place, offset = self.places[id(args[0])]
-            steps = out.storage_offset() - args[0].storage_offset()  # a view without elements has no pointer
-            self._place(out, place, offset + steps * out.element_size())
+        elif (func in _VIEWS or func in _CALLS) and all(map(self._knows, tensors)):
+            self.steps.append((func, args, kwargs, out))
+            if func in _VIEWS and id(args[0]) in self.places:
+                place, offset = self.places[id(args[0])]
+                self._place(out, place, offset + _start(out) - _start(args[0]))
+            elif isinstance(out, Tensor) and not self._knows(out):  # an op in place returns its argument
+                self.held.append(out)
+                self.made[id(out)] = out
         else:
             self.refuse()
         return out
 
+    def _knows(self, t: Tensor) -> bool:
+        return id(t) in self.places or id(t) in self.made
+
     def _make(self, make: Callable[..., Tensor], t: Tensor, *sizes: tuple[int, ...]) -> None:
         self._place(t, self.inputs + len(self.makers), 0)
-        self.makers.append((make, sizes, {"dtype": t.dtype, "device": t.device}))
+        self.makers.append((t, partial(make, *sizes, dtype=t.dtype, device=t.device)))
 
     def _place(self, t: Tensor, place: int, offset: int) -> None:
         self.held.append(t)
@@ -144,7 +192,7 @@ class Recording(TorchDispatchMode):
     def refuse(self) -> None:
         """Forget everything: no plan can repeat this call."""
         self.complete = False
-        for record in (self.held, self.places, self.makers, self.launches):
+        for record in (self.held, self.places, self.makers, self.steps, self.made):
             record.clear()  # type: ignore[attr-defined]
 
     def add(
@@ -153,40 +201,103 @@ class Recording(TorchDispatchMode):
     ) -> None:  # fmt: skip
         """Note a launch."""
         if all(t is None or id(t) in self.places for t in (*tensors, *(d and d.base for d in descriptors))):
-            self.launches.append((kernel, found, grid, descriptors, tensors, numbers))
+            self.steps.append((None, kernel, found, grid, descriptors, tensors, numbers))
         else:
             self.refuse()
 
     def plan(self, results: Any) -> Plan | None:
         """Return a plan that repeats the call, which has returned ``results``, or None if no plan can."""
-        several = results if isinstance(results, tuple) else () if results is None else (results,)
-        found = [self._memory_of(t) for t in several]
-        if not self.complete or None in found:
+        several = results if isinstance(results, tuple) else (results,)
+        wholes = [t if t is None else self._whole(t) for t in several]
+        if not self.complete or any(whole is None is not t for t, whole in zip(several, wholes, strict=True)):
             return None
-        whole = self.inputs + len(self.makers)
-        views = [*dict.fromkeys(spot for spot in self.places.values() if spot[1])]
-        spots = {(place, 0): place for place in range(whole)} | {spot: whole + i for i, spot in enumerate(views)}
-        places = {id(None): whole + len(views)} | {key: spots[spot] for key, spot in self.places.items()}
-        launches = []
-        for _, (run, function, metadata, constants), grid, descriptors, tensors, numbers in self.launches:
-            described = [d and (type(d), vars(d) | {"base": None}, places[id(d.base)]) for d in descriptors]
-            take = _taker([places[id(t)] for t in tensors])
-            before = function, metadata, None, None, None
-            launches.append(_Launch(run, grid, before, tuple(described), take, (*numbers, *constants)))
-        hooks = tuple(kernel.pre_run_hooks for kernel, *_ in self.launches)
-        one = None if results is None else found[0]
-        makers = tuple(partial(make, *sizes, **options) for make, sizes, options in self.makers)
-        results, device = tuple(found) if several is results else one, self.held[0].get_device()
-        return Plan(makers, tuple(views), tuple(launches), results, device, hooks)
+        steps, read, spots = self._needed(wholes)
+        pointed = {place for place, _ in spots}
+        makers = {i: maker for i, maker in enumerate(self.makers, self.inputs) if i in pointed or id(maker[0]) in read}
+        views = [spot for spot in spots if spot[1]]
+        order = {spot: i for i, spot in enumerate([*((place, 0) for place in (*range(self.inputs), *makers)), *views])}
+        pointers = {id(None): len(order)} | {key: order[spot] for key, spot in self.places.items() if spot in order}
+        slots = {id(t): i for i, t in enumerate([*(t for t, _ in makers.values()), *self.held[: self.inputs]])}
+        taken, count = [], len(slots)
+        for op, *step in steps:
+            taken.append(_call(op, *step, slots) if op else _launch(*step, pointers))
+            if op:
+                slots.setdefault(id(step[-1]), count)
+                count += 1
+        found = [t if t is None else slots[id(t)] for t in wholes]
+        hooks = tuple(kernel.pre_run_hooks for op, kernel, *_ in steps if not op)
+        return Plan(
+            tuple(make for _, make in makers.values()), tuple((order[place, 0], offset) for place, offset in views),
+            tuple(taken), any(op for op, *_ in steps), tuple(found) if several is results else found[0],
+            self.held[0].get_device(), hooks,
+        )  # fmt: skip
 
-    def _memory_of(self, t: Tensor) -> int | None:
-        """Return the index of the memory that ``t`` is, as a whole, else None."""
-        place, _ = self.places.get(id(t), (-1, 0))
-        if place < self.inputs:
+    def _whole(self, t: Tensor) -> Tensor | None:
+        """Return the tensor that was made and is ``t`` as a whole, else None."""
+        if id(t) in self.made:
+            return t
+        place, offset = self.places.get(id(t), (-1, 0))
+        if place < self.inputs or offset:
             return None
-        _, sizes, options = self.makers[place - self.inputs]
-        same = sizes[0] == t.shape and t.dtype == options["dtype"] and t.stride() == sizes[-1]
-        return place - self.inputs if same else None
+        made = self.makers[place - self.inputs][0]
+        return made if (made.shape, made.stride(), made.dtype) == (t.shape, t.stride(), t.dtype) else None
+
+    def _needed(self, results: list[Tensor | None]) -> tuple[list[Any], set[int], dict[tuple[int, int], None]]:
+        """Return the steps but for views of which only kernels read, the ids of the tensors that the steps or
+        ``results`` read, and the spots that kernels read.
+        """
+        steps, read, spots = [], {*map(id, results)}, {}
+        for op, *step in reversed(self.steps):
+            if op is None:
+                *_, descriptors, tensors, _ = step
+                given = (*tensors, *(d and d.base for d in descriptors))
+                spots |= {self.places[id(t)]: None for t in given if t is not None}
+            elif op in _VIEWS and id(step[-1]) not in read:
+                continue
+            else:
+                args, kwargs, _ = step
+                read |= {*map(id, _tensors((*args, *kwargs.values())))}
+            steps.append((op, *step))
+        return steps[::-1], read, spots
+
+
+def _tensors(values: Iterable[Any]) -> list[Tensor]:
+    """Return the tensors among ``values``, and in their lists."""
+    found = []
+    for value in values:
+        if isinstance(value, Tensor):
+            found.append(value)
+        elif type(value) is list:
+            found += [item for item in value if isinstance(item, Tensor)]
+    return found
+
+
+def _start(t: Tensor) -> int:
+    """Return the offset of ``t`` in its storage, in bytes: without elements it has no pointer."""
+    return t.storage_offset() * t.element_size()
+
+
+def _launch(
+    kernel: Any, found: tuple[Any, ...], grid: tuple[int, ...], descriptors: tuple[Any, ...],
+    tensors: tuple[Tensor | None, ...], numbers: tuple[Any, ...], places: dict[int, int],
+) -> _Launch:  # fmt: skip
+    run, function, metadata, constants = found
+    described = [d and (type(d), vars(d) | {"base": None}, places[id(d.base)]) for d in descriptors]
+    take = _taker([places[id(t)] for t in tensors])
+    before = function, metadata, None, None, None
+    return _Launch(run, grid, before, tuple(described), take, (*numbers, *constants))
+
+
+def _call(op: Any, args: tuple[Any, ...], kwargs: dict[str, Any], _: Any, slots: dict[int, int]) -> _Call:
+    def take(arg: Any) -> Callable[[list[Any]], Any]:
+        if isinstance(arg, Tensor):
+            return itemgetter(slots[id(arg)])
+        if type(arg) is list and _tensors(arg):
+            parts = [*map(take, arg)]
+            return lambda tensors: [part(tensors) for part in parts]
+        return lambda tensors: arg
+
+    return _Call(op, tuple(map(take, args)), {name: take(arg) for name, arg in kwargs.items()})
 
 
 def _taker(places: list[int]) -> Callable[[list[int | None]], tuple[int | None, ...]]:
@@ -209,7 +320,8 @@ def signature(args: tuple[Any, ...]) -> tuple[tuple[Any, ...], list[Any]] | None
     watched = hooked or launcher._recorded is not None or support._reasons is not None
     if watched or machine.current is not None or not args or not is_here(args[0]):
         return None
-    key: list[Any] = [*launcher.OPTIONS.values(), *fallback.BROKEN]
+    casts = torch.is_autocast_enabled("cuda") and torch.get_autocast_dtype("cuda")  # products of torch
+    key: list[Any] = [casts, *launcher.OPTIONS.values(), *fallback.BROKEN]
     pointers: list[Any] = []
     for arg in args:
         kind = type(arg)
@@ -235,7 +347,7 @@ def repeat(
     key = launch, *kwargs, *key
     plan = PLANS.get(key)
     if type(plan) is Plan and not any(plan.hooks):
-        return plan(pointers)
+        return plan(pointers, args, kwargs)
     if plan is None:
         if len(PLANS) >= MOST:
             PLANS.clear()
