@@ -7,6 +7,7 @@ The scores never exist as a whole, neither forward nor backward. Products take t
 are in fp32.
 """
 
+from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -113,18 +114,19 @@ def _gradients(
     dout: Tensor, out: Tensor, lse: Tensor, sums: Tensor, dlse: Tensor | None, sinks: Tensor | None, *args: Any
 ) -> tuple[Tensor | None, ...]:
     """Return the gradients of q, k, v, sinks and bias that the last argument names, else None."""
-    *operands, needs = args
+    q, k, v, *options, needs = args
     stats, dsinks = attention_delta(dout, out, lse, sums, dlse, sinks)
-    needs_q, needs_k, needs_v, _, needs_bias = needs
-    dq, dk, dv, dbias = attention_bwd(dout, *operands[:3], stats, *operands[3:], [needs_q, needs_k, needs_v, needs_bias])
+    dq, dk, dv, dbias = attention_bwd(dout, q, k, v, stats, *options, [*needs[:3], needs[4]])
     return tuple(grad if need else None for grad, need in zip((dq, dk, dv, dsinks, dbias), needs, strict=True))
 
 
 class _Attention(torch.autograd.Function):
+    launch = staticmethod(attention_fwd)
+
     @staticmethod
     def forward(ctx: Any, *args: Any) -> tuple[Tensor, Tensor]:
-        out, lse, sums = attention_fwd(*args)
-        _save(ctx, args, (out, lse, sums))
+        *inputs, (out, lse, sums) = args
+        _save(ctx, inputs, (out, lse, sums))
         return out, lse
 
     @staticmethod
@@ -139,7 +141,7 @@ class _Attention(torch.autograd.Function):
         return *grads, *(None,) * (len(needs) - 5)
 
 
-def _save(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, ...]) -> None:
+def _save(ctx: Any, inputs: Sequence[Any], output: tuple[Tensor, ...]) -> None:
     tensors = 4 + TENSORS
     ctx.save_for_backward(*inputs[:tensors], *output)
     ctx.scalars = inputs[tensors:]  # the last of them is ``deterministic``
