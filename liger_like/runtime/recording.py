@@ -53,6 +53,7 @@ _CALLS = {  # sizes and strides of their results do not depend on values
     _ATEN.sum.dim_IntList,
     _ATEN.zero_.default,
 }
+LASTING: list[Tensor] = []  # of the process, not of a call: plans may pass it to kernels
 
 
 class _Launch(NamedTuple):
@@ -144,6 +145,9 @@ class Recording(TorchDispatchMode):
         self.steps: list[tuple[Any, ...]] = []  # launches and ops of torch
         self.made: dict[int, Tensor] = {}  # results of these ops, but for views of inputs and memory
         self.complete = True
+        for t in LASTING:
+            self._place(t, self.inputs + len(self.makers), 0)
+            self.makers.append((t, partial(_same, t)))
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         """Run an op of torch, and note it if a plan can repeat it."""
@@ -210,17 +214,22 @@ class Recording(TorchDispatchMode):
         order = {spot: i for i, spot in enumerate([*((place, 0) for place in (*range(self.inputs), *makers)), *views])}
         pointers = {id(None): len(order)} | {key: order[spot] for key, spot in self.places.items() if spot in order}
         slots = {id(t): i for i, t in enumerate([*(t for t, _ in makers.values()), *self.held[: self.inputs]])}
-        taken, count = [], len(slots)
+        taken: list[_Launch | _Call] = []
+        count = len(slots)
         for op, *step in steps:
-            taken.append(_call(op, *step, slots) if op else _launch(*step, pointers))
-            if op:
+            if op is None:
+                taken.append(_launch(*step, pointers))
+            elif op in _VIEWS and _layout(step[-1]) == _layout(step[0][0]):
+                slots[id(step[-1])] = slots[id(step[0][0])]
+            else:
+                taken.append(_call(op, *step, slots))
                 slots.setdefault(id(step[-1]), count)
                 count += 1
         found = [t if t is None else slots[id(t)] for t in wholes]
         hooks = tuple(kernel.pre_run_hooks for op, kernel, *_ in steps if not op)
         return Plan(
             tuple(make for _, make in makers.values()), tuple((order[place, 0], offset) for place, offset in views),
-            tuple(taken), any(op for op, *_ in steps), tuple(found) if several is results else found[0],
+            tuple(taken), any(type(step) is _Call for step in taken), tuple(found) if several is results else found[0],
             self.held[0].get_device(), hooks,
         )  # fmt: skip
 
@@ -232,7 +241,7 @@ class Recording(TorchDispatchMode):
         if place < self.inputs or offset:
             return None
         made = self.makers[place - self.inputs][0]
-        return made if (made.shape, made.stride(), made.dtype) == (t.shape, t.stride(), t.dtype) else None
+        return made if _layout(made) == _layout(t) else None
 
     def _needed(self, results: list[Tensor | None]) -> tuple[list[Any], set[int], dict[tuple[int, int], None]]:
         """Return the steps but for views of which only kernels read, the ids of the tensors that the steps or
@@ -262,6 +271,14 @@ def tensors_of(values: Iterable[Any]) -> list[Tensor]:
         elif type(value) is list:
             found += [item for item in value if isinstance(item, Tensor)]
     return found
+
+
+def _layout(t: Tensor) -> tuple[Any, ...]:
+    return t.shape, t.stride(), t.dtype, t.storage_offset()
+
+
+def _same(t: Tensor) -> Tensor:
+    return t
 
 
 def _start(t: Tensor) -> int:
