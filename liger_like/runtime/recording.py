@@ -53,6 +53,8 @@ _CALLS = {  # sizes and strides of their results do not depend on values
     _ATEN.sum.dim_IntList,
     _ATEN.zero_.default,
 }
+SMALL = 1 << 20  # bytes; larger memory is better apart, since torch keeps and reuses it
+ALIGNMENT = 512  # bytes, of torch's memory on GPUs
 LASTING: list[Tensor] = []  # of the process, not of a call: plans may pass it to kernels
 
 
@@ -210,9 +212,13 @@ class Recording(TorchDispatchMode):
         steps, read, spots = self._needed(wholes)
         pointed = {place for place, _ in spots}
         makers = {i: maker for i, maker in enumerate(self.makers, self.inputs) if i in pointed or id(maker[0]) in read}
-        views = [spot for spot in spots if spot[1]]
+        shares = self._share(makers, read)
+        spots = {(place, offset): shares.get(place, (place, 0)) for place, offset in spots}
+        spots = {spot: (place, start + spot[1]) for spot, (place, start) in spots.items()}
+        views = [*dict.fromkeys(spot for spot in spots.values() if spot[1])]
         order = {spot: i for i, spot in enumerate([*((place, 0) for place in (*range(self.inputs), *makers)), *views])}
-        pointers = {id(None): len(order)} | {key: order[spot] for key, spot in self.places.items() if spot in order}
+        pointers = {key: order[spots[spot]] for key, spot in self.places.items() if spot in spots}
+        pointers[id(None)] = len(order)
         slots = {id(t): i for i, t in enumerate([*(t for t, _ in makers.values()), *self.held[: self.inputs]])}
         taken: list[_Launch | _Call] = []
         count = len(slots)
@@ -232,6 +238,19 @@ class Recording(TorchDispatchMode):
             tuple(taken), any(type(step) is _Call for step in taken), tuple(found) if several is results else found[0],
             self.held[0].get_device(), hooks,
         )  # fmt: skip
+
+    def _share(self, makers: dict[int, Any], read: set[int]) -> dict[int, tuple[int, int]]:
+        """Let small memory that only kernels read take one allocation; return where it is: the place and the offset."""
+        empty = {i: t for i, (t, make) in makers.items() if make.func is torch.empty_strided and id(t) not in read}
+        alone = [i for i, t in empty.items() if t.untyped_storage().nbytes() <= SMALL]
+        places, size, place = {}, 0, self.inputs + len(self.makers)
+        for i in alone if len(alone) > 1 else ():
+            t, _ = makers.pop(i)
+            places[i] = place, size
+            size += -(-t.untyped_storage().nbytes() // ALIGNMENT) * ALIGNMENT
+        if places:
+            makers[place] = None, partial(torch.empty_strided, (size,), (1,), dtype=torch.uint8, device=t.device)
+        return places
 
     def _whole(self, t: Tensor) -> Tensor | None:
         """Return the tensor that was made and is ``t`` as a whole, else None."""

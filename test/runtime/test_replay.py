@@ -11,6 +11,7 @@ import triton
 from liger_like.runtime import fallback, launcher, machine, recording, registry, replay, support
 from liger_like.runtime.hopper import Descriptor
 from liger_like.runtime.launcher import launch
+from liger_like.runtime.recording import SMALL
 from liger_like.runtime.replay import Plan, repeat, signature
 
 
@@ -158,16 +159,20 @@ OUTSIDE = torch.empty(64)
 
 
 def test_calls_of_torch(monkeypatch):
-    """A plan repeats them in their order, on views of its arguments and memory; unused memory is not allocated."""
-    kernel, made = Kernel(2), []
+    """A plan repeats them in their order, on views of its arguments and memory.
+
+    Memory that nobody reads is not allocated, and small memory that kernels alone read is one allocation.
+    """
+    kernel, made = Kernel(6), []
     monkeypatch.setattr(torch, "empty_strided", lambda *args, **kw: made.append(args) or torch.ones(*args[:1], **kw))
 
     def run(x, index):
         x.new_empty(7)
+        parts = torch.empty(3, 5), x.new_empty(2, 8), torch.empty(SMALL)
         out, total = torch.empty_like(x), x.new_zeros(4, 8)
         torch.index_select(x[:2], 0, index, out=out.view(torch.int32)[1:].view(x.dtype)[:2])
         torch._foreach_zero_([out[:1], out[3:]])
-        launch(kernel, (1,), (x, total), (1,), (1.0,), N=1)
+        launch(kernel, (1,), (x, total, *parts, parts[1][1:]), (1,), (1.0,), N=1)
         rest = x[0:].index_select(0, index)
         rest.masked_fill_((rest == 1.0)[:, 1:2], -1.0)
         return out, None, rest.sum(0).to(torch.float16), total
@@ -176,13 +181,16 @@ def test_calls_of_torch(monkeypatch):
         x, index = torch.arange(32.0).view(4, 8) + repeats, torch.tensor([int(repeats), 0])
         made.clear()
         (out, none, summed, total), found = called(run, x, index)
-        assert (found, none, len(made)) == (repeats, None, repeats)
+        assert (found, none) == (repeats, None)
+        assert [args[0] for args in made] == [(4, 8), (SMALL,), (1024,)] * repeats
         rows = x[index]
         assert torch.equal(out, torch.cat((torch.zeros(1, 8), rows, torch.zeros(1, 8))))
         rows[rows[:, 1] == 1.0] = -1.0
         assert torch.equal(summed, rows.sum(0).half())
         assert (total == 0).all()
-        assert kernel.runs[-1][1:3] == (x.data_ptr(), total.data_ptr())
+        x_ptr, total_ptr, part_ptr, next_ptr, _, view_ptr = kernel.runs[-1][1:7]
+        assert (x_ptr, total_ptr) == (x.data_ptr(), total.data_ptr())
+        assert not repeats or (next_ptr, view_ptr) == (part_ptr + 512, part_ptr + 512 + 32)
 
 
 def test_memory_that_lasts(monkeypatch):
