@@ -189,18 +189,20 @@ def _glu_bwd(dy: Tensor, gate: Tensor, up: Tensor | None, act: str, needs: list[
 
 
 class _GLU(torch.autograd.Function):
+    launch = staticmethod(glu_fwd)
+
     @staticmethod
-    def forward(ctx: Any, gate: Tensor, up: Tensor | None, act: str) -> Tensor:
+    def forward(ctx: Any, gate: Tensor, up: Tensor | None, act: str, y: Tensor) -> Tensor:
         ctx.save_for_backward(gate, up)
         ctx.act = act
-        return glu_fwd(gate, up, act)
+        return y
 
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, dy: Tensor) -> Any:
         needs = list(ctx.needs_input_grad[:2])
         dgate, dup = _glu_bwd(dy, *ctx.saved_tensors, ctx.act, needs)
-        return dgate if needs[0] else None, dup if needs[1] else None, None
+        return dgate if needs[0] else None, dup if needs[1] else None, None, None
 
 
 def _elements(gate: Tensor, up: Tensor | None = None, **kwargs: Any) -> dict[str, dict[int, int]]:

@@ -229,9 +229,11 @@ def _layer_norm_bwd(
 
 
 class _LayerNorm(torch.autograd.Function):
+    launch = staticmethod(_layer_norm_fwd)
+
     @staticmethod
-    def forward(ctx: Any, x: Tensor, weight: Tensor | None, bias: Tensor | None, eps: float) -> Tensor:
-        y, mean, rstd = _layer_norm_fwd(x, weight, bias, eps)
+    def forward(ctx: Any, x: Tensor, weight: Tensor | None, bias: Tensor | None, eps: float, results: Any) -> Tensor:
+        y, mean, rstd = results
         ctx.save_for_backward(x, weight, bias, mean, rstd)
         return y
 
@@ -245,6 +247,7 @@ class _LayerNorm(torch.autograd.Function):
             dx if needs_dx else None,
             dparams[0].to(weight.dtype) if needs_dw else None,
             dparams[1].to(bias.dtype) if needs_db else None,
+            None,
             None,
         )
 

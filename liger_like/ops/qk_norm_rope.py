@@ -6,6 +6,7 @@ where the two ops round. The backward rotates the gradients back, recomputes 1 /
 the weights' gradients in fp32 over the tokens and heads of a program.
 """
 
+from collections.abc import Sequence
 from itertools import chain
 from typing import Any
 
@@ -234,10 +235,12 @@ def _qk_norm_rope_bwd(
 
 
 class _QKNormRoPE(torch.autograd.Function):
+    launch = staticmethod(_qk_norm_rope_fwd)
+
     @staticmethod
     def forward(ctx: Any, *args: Any) -> tuple[Tensor, Tensor]:
-        outs = _qk_norm_rope_fwd(*args)
-        _save(ctx, args, outs)
+        *inputs, outs = args
+        _save(ctx, inputs, outs)
         return outs
 
     @staticmethod
@@ -253,11 +256,11 @@ class _QKNormRoPE(torch.autograd.Function):
             dk if needs_k else None,
             dw[0].to(q_weight.dtype) if needs_qw else None,
             dw[1].to(k_weight.dtype) if needs_kw else None,
-            *(None,) * 8,
+            *(None,) * (len(ctx.needs_input_grad) - 4),
         )
 
 
-def _save(ctx: Any, inputs: tuple[Any, ...], output: Any) -> None:
+def _save(ctx: Any, inputs: Sequence[Any], output: Any) -> None:
     ctx.save_for_backward(*inputs[:6])
     ctx.options = inputs[6:]
 

@@ -291,6 +291,13 @@ def _rms_norm_bwd(
 
 class _RMSNorm(torch.autograd.Function):
     @staticmethod
+    def launch(x: Tensor, residual: Tensor | None, *args: Any) -> tuple[Tensor, ...]:
+        results: tuple[Tensor, ...] = (
+            _rms_norm_fwd(x, *args) if residual is None else _add_rms_norm_fwd(x, residual, *args)
+        )
+        return results
+
+    @staticmethod
     def forward(
         ctx: Any,
         x: Tensor,
@@ -299,13 +306,14 @@ class _RMSNorm(torch.autograd.Function):
         eps: float,
         offset: float,
         casting_mode: str,
+        results: tuple[Tensor, ...],
     ) -> Any:
         ctx.offset, ctx.x_dtype = offset, x.dtype
         if residual is None:
-            y, rstd = _rms_norm_fwd(x, weight, eps, offset, casting_mode)
+            y, rstd = results
             ctx.save_for_backward(x, weight, rstd)
             return y
-        y, s, rstd = _add_rms_norm_fwd(x, residual, weight, eps, offset, casting_mode)
+        y, s, rstd = results
         ctx.save_for_backward(s, weight, rstd)
         ctx.set_materialize_grads(False)
         ctx.residual_dtype = residual.dtype
@@ -323,9 +331,7 @@ class _RMSNorm(torch.autograd.Function):
             dx.to(ctx.x_dtype) if needs_x and dx is not None else None,
             dx.to(ctx.residual_dtype) if needs_residual and dx is not None else None,
             dw if needs_dw else None,
-            None,
-            None,
-            None,
+            *(None,) * 4,
         )
 
 

@@ -8,6 +8,7 @@ the heads first: see ``qk_norm_rope``.
 """
 
 import functools
+from collections.abc import Sequence
 from typing import Any, NamedTuple
 
 import torch
@@ -287,10 +288,12 @@ def _rope(
 
 
 class _RoPE(torch.autograd.Function):
+    launch = staticmethod(_rope)
+
     @staticmethod
     def forward(ctx: Any, *args: Any) -> tuple[Tensor, Tensor]:
-        outs = _rope(*args)
-        _save(ctx, args, outs)
+        *inputs, outs = args
+        _save(ctx, inputs, outs)
         return outs
 
     @staticmethod
@@ -299,10 +302,10 @@ class _RoPE(torch.autograd.Function):
         cos, sin = ctx.saved_tensors
         *layouts, inverse = ctx.options
         dq, dk = _rope(dq, dk, cos, sin, *layouts, not inverse)
-        return dq, dk, None, None, None, None, None, None
+        return dq, dk, *(None,) * (len(ctx.needs_input_grad) - 2)
 
 
-def _save(ctx: Any, inputs: tuple[Any, ...], output: Any) -> None:
+def _save(ctx: Any, inputs: Sequence[Any], output: Any) -> None:
     _, _, cos, sin, *ctx.options = inputs
     ctx.save_for_backward(cos, sin)
 

@@ -8,6 +8,8 @@ import torch
 from torch import Tensor
 from torch.autograd import forward_ad
 
+from liger_like.runtime.replay import applied
+
 TWICE = "trying to differentiate twice: the ops of liger_like are differentiable once, so not with create_graph=True"
 
 
@@ -79,13 +81,23 @@ class _Forgets:
 
 def is_forward_only() -> bool:
     """Return True if nothing differentiates: no backward follows, and neither a transform nor a dual level is there."""
-    if torch.is_grad_enabled():
-        return False
+    return not torch.is_grad_enabled() and _is_plain()
+
+
+def is_differentiated() -> bool:
+    """Return True in grad mode if only a backward differentiates."""
+    return torch.is_grad_enabled() and _is_plain()
+
+
+def _is_plain() -> bool:
     return not torch._C._are_functorch_transforms_active() and forward_ad._current_level < 0
 
 
 def apply(function: Any, *args: Any, op: Any = None) -> Any:
     """Return ``function.apply(*args)``, or under torch.compile ``op(*args)`` if the op itself is differentiable.
+
+    A function with ``launch(*args)`` gets its results as a further, last argument of its forward: later calls repeat
+    the launches.
 
     Without gradients the forward is called by itself, which saves host time in each step of a generation.
 
@@ -94,7 +106,13 @@ def apply(function: Any, *args: Any, op: Any = None) -> Any:
     to compile it.
     """
     if not torch.compiler.is_compiling():
-        return function.forward(_Forgets(args), *args) if is_forward_only() else function.apply(*args)
+        if not hasattr(function, "launch"):
+            return function.forward(_Forgets(args), *args) if is_forward_only() else function.apply(*args)
+        if torch._C._are_functorch_transforms_active():
+            return function.apply(*args, None)  # raises
+        if is_forward_only():
+            return function.forward(_Forgets(args), *args, function.launch(*args))
+        return applied(function, args)
     distinct: list[Any] = []
     for arg in args:
         again = isinstance(arg, Tensor) and any(arg is other for other in distinct)

@@ -10,10 +10,10 @@ from torch._subclasses.fake_tensor import FakeTensor
 from torch._subclasses.functional_tensor import FunctionalTensor, FunctionalTensorMode
 from torch.utils.flop_counter import register_flop_formula
 
-from liger_like.runtime.autograd import is_forward_only
+from liger_like.runtime.autograd import is_differentiated, is_forward_only
 from liger_like.runtime.fallback import NotCompiledError
 from liger_like.runtime.launcher import is_recorded
-from liger_like.runtime.replay import is_here, repeat, signature
+from liger_like.runtime.replay import is_here, repeat, repeat_with_node, signature
 from liger_like.runtime.support import INTERPRET
 
 LIBRARY = torch.library.Library("liger_like", "DEF")
@@ -154,11 +154,25 @@ def _is_special(args: tuple[Any, ...]) -> bool:
     return args[0].is_meta or not _kinds(args) <= _PLAIN
 
 
+def together(function: F) -> F:
+    """Let later calls of the same signature repeat the launches of all ops that the decorated function calls.
+
+    It looks at nothing but its arguments, and nothing differentiates it, such as a backward.
+    """
+
+    @functools.wraps(function)
+    def run(*args: Any) -> Any:
+        known = None if torch.compiler.is_compiling() or _is_heard() else signature(args)
+        return function(*args) if known is None else repeat(function, args, {}, *known)
+
+    return run  # type: ignore[return-value]
+
+
 def on_shards(rule: Callable[..., Any], *, replayed: bool = False) -> Callable[[F], F]:
     """Let the decorated op take DTensors: each rank runs it on its shards, by a ``rule`` (see ``runtime.dtensor``).
 
-    ``replayed``: the op looks at nothing but its arguments, so without gradients later calls of the same signature
-    repeat its launches, without its checks.
+    ``replayed``: the op looks at nothing but its arguments, and in grad mode at whether algorithms must be
+    deterministic, so later calls of the same signature repeat its launches, without its checks.
     """
 
     def run(function: F, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
@@ -187,10 +201,11 @@ def _for_dtensors(handle: Callable[..., Any], replayed: bool) -> Callable[[F], F
     def decorate(function: F) -> F:
         @functools.wraps(function)
         def run(*args: Any, **kwargs: Any) -> Any:
-            if replayed and not torch.compiler.is_compiling() and is_forward_only() and not _is_heard():
-                known = signature((*args, *kwargs.values()))
-                if known is not None:
-                    return repeat(function, args, kwargs, *known)
+            if replayed and not torch.compiler.is_compiling() and not _is_heard():
+                again = repeat if is_forward_only() else repeat_with_node if is_differentiated() else None
+                known = again and signature((*args, *kwargs.values()))
+                if known:
+                    return again(function, args, kwargs, *known)
             if {*map(type, args), *map(type, kwargs.values())} <= _LEAVES:
                 return function(*args, **kwargs)
             kinds = _kinds((*args, *kwargs.values())) - _PLAIN

@@ -22,6 +22,7 @@ from liger_like.ops.attention import (
 )
 from liger_like.ops.attention.masking import Masking
 from liger_like.ops.attention.portable import forward as portable_forward
+from liger_like.runtime.autograd import apply
 from liger_like.testing import assert_accurate, run
 from liger_like.testing.inputs import attention_inputs, attention_varlen_inputs, with_longest
 
@@ -248,7 +249,7 @@ def test_each_batch_has_its_own_position(device, poisoned):
 
     def kernel(q, k, v, bias):
         masking = Masking(bias, None, None, None, offsets, None, S, Sk, 0.25, None, left, right)
-        return _Attention.apply(q, k, v, None, *masking, True)
+        return apply(_Attention, q, k, v, None, *masking, True)
 
     def whole(q, k, v, bias):
         return _attend_ref(q, k, v, (distance >= -left) & (distance <= right), 0.25, None, None, bias)

@@ -54,7 +54,7 @@ def test_nobody_listens(x, monkeypatch):
         asked = getattr(registry, name)
         monkeypatch.setattr(registry, name, lambda *args, asked=asked: calls.append(asked(*args)) or calls[-1])
     step(x)
-    assert len(calls) in (2, 4)  # a known signature is not special
+    assert len(calls) in (3, 5)  # a known signature is not special
     assert not any(calls)
 
 

@@ -7,14 +7,12 @@ from types import SimpleNamespace
 import pytest
 import torch
 import triton
-from torch.profiler import profile
-from triton.runtime.interpreter import InterpretedFunction
 
-from liger_like.runtime import fallback, launcher, machine, registry, replay, support, tma
+from liger_like.runtime import fallback, launcher, machine, recording, registry, replay, support
 from liger_like.runtime.hopper import Descriptor
 from liger_like.runtime.launcher import launch
+from liger_like.runtime.recording import SMALL
 from liger_like.runtime.replay import Plan, repeat, signature
-from liger_like.testing import SPECS, run
 
 
 class Kernel:
@@ -90,7 +88,7 @@ def test_a_repetition_launches_the_same():
 
 
 @pytest.mark.parametrize("order", [1, -1])
-def test_signatures_know_arguments_apart(order):
+def test_signatures_know_arguments_apart(order, monkeypatch):
     """Whatever a launcher may look at tells signatures apart."""
     base = torch.randn(9, 40)
     tensors = [base[:8, :8], base[:4, :8], base[:8, :8].half(), base[:8, :8].clone(), base[:8, 1:9], base[:8, :8].T]
@@ -105,6 +103,10 @@ def test_signatures_know_arguments_apart(order):
     ]
     keys = [signature(args)[0] for args in values[::order]]
     keys += signature((base, [], 5))[0], signature((base, [5]))[0]
+    monkeypatch.setattr(torch, "get_autocast_dtype", lambda device: dtype)
+    monkeypatch.setattr(torch, "is_autocast_enabled", lambda device: True)
+    for dtype in (torch.bfloat16, torch.float16):  # noqa: B007  # read by the lambda
+        keys.append(signature((base, 5))[0])
     assert all(a != b for a, b in itertools.combinations(keys, 2))
     assert signature((base, [base])) is None
     assert signature((base, torch.nn.Parameter)) is None
@@ -146,16 +148,66 @@ def test_tensors_in_two_places():
 REFUSED = {
     "an op of torch": lambda kernel, x: launch(kernel, (1,), (x * 1,), (1,), (1.0,), N=1),
     "a copy": lambda kernel, x: launch(kernel, (1,), (x.T.contiguous(),), (1,), (1.0,), N=1),
-    "a fill": lambda kernel, x: launch(kernel, (1,), (torch.empty_like(x).zero_(),), (1,), (1.0,), N=1),
+    "an op in place": lambda kernel, x: launch(kernel, (1,), (torch.empty_like(x).neg_(),), (1,), (1.0,), N=1),
+    "a kernel that reads a result of torch": lambda kernel, x: launch(kernel, (1,), (x.sum(0),), (1,), (1.0,), N=1),
+    "a call of torch on memory from outside": lambda kernel, x: [OUTSIDE.zero_()].clear(),
     "a place in memory": lambda kernel, x: launch(kernel, (1,), (x.as_strided((4,), (1,), 0),), (1,), (1.0,), N=1),
     "a value": lambda kernel, x: launch(kernel, (1,), (x,), (int(x[0, 0]),), (1.0,), N=1),
     "memory from outside": lambda kernel, x: launch(kernel, (1,), (OUTSIDE,), (1,), (1.0,), N=1),
     "memory that is not aligned": lambda kernel, x: launch(kernel, (1,), (x.view(-1)[1:],), (1,), (1.0,), N=1),
     "its input": lambda kernel, x: x,
+    "a view of the front": lambda kernel, x: torch.empty_like(x)[:1],
     "a view": lambda kernel, x: torch.empty_like(x)[1:],
     "memory from outside as a result": lambda kernel, x: OUTSIDE,
 }
 OUTSIDE = torch.empty(64)
+
+
+def test_calls_of_torch(monkeypatch):
+    """A plan repeats them in their order, on views of its arguments and memory.
+
+    Memory that nobody reads is not allocated, and small memory that kernels alone read is one allocation.
+    """
+    kernel, made = Kernel(7), []
+    monkeypatch.setattr(torch, "empty_strided", lambda *args, **kw: made.append(args) or torch.ones(*args[:1], **kw))
+
+    def run(x, index):
+        x.new_empty(7)
+        parts = torch.empty(3, 5), x.new_empty(2, 8), torch.empty(SMALL)
+        out, total = torch.empty_like(x), x.new_zeros(4, 8)
+        torch.index_select(x[:2], 0, index, out=out.view(torch.int32)[1:].view(x.dtype)[:2])
+        torch._foreach_zero_([out[:1], out[3:]])
+        launch(kernel, (1,), (x, total, *parts, parts[1][1:], torch.zeros(2)), (1,), (1.0,), N=1)
+        rest = x[0:].index_select(0, index)
+        rest.masked_fill_((rest == 1.0)[:, 1:2], -1.0)
+        return out, None, rest.sum(0).to(torch.float16), total, x[:, :4].t().index_select(0, index)
+
+    for repeats in (False, False, True, True):
+        x, index = torch.arange(32.0).view(4, 8) + repeats, torch.tensor([int(repeats), 0])
+        made.clear()
+        (out, none, summed, total, columns), found = called(run, x, index)
+        assert (found, none) == (repeats, None)
+        assert [args[0] for args in made] == [(SMALL,), (4, 8), (1024,)] * repeats
+        rows = x[index]
+        assert torch.equal(out, torch.cat((torch.zeros(1, 8), rows, torch.zeros(1, 8))))
+        rows[rows[:, 1] == 1.0] = -1.0
+        assert torch.equal(summed, rows.sum(0).half())
+        assert (total == 0).all()
+        assert torch.equal(columns, x[:, index].T[:, :4])
+        x_ptr, total_ptr, part_ptr, next_ptr, _, view_ptr = kernel.runs[-1][1:7]
+        assert (x_ptr, total_ptr) == (x.data_ptr(), total.data_ptr())
+        assert not repeats or (next_ptr, view_ptr) == (part_ptr + 512, part_ptr + 512 + 32)
+
+
+def test_memory_that_lasts(monkeypatch):
+    """A plan passes memory of the process to its kernels, such as the flag of a bad label."""
+    kernel = Kernel(2)
+    monkeypatch.setattr(recording, "LASTING", [torch.zeros(1), OUTSIDE])
+    run = lambda x: launch(kernel, (1,), (x, OUTSIDE), (1,), (1.0,), N=1)  # noqa: E731
+    for repeats in (False, False, True):
+        x = torch.randn(8)
+        assert called(run, x) == (None, repeats)
+        assert kernel.runs[-1][1:3] == (x.data_ptr(), OUTSIDE.data_ptr())
 
 
 @pytest.mark.parametrize("name", REFUSED)
@@ -217,43 +269,6 @@ def test_who_watches_sees_launches(monkeypatch):
     assert not called(run, *args)[1]
 
 
-def test_a_function_repeats_the_launches_of_its_ops(monkeypatch):
-    """Without gradients its checks run twice, and all modes still see its ops."""
-    kernel, checked = Kernel(2), []
-    monkeypatch.setattr(registry, "LIBRARY", library := torch.library.Library("liger_like_replay", "DEF"))
-    monkeypatch.setattr(torch.ops, "liger_like", torch.ops.liger_like_replay)
-    monkeypatch.setattr(torch.library, "register_fake", lambda *args, **kwargs: None)
-
-    @registry.op("double(Tensor x, float eps) -> Tensor", None, replayed=True)
-    def double(x, eps):
-        y = torch.empty_like(x)
-        launch(kernel, (1,), (x, y), (1,), (eps,), N=1)
-        return y
-
-    @registry.on_shards(None, replayed=True)
-    def twice(x, *, eps=1.0, unused=1.0):
-        checked.append(eps)
-        return double(double(x, eps), eps)
-
-    for call in range(4):
-        x = torch.randn(8)
-        with torch.no_grad():
-            y = twice(x=x, eps=0.5)
-        (*_, x_ptr, inner, _, _, _), (*_, same, y_ptr, _, eps, _) = kernel.runs[-2:]
-        assert (x_ptr, y_ptr, eps) == (x.data_ptr(), y.data_ptr(), 0.5)
-        assert inner == same != y_ptr
-        assert len(checked) == min(call + 1, 2)
-    with torch.no_grad(), profile() as prof:
-        twice(x=x, eps=0.5)
-    assert [event.count for event in prof.key_averages() if event.key == "liger_like_replay::double"] == [2]
-    twice(x=x, eps=0.5)
-    with torch.no_grad():
-        twice(x=x, eps=0.25)
-        twice(x=x, unused=0.5)
-    assert checked[2:] == [0.5, 0.5, 0.25, 1.0]
-    del library
-
-
 def test_other_threads():
     """A recording hears of the launches of its own thread alone."""
     kernel, other = Kernel(), Kernel()
@@ -279,27 +294,3 @@ def test_plans_do_not_pile_up(monkeypatch):
     for n in range(1, 9):
         called(len, torch.ones(n))
     assert len(replay.PLANS) <= 3
-
-
-EXPERTS = {"H": 64, "I": 32, "E": 4, "K": 2, "bias": True}
-
-
-@pytest.mark.parametrize(
-    ("name", "sizes", "hopper", "calls"),
-    [
-        ("moe_experts", EXPERTS, False, 11),
-        ("moe_experts", EXPERTS | {"rank": 16}, True, 22),
-        ("moe_route", {"E": 8}, False, 2),
-    ],
-)
-def test_ops_of_mixtures_are_repeated(name, sizes, hopper, calls, monkeypatch):
-    """Each op of a step has a plan: the host limits a mixture with few rows."""
-    found = SimpleNamespace(run=lambda *args: None, function=None, packed_metadata=None)
-    monkeypatch.setattr(launcher, "start", lambda *args: found)
-    monkeypatch.setattr(InterpretedFunction, "params", (), raising=False)
-    monkeypatch.setattr(tma, "_is_hopper", lambda device: hopper)
-    spec = next(spec for spec in SPECS if spec.name == name)
-    for _ in range(3):
-        run(spec.fn, spec.inputs(torch.float16, "cpu", lead=(37,), **sizes), spec.options[0])
-    assert [key[0].__name__ for key, plan in replay.PLANS.items() if type(plan) is not Plan] == []
-    assert len(replay.PLANS) == calls

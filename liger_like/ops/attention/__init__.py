@@ -7,6 +7,7 @@ The scores never exist as a whole, neither forward nor backward. Products take t
 are in fp32.
 """
 
+from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -19,7 +20,7 @@ from liger_like.ops.attention.masking import TENSORS, Masking
 from liger_like.ops.attention.portable.delta import attention_delta
 from liger_like.runtime.autograd import apply, once_differentiable
 from liger_like.runtime.layout import packed
-from liger_like.runtime.registry import LIBRARY, refuses_dtensors
+from liger_like.runtime.registry import LIBRARY, refuses_dtensors, together
 from liger_like.runtime.support import refused, use_kernel
 
 MAX_HEAD_WIDTH = 256
@@ -108,11 +109,24 @@ def flash_attention_varlen_ref(
     return _packed(out, lse, return_lse)
 
 
+@together
+def _gradients(
+    dout: Tensor, out: Tensor, lse: Tensor, sums: Tensor, dlse: Tensor | None, sinks: Tensor | None, *args: Any
+) -> tuple[Tensor | None, ...]:
+    """Return the gradients of q, k, v, sinks and bias that the last argument names, else None."""
+    q, k, v, *options, needs = args
+    stats, dsinks = attention_delta(dout, out, lse, sums, dlse, sinks)
+    dq, dk, dv, dbias = attention_bwd(dout, q, k, v, stats, *options, [*needs[:3], needs[4]])
+    return tuple(grad if need else None for grad, need in zip((dq, dk, dv, dsinks, dbias), needs, strict=True))
+
+
 class _Attention(torch.autograd.Function):
+    launch = staticmethod(attention_fwd)
+
     @staticmethod
     def forward(ctx: Any, *args: Any) -> tuple[Tensor, Tensor]:
-        out, lse, sums = attention_fwd(*args)
-        _save(ctx, args, (out, lse, sums))
+        *inputs, (out, lse, sums) = args
+        _save(ctx, inputs, (out, lse, sums))
         return out, lse
 
     @staticmethod
@@ -122,15 +136,12 @@ class _Attention(torch.autograd.Function):
         if dout is None and dlse is None:
             return (None,) * len(ctx.needs_input_grad)
         dout = torch.zeros_like(out) if dout is None else dout
-        stats, dsinks = attention_delta(dout, out, lse, sums, dlse, sinks)
-        needs_q, needs_k, needs_v, needs_sinks, needs_bias, *others = ctx.needs_input_grad
-        needs = [needs_q, needs_k, needs_v, needs_bias]
-        grads = attention_bwd(dout, q, k, v, stats, *masks, *ctx.scalars, needs)
-        dq, dk, dv, dbias = (grad if need else None for grad, need in zip(grads, needs, strict=True))
-        return dq, dk, dv, dsinks if needs_sinks else None, dbias, *(None for _ in others)
+        needs = ctx.needs_input_grad
+        grads = _gradients(dout, out, lse, sums, dlse, sinks, q, k, v, *masks, *ctx.scalars, [*needs[:5]])
+        return *grads, *(None,) * (len(needs) - 5)
 
 
-def _save(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, ...]) -> None:
+def _save(ctx: Any, inputs: Sequence[Any], output: tuple[Tensor, ...]) -> None:
     tensors = 4 + TENSORS
     ctx.save_for_backward(*inputs[:tensors], *output)
     ctx.scalars = inputs[tensors:]  # the last of them is ``deterministic``

@@ -21,6 +21,7 @@ from liger_like.ops.losses.steps import NO_WORD, add_chunk, fill_dlogits, fill_r
 from liger_like.ops.losses.units import unit
 from liger_like.ops.losses.unstored import loads_operands, run_unstored, takes_no_logits, unstored_kernels
 from liger_like.ops.losses.vocab_shards import SHARD_SCHEMA, Shard
+from liger_like.runtime.launcher import is_recorded
 from liger_like.runtime.registry import op
 from liger_like.runtime.support import in_graph
 
@@ -104,6 +105,11 @@ def all_tokens(args: tuple[Any, ...]) -> tuple[Any, ...]:
     """Return the arguments of an op, those of ``Forward`` first, with which the host reads nothing."""
     place = Forward._fields.index("reads_count")
     return *args[:place], False, *args[place + 1 :]
+
+
+def without_count(call: Forward) -> tuple[Any, ...]:
+    """Return the arguments of ``linear_cross_entropy_fwd``: of a single chunk the host reads nothing."""
+    return all_tokens(flat(call)) if _chunks(call, False)[0] >= call.x.shape[0] else flat(call)
 
 
 def _unless_empty(x: Tensor, wanted: bool, shape: tuple[int, ...], dtype: torch.dtype = torch.float32) -> Tensor:
@@ -191,6 +197,7 @@ RESULTS = (
     lambda *args: _outputs(call_of(Forward, args)),
     flops=flops,
     in_cuda_graph=all_tokens,
+    replayed=True,
 )
 def linear_cross_entropy_fwd(*args: Any) -> tuple[Tensor, ...]:
     """Return per-token results of the logits x weight^T + bias + u b^T, and the gradients that ``needs`` names.
@@ -273,7 +280,7 @@ def run_chunks(
     which may share their memory.
     """
     x, weight, target, _, u, b, _, _, needs, *_, shard, options = call
-    if not isinstance(x, FakeTensor):
+    if not (isinstance(x, FakeTensor) or is_recorded()):  # the caller of a plan does so
         raise_bad_label(x.device)
     (T, H), V = x.shape, weight.shape[0]
     rows, order, chunk_bounds = outs[:6], outs[6], outs[7]
@@ -319,7 +326,7 @@ def run_chunks(
             u_c = None if u is None else u[index]
             # ignored tokens come last, but only the second chunk knows their number
             if (needs[1] or needs[4]) and (start == 0 or not call.reads_count or in_graph(target)):
-                ignored = (target[index] == options.ignore_index)[:, None]
+                ignored = (target.index_select(0, index) == options.ignore_index)[:, None]
                 x_c.masked_fill_(ignored, 0)  # their gradient is 0, but 0 times NaN is NaN
                 u_c = None if u is None else u_c.masked_fill(ignored, 0)
             add_chunk(
@@ -350,11 +357,13 @@ def _copy_rows_not_kept(rows: tuple[Tensor, ...], order: Tensor, results: TokenR
 def _clear(call: Forward, outs: tuple[Tensor, ...], results: TokenResults | None) -> None:
     """Fill the results of ignored tokens, which no chunk may compute, and sums that chunks add to."""
     rows, chunk_bounds, (_, dw, exponents, _, _, dbias, _, db) = outs[:6], outs[7], outs[8:]
-    chunk_bounds.zero_()  # without tokens no chunk sets it
+    if call.reads_count:
+        chunk_bounds.zero_()  # without tokens no chunk sets it
     zeros = [t for t in (*rows, *(results or ())[:4]) if t.dtype == torch.float32]
     zeros += [t for t in (dw, exponents, dbias, db) if call.x.shape[0] == 0 or call.needs[2]]
     torch._foreach_zero_(zeros)  # one launch
-    rows[4].fill_(-1)
+    if call.argmax:
+        rows[4].fill_(-1)
 
 
 def _chunks(call: Forward, wide: bool) -> tuple[int, bool]:

@@ -11,6 +11,7 @@ from liger_like.runtime.registry import op
     "linear_cross_entropy_last(Tensor(a!) dx, Tensor dw, Tensor exponents, Tensor last_logits, Tensor last_x,"
     " Tensor weight, Tensor order, Tensor chunk_bounds, Tensor factor, Tensor(b!) out) -> ()",
     lambda *args: None,
+    replayed=True,
 )
 def linear_cross_entropy_last(
     dx: Tensor,
@@ -28,7 +29,8 @@ def linear_cross_entropy_last(
 
     ``out`` gets the whole sum of dw times ``factor``, and may share the memory of ``dw``.
     """
-    start, end = chunk_bounds[1:].tolist() if chunk_bounds.numel() else _last_chunk(len(order), last_logits.shape[0])
+    # not tolist(), which no recording notices
+    start, end = map(int, chunk_bounds[1:]) if chunk_bounds.numel() else _last_chunk(len(order), last_logits.shape[0])
     V, H = weight.shape
     if start == end:
         out.zero_()

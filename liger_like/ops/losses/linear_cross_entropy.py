@@ -19,9 +19,10 @@ from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
+from torch._subclasses.fake_tensor import FakeTensor
 from torch.nn.functional import linear
 
-from liger_like.ops.losses.chunks import Forward, flat, linear_cross_entropy_fwd
+from liger_like.ops.losses.chunks import Forward, flat, linear_cross_entropy_fwd, without_count
 from liger_like.ops.losses.gradients import factor_of, recomputed, scaled
 from liger_like.ops.losses.operands import Lora, checked_operands, checked_outputs, is_small, low_rank
 from liger_like.ops.losses.rows import (
@@ -32,6 +33,7 @@ from liger_like.ops.losses.rows import (
     checked_num_items,
     checked_options,
     is_correct,
+    raise_bad_label,
     reduce_loss,
     row_losses_ref,
 )
@@ -168,7 +170,12 @@ class _FusedLinearCrossEntropy(torch.autograd.Function):
             shard=shard,
             options=options,
         )
-        outs = linear_cross_entropy_fwd(*flat(call))
+        if torch.compiler.is_compiling():
+            outs = linear_cross_entropy_fwd(*flat(call))
+        else:
+            if not isinstance(x, FakeTensor):
+                raise_bad_label(x.device)
+            outs = linear_cross_entropy_fwd(*without_count(call))
         loss, logprob, lse, entropy, argmax, lse_rest, order, chunk_bounds = outs[:8]
         ctx.set_materialize_grads(False)
         ctx.grads_now, ctx.accumulate_grad, ctx.shard, ctx.options = grads_now, settings.accumulate_grad, shard, options

@@ -13,6 +13,7 @@ from liger_like.runtime import machine
 from liger_like.runtime.checks import require, require_choice, require_integer, require_number
 from liger_like.runtime.launcher import launch
 from liger_like.runtime.layout import packed
+from liger_like.runtime.recording import LASTING
 from liger_like.runtime.registry import op
 
 SOFTCAP_MAX = 1e30  # logits divided by a larger softcap would underflow in fp32
@@ -60,7 +61,9 @@ def check_labels(target: Tensor, V: int, ignore_index: int, name: str = "target"
 def bad_label(device_type: str) -> Tensor:
     """Return the host memory into which kernels write a label that is out of range."""
     with torch.inference_mode(False), _disable_current_modes():  # later calls use it without these modes
-        return torch.zeros(1, dtype=torch.int64, pin_memory=device_type == "cuda")
+        flag = torch.zeros(1, dtype=torch.int64, pin_memory=device_type == "cuda")
+    LASTING.append(flag)
+    return flag
 
 
 def raise_bad_label(device: torch.device) -> None:

@@ -1,0 +1,241 @@
+"""Whole ops repeat their launches: with and without gradients, with their checks twice."""
+
+from types import SimpleNamespace
+
+import pytest
+import torch
+from test_replay import Kernel, pretended  # noqa: F401  # a fixture of all tests
+from torch.profiler import profile
+from triton.runtime.interpreter import InterpretedFunction
+
+import liger_like
+from liger_like.ops.attention import choice
+from liger_like.ops.losses import dw_sum, row_kernels
+from liger_like.runtime import autograd, launcher, registry, replay, tma
+from liger_like.runtime.launcher import launch
+from liger_like.runtime.replay import Node, Plan
+from liger_like.testing import SPECS, run
+from liger_like.testing.inputs import attention_inputs, linear_loss_inputs
+
+
+@pytest.fixture
+def doubling(monkeypatch):
+    """A kernel, and an op that launches it."""
+    kernel = Kernel(2)
+    monkeypatch.setattr(registry, "LIBRARY", torch.library.Library("liger_like_replay", "DEF"))
+    monkeypatch.setattr(torch.ops, "liger_like", torch.ops.liger_like_replay)
+    monkeypatch.setattr(torch.library, "register_fake", lambda *args, **kwargs: None)
+
+    @registry.op("double(Tensor x, float eps) -> Tensor", None, replayed=True)
+    def double(x, eps):
+        y = torch.empty_like(x)
+        launch(kernel, (1,), (x, y), (1,), (eps,), N=1)
+        return y
+
+    yield kernel, double
+    registry.LIBRARY._destroy()
+
+
+def test_a_function_repeats_the_launches_of_its_ops(doubling):
+    """Without gradients its checks run twice, and all modes still see its ops."""
+    (kernel, double), checked = doubling, []
+
+    @registry.on_shards(None, replayed=True)
+    def twice(x, *, eps=1.0, unused=1.0):
+        checked.append(eps)
+        return double(double(x, eps), eps)
+
+    for call in range(4):
+        x = torch.randn(8)
+        with torch.no_grad():
+            y = twice(x=x, eps=0.5)
+        (*_, x_ptr, inner, _, _, _), (*_, same, y_ptr, _, eps, _) = kernel.runs[-2:]
+        assert (x_ptr, y_ptr, eps) == (x.data_ptr(), y.data_ptr(), 0.5)
+        assert inner == same != y_ptr
+        assert len(checked) == min(call + 1, 2)
+    with torch.no_grad(), profile() as prof:
+        twice(x=x, eps=0.5)
+    assert [event.count for event in prof.key_averages() if event.key == "liger_like_replay::double"] == [2]
+    twice(x=x, eps=0.5)
+    with torch.no_grad():
+        twice(x=x, eps=0.25)
+        twice(x=x, unused=0.5)
+    assert checked[2:] == [0.5, 0.5, 0.25, 1.0]
+
+
+def linear_of(double):
+    """An autograd function of two tensors and a factor, whose results come from ``double``."""
+
+    class Linear(torch.autograd.Function):
+        launch = staticmethod(lambda x, factor, other, *_: (double(x, factor), double(other, factor)))
+
+        @staticmethod
+        def forward(ctx, x, factor, other, *more):
+            ctx.factor, ctx.results = factor, more[-1]
+            return more[-1]
+
+        @staticmethod
+        def backward(ctx, dy, dz):
+            return dy * ctx.factor, None, dz * ctx.factor * 10, None, None
+
+    return Linear
+
+
+def test_a_function_in_grad_mode_makes_the_node_alone(doubling):
+    """Its checks run twice for whatever it looks at; gradients are those of its own arguments."""
+    (kernel, double), checked = doubling, []
+    linear = linear_of(double)
+
+    @registry.on_shards(None, replayed=True)
+    def op(x, other, *, factor=1.0, turned=False, unused=0.0):
+        checked.append(torch.are_deterministic_algorithms_enabled())
+        y, z = autograd.apply(linear, x, factor, other)
+        return (z, y) if turned else z
+
+    def step(needs=(True, True), **options):
+        before = len(checked)
+        x, other = (torch.randn(8).requires_grad_(need) for need in needs)
+        found = op(x, other, **options)
+        y, z = found[::-1] if options.get("turned") else (None, found)
+        first = z.grad_fn.results[0] if z.requires_grad else y
+        pointers = [(x.data_ptr(), first.data_ptr()), (other.data_ptr(), z.data_ptr())]
+        assert [run[1:3] for run in kernel.runs[-2:]] == pointers
+        dz = torch.randn(8)
+        if z.requires_grad:
+            (z * dz + (0 if y is None else y * 3)).sum().backward()
+            factor = options.get("factor", 1.0)
+            assert (
+                x.grad is None if not needs[0] else torch.equal(x.grad, torch.full((8,), (y is not None) * 3 * factor))
+            )
+            assert other.grad is None if not needs[1] else torch.allclose(other.grad, dz * factor * 10)
+        return len(checked) > before
+
+    for options in (
+        {},
+        {"factor": 2.0},
+        {"turned": True, "factor": 0.5},
+        {"needs": (False, True)},
+        {"turned": False},
+        {"unused": 2.0},
+    ):
+        assert [step(**options) for _ in range(4)] == [True, True, False, False], options
+    with torch.no_grad():
+        assert [step(turned=True) for _ in range(3)] == [True, True, False]
+    with profile() as prof:
+        assert step()
+    assert any(event.key == "liger_like_replay::double" for event in prof.key_averages())
+    torch.use_deterministic_algorithms(True)
+    try:
+        assert step()
+    finally:
+        torch.use_deterministic_algorithms(False)
+    assert not step()
+    kernel.pre_run_hooks.append(lambda metadata: None)
+    assert step()
+    kernel.pre_run_hooks.clear()
+    same = torch.randn(8, requires_grad=True)
+    for _ in range(3):
+        op(same, same, factor=3.0)
+    assert checked[-3:] == [False] * 3
+    with torch.autograd.forward_ad.dual_level(), pytest.raises(RuntimeError, match="jvp"):
+        op(torch.autograd.forward_ad.make_dual(same, same.detach()), same, factor=3.0)
+
+
+MORE = {
+    "an argument of the backward alone": lambda apply, x, other: apply(x, 1.0, other, x * 2),
+    "another argument": lambda apply, x, other: apply(x + 0, 1.0, other),
+    "another result": lambda apply, x, other: (apply(x, 1.0, other)[0] * 1,),
+    "two nodes": lambda apply, x, other: (apply(x, 1.0, other), apply(other, 1.0, x))[1],
+    "none": lambda apply, x, other: (x * 2, other * 2),
+}
+
+
+@pytest.mark.parametrize("name", MORE)
+def test_what_a_node_cannot_repeat(name, doubling):
+    linear, calls = linear_of(doubling[1]), []
+
+    @registry.on_shards(None, replayed=True)
+    def op(x, other):
+        calls.append(x)
+        return MORE[name](lambda *args: autograd.apply(linear, *args), x, other)
+
+    for _ in range(4):
+        op(torch.randn(8, requires_grad=True), torch.randn(8))
+    assert len(calls) == 4
+    assert replay._watched.tensors is None
+
+
+def test_ops_of_a_backward_are_one_plan(doubling):
+    """``together`` asks once; a profiler sees each op."""
+    (kernel, double), calls = doubling, []
+
+    @registry.together
+    def backward(dy, factor, needs):
+        calls.append(factor)
+        return tuple(double(dy, factor) if need else None for need in needs)
+
+    for called_before in (0, 1, 2, 2):
+        dy = torch.randn(8)
+        assert len(calls) == called_before
+        dx, none = backward(dy, 0.5, [True, False])
+        assert none is None
+        assert kernel.runs[-1][1:3] == (dy.data_ptr(), dx.data_ptr())
+    with profile() as prof:
+        backward(dy, 0.5, [True, False])
+    assert any(event.key == "liger_like_replay::double" for event in prof.key_averages())
+
+
+EXPERTS = {"H": 64, "I": 32, "E": 4, "K": 2, "bias": True}
+
+
+@pytest.mark.parametrize("sizes", [{}, {"sinks": True}])
+def test_attention_is_repeated(sizes, monkeypatch):
+    """On Hopper, too, whose backward adds dq to zeros: both passes have one plan each."""
+    without_kernels(monkeypatch)
+    monkeypatch.setattr(choice, "INTERPRET", False)
+    monkeypatch.setattr(choice, "architecture", lambda device: 9)
+    inputs = attention_inputs(torch.float16, "cpu", B=1, S=256, Sk=256, H=2, Hk=1, D=64, **sizes)
+    for _ in range(4):
+        run(liger_like.flash_attention, inputs, {"deterministic": False})
+    kinds = {key[0].__name__: type(plan) for key, plan in replay.PLANS.items() if plan is not True}
+    assert kinds == {"flash_attention": Node, "_gradients": Plan}
+
+
+def test_losses_of_one_chunk_are_repeated(monkeypatch):
+    """A loss of several chunks reads how many labels count, so each call prepares its launches."""
+    without_kernels(monkeypatch)
+    monkeypatch.setattr(dw_sum, "architecture", lambda device: 9)
+    monkeypatch.setattr(row_kernels, "raise_bad_label", lambda device: None)  # read after each launch on a CPU
+    for T, rows, kind in ((37, None, Plan), (256, 128, bool)):
+        replay.PLANS.clear()
+        inputs = linear_loss_inputs(torch.bfloat16, "cpu", lead=(T,), H=64, V=128)
+        for _ in range(3):
+            run(liger_like.fused_linear_cross_entropy, inputs, {"chunk_rows": rows})
+        kinds = {key[0].__name__: type(plan) for key, plan in replay.PLANS.items()}
+        assert kinds == {"linear_cross_entropy_fwd": kind, "linear_cross_entropy_last": kind}
+
+
+def without_kernels(monkeypatch):
+    """Kernels are neither compiled nor run."""
+    found = SimpleNamespace(run=lambda *args: None, function=None, packed_metadata=None)
+    monkeypatch.setattr(launcher, "start", lambda *args: found)
+    monkeypatch.setattr(InterpretedFunction, "params", (), raising=False)
+
+
+@pytest.mark.parametrize(
+    ("name", "sizes", "hopper", "calls"),
+    [
+        ("moe_experts", EXPERTS, False, 11),
+        ("moe_experts", EXPERTS | {"rank": 16}, True, 22),
+        ("moe_route", {"E": 8}, False, 2),
+    ],
+)
+def test_ops_of_mixtures_are_repeated(name, sizes, hopper, calls, monkeypatch):
+    """Each op of a step has a plan: the host limits a mixture with few rows."""
+    without_kernels(monkeypatch)
+    monkeypatch.setattr(tma, "_is_hopper", lambda device: hopper)
+    spec = next(spec for spec in SPECS if spec.name == name)
+    for _ in range(3):
+        run(spec.fn, spec.inputs(torch.float16, "cpu", lead=(37,), **sizes), spec.options[0])
+    assert [key[0].__name__ for key, plan in replay.PLANS.items() if type(plan) is not Plan] == []
+    assert len(replay.PLANS) == calls
