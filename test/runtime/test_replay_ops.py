@@ -231,3 +231,14 @@ def test_ops_of_mixtures_are_repeated(name, sizes, hopper, calls, monkeypatch):
         run(spec.fn, spec.inputs(torch.float16, "cpu", lead=(37,), **sizes), spec.options[0])
     assert [key[0].__name__ for key, plan in replay.PLANS.items() if type(plan) is not Plan] == []
     assert len(replay.PLANS) == calls
+
+
+@pytest.mark.parametrize("spec", [spec for spec in SPECS if spec.differentiable], ids=lambda spec: spec.name)
+def test_results_are_modified_in_place(spec, monkeypatch):
+    """Autograd refuses this for a view that a function returns, such as an argument that its forward returns."""
+    without_kernels(monkeypatch)
+    for _ in range(3):
+        found = spec.fn(**spec.inputs(torch.float32, "cpu", **spec.test_shapes[0]))
+        for t in found if isinstance(found, tuple) else (found,):
+            if t is not None and t.requires_grad:
+                t.mul_(2)
