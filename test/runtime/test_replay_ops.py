@@ -134,6 +134,29 @@ def test_a_function_in_grad_mode_makes_the_node_alone(doubling):
         op(torch.autograd.forward_ad.make_dual(same, same.detach()), same, factor=3.0)
 
 
+@pytest.mark.parametrize(("hidden", "times"), [(False, 2), (True, 4)])
+def test_a_function_of_one_tensor_and_one_result(hidden, times, doubling):
+    """A tuple of one tensor stays a tuple, and a tensor is not taken apart; a node keeps no tensor of an older call."""
+    (_, double), calls = doubling, []
+
+    class Linear(torch.autograd.Function):
+        launch = staticmethod(lambda x, *more: (double(x, 1.0),))
+        forward = staticmethod(lambda ctx, x, *more: more[-1])
+        backward = staticmethod(lambda ctx, dy: (dy * 3, *(None,) * (len(ctx.needs_input_grad) - 1)))
+
+    @registry.on_shards(None, replayed=True)
+    def op(x):
+        calls.append(x)
+        return (autograd.apply(Linear, x, *[(1.0, [x])] * hidden)[0],)
+
+    for _ in range(4):
+        x = torch.randn(8, requires_grad=True)
+        (y,) = op(x)
+        y.sum().backward()
+        assert torch.equal(x.grad, torch.full((8,), 3.0))
+    assert len(calls) == times
+
+
 MORE = {
     "another argument": lambda apply, x, other: apply(x + 0, 1.0, other),
     "another result": lambda apply, x, other: (apply(x, 1.0, other)[0] * 1,),
