@@ -189,13 +189,15 @@ def _glu_bwd(dy: Tensor, gate: Tensor, up: Tensor | None, act: str, needs: list[
 
 
 class _GLU(torch.autograd.Function):
-    launch = staticmethod(glu_fwd)
+    @staticmethod
+    def launch(*args: Any) -> tuple[Tensor]:
+        return (glu_fwd(*args),)
 
     @staticmethod
-    def forward(ctx: Any, gate: Tensor, up: Tensor | None, act: str, y: Tensor) -> Tensor:
+    def forward(ctx: Any, gate: Tensor, up: Tensor | None, act: str, results: tuple[Tensor]) -> Tensor:
         ctx.save_for_backward(gate, up)
         ctx.act = act
-        return y
+        return results[0]
 
     @staticmethod
     @once_differentiable

@@ -96,8 +96,8 @@ def _is_plain() -> bool:
 def apply(function: Any, *args: Any, op: Any = None) -> Any:
     """Return ``function.apply(*args)``, or under torch.compile ``op(*args)`` if the op itself is differentiable.
 
-    A function with ``launch(*args)`` gets its results as a further, last argument of its forward: later calls repeat
-    the launches.
+    A function with ``launch(*args)`` gets its results, a tuple, as a further, last argument of its forward: later calls
+    repeat the launches. A tensor as an argument would be returned as a view, which must not be modified in place.
 
     Without gradients the forward is called by itself, which saves host time in each step of a generation.
 

@@ -164,7 +164,7 @@ class Recording(TorchDispatchMode):
             self._make(torch.empty_strided, out, tuple(out.shape), out.stride())
         elif func in _ZEROS:
             self._make(torch.zeros, out, tuple(out.shape))
-        elif (func in _VIEWS or func in _CALLS) and all(map(self._knows, tensors)):
+        elif (func in _VIEWS or func in _CALLS) and all(map(self._knows, tensors)) and _on_one_device(tensors, out):
             self.steps.append((func, args, kwargs, out))
             if func in _VIEWS and id(args[0]) in self.places:
                 place, offset = self.places[id(args[0])]
@@ -205,7 +205,7 @@ class Recording(TorchDispatchMode):
 
     def plan(self, results: Any) -> Plan | None:
         """Return a plan that repeats the call, which has returned ``results``, or None if no plan can."""
-        several = results if isinstance(results, tuple) else (results,)
+        several = results if type(results) is tuple else (results,)
         wholes = [t if t is None else self._whole(t) for t in several]
         if not self.complete or any(whole is None is not t for t, whole in zip(several, wholes, strict=True)):
             return None
@@ -292,6 +292,11 @@ def tensors_of(values: Iterable[Any]) -> list[Tensor]:
     return found
 
 
+def _on_one_device(tensors: list[Tensor], out: Any) -> bool:
+    """Return True unless an op copies to another device: the host may read such a copy, as ``tolist`` does."""
+    return len({t.device for t in tensors_of((*tensors, out))}) == 1
+
+
 def _layout(t: Tensor) -> tuple[Any, ...]:
     return t.shape, t.stride(), t.dtype, t.storage_offset()
 
@@ -311,7 +316,7 @@ def _launch(
 ) -> _Launch:  # fmt: skip
     run, function, metadata, constants = found
     described = [d and (type(d), vars(d) | {"base": None}, places[id(d.base)]) for d in descriptors]
-    take = _taker([places[id(t)] for t in tensors])
+    take = taker([places[id(t)] for t in tensors])
     before = function, metadata, None, None, None
     return _Launch(run, grid, before, tuple(described), take, (*numbers, *constants))
 
@@ -328,6 +333,6 @@ def _call(op: Any, args: tuple[Any, ...], kwargs: dict[str, Any], _: Any, slots:
     return _Call(op, tuple(map(take, args)), {name: take(arg) for name, arg in kwargs.items()})
 
 
-def _taker(places: list[int]) -> Callable[[list[int | None]], tuple[int | None, ...]]:
+def taker(places: list[int]) -> Callable[[list[int | None]], tuple[int | None, ...]]:
     """Return a function that returns the items of a list at ``places``; itemgetter returns no tuple of one item."""
     return itemgetter(*places) if len(places) > 1 else lambda pointers: (pointers[places[0]],)

@@ -14,9 +14,10 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 from torch.nn import Parameter
+from torch.utils._pytree import tree_leaves
 
 from liger_like.runtime import fallback, launcher, machine, support
-from liger_like.runtime.recording import Plan, Recording, tensors_of
+from liger_like.runtime.recording import Plan, Recording, taker, tensors_of
 
 MOST = 4096  # signatures that are kept
 # by launcher and signature: True after one call, False for no plan
@@ -80,10 +81,11 @@ def _node(values: tuple[Any, ...], results: Any) -> Node | None:
     several = found if isinstance(found, tuple) else (found,)
     outputs = {id(t): i for i, t in enumerate(several)}
     picked = [outputs.get(id(t)) for t in (results if type(results) is tuple else (results,))]
-    if plan is None or plan.calls or None in take or (results is not found and None in picked):
+    hidden = any(isinstance(leaf, Tensor) for leaf in tree_leaves(constants))
+    if plan is None or plan.calls or hidden or None in take or (results is not found and None in picked):
         return None
-    pick = None if results is found else itemgetter(*picked)
-    return Node(plan, function, itemgetter(*take), constants, pick)
+    pick = None if results is found else taker(picked) if type(results) is tuple else itemgetter(*picked)
+    return Node(plan, function, taker(take), constants, pick)
 
 
 def is_here(x: Any) -> bool:

@@ -3,6 +3,7 @@
 import itertools
 import threading
 from types import SimpleNamespace
+from typing import NamedTuple
 
 import pytest
 import torch
@@ -148,6 +149,7 @@ def test_tensors_in_two_places():
 REFUSED = {
     "an op of torch": lambda kernel, x: launch(kernel, (1,), (x * 1,), (1,), (1.0,), N=1),
     "a copy": lambda kernel, x: launch(kernel, (1,), (x.T.contiguous(),), (1,), (1.0,), N=1),
+    "a copy on another device": lambda kernel, x: [x.to("meta")].clear(),
     "an op in place": lambda kernel, x: launch(kernel, (1,), (torch.empty_like(x).neg_(),), (1,), (1.0,), N=1),
     "a kernel that reads a result of torch": lambda kernel, x: launch(kernel, (1,), (x.sum(0),), (1,), (1.0,), N=1),
     "a call of torch on memory from outside": lambda kernel, x: [OUTSIDE.zero_()].clear(),
@@ -155,12 +157,17 @@ REFUSED = {
     "a value": lambda kernel, x: launch(kernel, (1,), (x,), (int(x[0, 0]),), (1.0,), N=1),
     "memory from outside": lambda kernel, x: launch(kernel, (1,), (OUTSIDE,), (1,), (1.0,), N=1),
     "memory that is not aligned": lambda kernel, x: launch(kernel, (1,), (x.view(-1)[1:],), (1,), (1.0,), N=1),
+    "a named tuple": lambda kernel, x: Results(torch.empty_like(x)),
     "its input": lambda kernel, x: x,
     "a view of the front": lambda kernel, x: torch.empty_like(x)[:1],
     "a view": lambda kernel, x: torch.empty_like(x)[1:],
     "memory from outside as a result": lambda kernel, x: OUTSIDE,
 }
 OUTSIDE = torch.empty(64)
+
+
+class Results(NamedTuple):
+    y: torch.Tensor
 
 
 def test_calls_of_torch(monkeypatch):

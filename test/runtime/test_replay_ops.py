@@ -141,6 +141,29 @@ def test_a_function_in_grad_mode_makes_the_node_alone(doubling):
         op(torch.autograd.forward_ad.make_dual(same, same.detach()), same, factor=3.0)
 
 
+@pytest.mark.parametrize(("hidden", "times"), [(False, 2), (True, 4)])
+def test_a_function_of_one_tensor_and_one_result(hidden, times, doubling):
+    """A tuple of one tensor stays a tuple, and a tensor is not taken apart; a node keeps no tensor of an older call."""
+    (_, double), calls = doubling, []
+
+    class Linear(torch.autograd.Function):
+        launch = staticmethod(lambda x, *more: (double(x, 1.0),))
+        forward = staticmethod(lambda ctx, x, *more: more[-1])
+        backward = staticmethod(lambda ctx, dy: (dy * 3, *(None,) * (len(ctx.needs_input_grad) - 1)))
+
+    @registry.on_shards(None, replayed=True)
+    def op(x):
+        calls.append(x)
+        return (autograd.apply(Linear, x, *[(1.0, [x])] * hidden)[0],)
+
+    for _ in range(4):
+        x = torch.randn(8, requires_grad=True)
+        (y,) = op(x)
+        y.sum().backward()
+        assert torch.equal(x.grad, torch.full((8,), 3.0))
+    assert len(calls) == times
+
+
 MORE = {
     "an argument of the backward alone": lambda apply, x, other: apply(x, 1.0, other, x * 2),
     "another argument": lambda apply, x, other: apply(x + 0, 1.0, other),
@@ -239,3 +262,14 @@ def test_ops_of_mixtures_are_repeated(name, sizes, hopper, calls, monkeypatch):
         run(spec.fn, spec.inputs(torch.float16, "cpu", lead=(37,), **sizes), spec.options[0])
     assert [key[0].__name__ for key, plan in replay.PLANS.items() if type(plan) is not Plan] == []
     assert len(replay.PLANS) == calls
+
+
+@pytest.mark.parametrize("spec", [spec for spec in SPECS if spec.differentiable], ids=lambda spec: spec.name)
+def test_results_are_modified_in_place(spec, monkeypatch):
+    """Autograd refuses this for a view that a function returns, such as an argument that its forward returns."""
+    without_kernels(monkeypatch)
+    for _ in range(3):
+        found = spec.fn(**spec.inputs(torch.float32, "cpu", **spec.test_shapes[0]))
+        for t in found if isinstance(found, tuple) else (found,):
+            if t is not None and t.requires_grad:
+                t.mul_(2)
