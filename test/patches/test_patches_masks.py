@@ -8,7 +8,6 @@ import transformers
 from test_patches_attention import BATCHES, masked, pair
 from tiny_models import batch, results
 from torch._dynamo.testing import CompileCounterWithBackend
-from torch.utils._python_dispatch import TorchDispatchMode
 from transformers import masking_utils
 
 from liger_like.ops.attention.portable import forward as portable_forward
@@ -132,40 +131,6 @@ def test_documents_under_compile_that_transformers_does_not_look_for(masked_by, 
         got = torch.compile(patched, fullgraph=True, backend="aot_eager")(**inputs).logits
     torch.testing.assert_close(got, expected)
     assert masked_by == [{"spans"}] * 2
-
-
-class Kernels(TorchDispatchMode):
-    """Names of the ops that are no views."""
-
-    def __init__(self):
-        super().__init__()
-        self.names = []
-
-    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
-        if not func.is_view and func is not torch.ops.aten.empty.memory_format:
-            self.names.append(func.__name__)
-        return func(*args, **kwargs or {})
-
-
-@pytest.mark.parametrize("dtype", [torch.int32, torch.int64])
-@pytest.mark.parametrize(("B", "kernels"), [(1, 5), (2, 8)])
-def test_spans_of_documents(B, kernels, dtype):
-    """Every layer makes them again, so of few kernels. The last two rows belong to no document and see no key."""
-    S, Sk = 10 // B, 14 // B
-    offsets_q, offsets_k = [0, 3, 3, 5, 8], [0, 4, 6, 7, 12]
-    cu_q, cu_k = (torch.tensor(offsets, dtype=dtype) for offsets in (offsets_q, offsets_k))
-    query, key = torch.empty(B, 1, S, 8), torch.empty(B, 1, Sk, 8)
-    with Kernels() as counted:
-        starts, ends = attention._within_documents(None, query, key, cu_q, cu_k)
-    assert starts.dtype == ends.dtype == torch.int32
-    assert starts.shape == ends.shape == (B, S)
-    assert (torch.stack((starts, ends)).diff() >= 0).all()
-    assert len(counted.names) <= kernels, counted.names
-    for row, (start, end) in enumerate(zip(starts.flatten().tolist(), ends.flatten().tolist(), strict=True)):
-        first = row // S * Sk
-        found = [i for i in range(4) if offsets_q[i] <= row < offsets_q[i + 1]]
-        seen = [j - first for i in found for j in range(offsets_k[i], offsets_k[i + 1])]
-        assert list(range(start, end)) == seen
 
 
 def test_one_graph_makes_the_spans_of_all_lengths():
