@@ -141,6 +141,7 @@ class GraphedStep:
         """
         part: dict[Any, None] = {}
         kept: dict[Any, Tensor] = {}  # until both streams join: the allocator does not know that updates read them
+        late: list[Tensor] = []
 
         def update() -> None:
             self._beside.wait_stream(torch.cuda.current_stream())
@@ -153,7 +154,7 @@ class GraphedStep:
 
         def add(p: Tensor) -> None:
             if p in kept:
-                raise RuntimeError("a weight has got a gradient after its update")
+                late.append(p)
             part[p] = None
             if sum(p.numel() for p in part) >= PART:
                 update()
@@ -168,6 +169,8 @@ class GraphedStep:
             for hook in hooks:
                 hook.remove()
             torch.cuda.current_stream().wait_stream(self._beside)
+        if late:  # raised here, since an error within a backward leaves parts of reentrant ones behind
+            raise RuntimeError("a weight has got a gradient after its update")
         return loss, None
 
     def _run(

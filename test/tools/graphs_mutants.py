@@ -17,8 +17,8 @@ GRAPHS = [
     ),
     (
         BESIDE,
-        "            torch.cuda.current_stream().wait_stream(self._beside)\n        return loss",
-        "            pass\n        return loss",
+        "            torch.cuda.current_stream().wait_stream(self._beside)\n        if late",
+        "            pass\n        if late",
         "the step ends before its updates",
     ),
     (
