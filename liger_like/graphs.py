@@ -3,11 +3,12 @@
 import warnings
 from collections import Counter
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
+from torch.optim.optimizer import _global_optimizer_post_hooks, _global_optimizer_pre_hooks
 from torch.utils._pytree import keystr, tree_flatten_with_path, tree_map_only
 
 from liger_like.ops.losses.rows import raise_bad_label
@@ -16,6 +17,8 @@ from liger_like.runtime.support import as_in_graph
 
 LAUNCHES = 2  # calls of a kind before its capture: they compile kernels and load libraries
 MANY_KINDS = 50
+PART = 1 << 24  # numbers of weights whose update starts together, beside the backward of others
+SEPARATE = torch.optim.SGD, torch.optim.Adam, torch.optim.AdamW  # these update each weight by its gradient alone
 PLAIN = (bool, int, float, str, torch.dtype, torch.device, type(None))
 IMPLEMENTATIONS = ("_attn_implementation", "_experts_implementation")
 # by which PEFT's layers choose their code, and by which they scale
@@ -66,6 +69,7 @@ class GraphedStep:
         _check_optimizer(optimizer, self.device)
         if self.device.type == "cuda":
             self._stream: Any = torch.cuda.Stream(self.device)  # type: ignore[no-untyped-call]
+            self._beside: Any = torch.cuda.Stream(self.device)  # type: ignore[no-untyped-call]
         self._rates: dict[int, Tensor] = {}  # learning rates by group
         self._grads: dict[Tensor, Tensor] = {}  # accumulated gradients by parameter
         self._touched: dict[Any, dict[Tensor, None]] = {}  # by kind: parameters that get a gradient
@@ -129,6 +133,46 @@ class GraphedStep:
     def _step(self, *args: Any, **kwargs: Any) -> tuple[Tensor, Tensor | None]:
         return self._backward(*args, **kwargs), self._update()
 
+    def _step_beside(self, *args: Any, **kwargs: Any) -> tuple[Tensor, Tensor | None]:
+        """Do the work of ``_step`` without clipping; update weights on another stream once they have their gradients.
+
+        The backward's products leave memory bandwidth to the updates. Raises RuntimeError if a weight gets a second
+        gradient, as from reentrant checkpoints; and so does autograd if it reads a weight after its update.
+        """
+        part: dict[Any, None] = {}
+        kept: dict[Any, Tensor] = {}  # until both streams join: the allocator does not know that updates read them
+        late: list[Tensor] = []
+
+        def update() -> None:
+            self._beside.wait_stream(torch.cuda.current_stream())
+            with torch.cuda.stream(self._beside):
+                self.optimizer.step()
+            torch.autograd.graph.increment_version(list(part))  # fused optimizers do not
+            for p in part:
+                kept[p], p.grad = p.grad, None
+            part.clear()
+
+        def add(p: Tensor) -> None:
+            if p in kept:
+                late.append(p)
+            part[p] = None
+            if sum(p.numel() for p in part) >= PART:
+                update()
+
+        trained: list[Any] = [p for p in self._parameters if p.requires_grad]
+        hooks = [p.register_post_accumulate_grad_hook(add) for p in trained]
+        self._beside.wait_stream(torch.cuda.current_stream())  # it takes part in the capture: the streams can join
+        try:
+            loss = self._backward(*args, **kwargs)
+            update()
+        finally:
+            for hook in hooks:
+                hook.remove()
+            torch.cuda.current_stream().wait_stream(self._beside)
+        if late:  # raised here, since an error within a backward leaves parts of reentrant ones behind
+            raise RuntimeError("a weight has got a gradient after its update")
+        return loss, None
+
     def _run(
         self, work: Callable[..., Any], kind: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
@@ -153,7 +197,7 @@ class GraphedStep:
                 return results
             captured = self._captured.get(kind)
             if captured is None:
-                setup, captured = self._setup, self._capture(work, args, kwargs)
+                setup, captured = self._setup, self._capture_fastest(work, args, kwargs)
                 self._inspect()
                 if self._setup == setup:  # else the graph makes the optimizer's state, and must not run again
                     self._captured[kind] = captured
@@ -161,6 +205,14 @@ class GraphedStep:
                 static.copy_(given, non_blocking=True)
             captured.graph.replay()
             return tree_map_only(Tensor, torch.clone, captured.results)  # the next replay overwrites them
+
+    def _capture_fastest(self, work: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> _Captured:
+        """Capture a step with updates beside its backward where that works, else with one after the other."""
+        if work == self._step and self.max_norm is None and _updates_separately(self.optimizer):
+            with suppress(RuntimeError):  # what concerns both is raised below
+                return self._capture(self._step_beside, args, kwargs)
+            self._drop_gradients()
+        return self._capture(work, args, kwargs)
 
     def _capture(self, work: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> _Captured:
         _check_state(self.optimizer)
@@ -320,6 +372,14 @@ def _check_optimizer(optimizer: torch.optim.Optimizer, device: torch.device) -> 
         raise ValueError(f"optimizer must be torch's own, got {kind} around it: pass optimizer.optimizer")
     if device.type == "cuda" and any(group.get("capturable") is False for group in optimizer.param_groups):
         raise ValueError(f"optimizer must be constructed with capturable=True, got {kind} with capturable=False")
+
+
+def _updates_separately(optimizer: Any) -> bool:
+    """Return True if several steps, each with the gradients of some weights, come to one step with all gradients."""
+    hooked = optimizer._optimizer_step_pre_hooks or optimizer._optimizer_step_post_hooks
+    hooked = hooked or _global_optimizer_pre_hooks or _global_optimizer_post_hooks
+    replaced = "step" in vars(optimizer) and not getattr(optimizer.step, "_wrapped_by_lr_sched", False)
+    return type(optimizer) in SEPARATE and not hooked and not replaced
 
 
 def _check_graphs(model: nn.Module) -> None:

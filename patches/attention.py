@@ -264,9 +264,12 @@ def _within_documents(spans: Tensor | None, query: Tensor, key: Tensor, cu_q: Te
     Returns int32 [2, B, S].
     """
     B, S = query.shape[0], query.shape[2]
-    document = torch.bucketize(torch.arange(B * S, device=query.device), cu_q, right=True)
-    before = key.shape[2] * torch.arange(B, device=query.device)[:, None]
-    ends = torch.stack((cu_k[document - 1], cu_k[document.clamp(max=len(cu_k) - 1)])).view(2, B, S) - before
+    # each layer asks again: few kernels
+    document = torch.bucketize(torch.arange(B * S, device=query.device), cu_q[1:], right=True)
+    offsets = torch.cat((cu_k, cu_k[-1:]))  # rows after the last document see no keys
+    ends = offsets.unfold(0, len(cu_k), 1).index_select(1, document).view(2, B, S)
+    if B > 1:
+        ends = ends - key.shape[2] * torch.arange(B, device=query.device)[:, None]
     return _cut(spans, ends)
 
 

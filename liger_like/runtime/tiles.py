@@ -258,7 +258,12 @@ def sum_partials(partial: Tensor, total: Tensor) -> None:
     if partial is not total:
         columns, block_n = total.numel(), 1024 if INTERPRET else 16  # the interpreter is faster with few programs
         sizes = len(partial), columns
-        launch(sum_rows_kernel, (-(-columns // block_n),), (partial, total), sizes, BLOCK_P=64, BLOCK_N=block_n)
+        options = {
+            "BLOCK_P": 512,
+            "BLOCK_N": block_n,
+            "num_warps": 8,
+        }  # many loads at once: their latency takes the time
+        launch(sum_rows_kernel, (-(-columns // block_n),), (partial, total), sizes, **options)
 
 
 def candidates(kernel: str, width: int) -> Iterator[Tile]:

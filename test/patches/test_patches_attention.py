@@ -7,6 +7,7 @@ import pytest
 import torch
 import transformers
 from tiny_models import ATTENTION, assert_exact, batch, results, rows, tiny
+from torch.utils._python_dispatch import TorchDispatchMode
 from transformers import masking_utils
 from transformers.integrations.sdpa_attention import sdpa_attention_forward
 
@@ -397,3 +398,37 @@ def test_generation_of_a_left_padded_batch_by_a_hybrid_model(family, device):
     got, expected = (m.generate(ids, max_new_tokens=6, use_cache=m is model, **options) for m in (model, original))
     assert torch.equal(got.sequences, expected.sequences)
     torch.testing.assert_close(got.logits, expected.logits, rtol=1e-4, atol=1e-5)
+
+
+class Kernels(TorchDispatchMode):
+    """Names of the ops that are no views."""
+
+    def __init__(self):
+        super().__init__()
+        self.names = []
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        if not func.is_view and func is not torch.ops.aten.empty.memory_format:
+            self.names.append(func.__name__)
+        return func(*args, **kwargs or {})
+
+
+@pytest.mark.parametrize("dtype", [torch.int32, torch.int64])
+@pytest.mark.parametrize(("B", "kernels"), [(1, 5), (2, 8)])
+def test_spans_of_documents(B, kernels, dtype):
+    """Every layer makes them again, so of few kernels. The last two rows belong to no document and see no key."""
+    S, Sk = 10 // B, 14 // B
+    offsets_q, offsets_k = [0, 3, 3, 5, 8], [0, 4, 6, 7, 12]
+    cu_q, cu_k = (torch.tensor(offsets, dtype=dtype) for offsets in (offsets_q, offsets_k))
+    query, key = torch.empty(B, 1, S, 8), torch.empty(B, 1, Sk, 8)
+    with Kernels() as counted:
+        starts, ends = attention._within_documents(None, query, key, cu_q, cu_k)
+    assert starts.dtype == ends.dtype == torch.int32
+    assert starts.shape == ends.shape == (B, S)
+    assert (torch.stack((starts, ends)).diff() >= 0).all()
+    assert len(counted.names) <= kernels, counted.names
+    for row, (start, end) in enumerate(zip(starts.flatten().tolist(), ends.flatten().tolist(), strict=True)):
+        first = row // S * Sk
+        found = [i for i in range(4) if offsets_q[i] <= row < offsets_q[i + 1]]
+        seen = [j - first for i in found for j in range(offsets_k[i], offsets_k[i + 1])]
+        assert list(range(start, end)) == seen

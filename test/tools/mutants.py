@@ -27,6 +27,7 @@ from divergence_mutants import PARALLEL as DIVERGENCE_PARALLEL
 from exact_mutants import EXACT
 from experts_mutants import EXPERTS
 from generation_mutants import GENERATING
+from graphs_mutants import GRAPHS
 from hopper_mutants import HOPPER, HOPPER_TESTS
 from logprobs_mutants import LOGPROBS
 from long_context_mutants import LONG_CONTEXT
@@ -44,6 +45,7 @@ from vocab_mutants import VOCAB
 ROOT = Path(__file__).parents[2]
 PACKAGE = "liger_like"
 FILES = (
+    "test/runtime/test_graphs_beside.py",
     "test/runtime/test_replay.py",
     "test/runtime/test_replay_ops.py",
     "test/ops/test_experts.py",
@@ -174,6 +176,8 @@ TESTS = {
     **{file: "paged or attention_latent" for file, *_ in PAGED},
     **{file: "test_generation" for file, *_ in GENERATING},
     **{file: "patches" for file, *_ in PATCHES},
+    "graphs.py": "test_graphs_beside",
+    "patches/attention.py": "test_generation or spans_of_documents",
     "patches/routers.py": "test_patches_routers",
     "patches/balance.py": "test_patches_balance",
     **{file: "test_tokens or test_trl" for file, *_ in TRL},
@@ -215,6 +219,7 @@ MUTANTS = [
         *PAGED,
         *PATCHES,
         *GENERATING,
+        *GRAPHS,
         *PARALLEL,
         *LONG_CONTEXT,
         *VOCAB,
