@@ -346,12 +346,6 @@ HOPPER = [
     ),
     (LOADS, "gl.minimum(m + offs, block.end_q - 1)", "m + offs", "delta of the next sequence"),
     (LOADS, "mbarrier.wait(bars.kv_empty, count & 1 ^ 1)", "pass", "keys are loaded over those of the block before"),
-    (BACKWARD, "return q.shape[2] == k.shape[2] and", "return", "programs draw where heads share keys"),
-    (BACKWARD, "and q.shape[3] <= DRAWS ", "", "programs draw for wide heads"),
-    (BACKWARD, " and seen <= MOST_QUERIES", "", "programs draw for long rows"),
-    (BACKWARD, "        seen /= 2\n", "        pass\n", "a causal mask hides no query from a key"),
-    (BACKWARD, "seen = q.shape[1] / max(1, masking.sequences)", "seen = q.shape[1]", "packed queries see every key"),
-    (BACKWARD, "seen = min(seen, masking.left + masking.right + 1)", "pass", "a window hides no query from a key"),
     (BACKWARD, "own[8], own[9], own[1], 1", "own[8], own[7], own[1], 1", "drawn blocks have no mask at their end"),
     (KEY_BLOCKS, "programs = min(programs, num_programs(q.device, 1))", "pass", "each block has a program that draws"),
     (
