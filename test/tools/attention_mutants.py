@@ -366,4 +366,20 @@ ATTENTION = [
         "parts that do not fit into registers",
     ),
     (HOPPER_BACKWARD, "[1, 4 + 16]", "[1, 4]", "odd rows of dq keep their places"),
+    (HOPPER_BACKWARD, "return q.shape[2] == k.shape[2] and", "return", "programs draw where heads share keys"),
+    (HOPPER_BACKWARD, "and q.shape[3] <= DRAWS ", "", "programs draw for wide heads"),
+    (HOPPER_BACKWARD, " and seen <= MOST_QUERIES", "", "programs draw for long rows"),
+    (HOPPER_BACKWARD, "        seen /= 2\n", "        pass\n", "a causal mask hides no query from a key"),
+    (
+        HOPPER_BACKWARD,
+        "seen = q.shape[1] / max(1, masking.sequences)",
+        "seen = q.shape[1]",
+        "packed queries see every key",
+    ),
+    (
+        HOPPER_BACKWARD,
+        "seen = min(seen, masking.left + masking.right + 1)",
+        "pass",
+        "a window hides no query from a key",
+    ),
 ]

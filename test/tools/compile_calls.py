@@ -66,10 +66,10 @@ def experts_calls(
 
 
 def attention_calls(
-    widths: Iterable[tuple[int, int]] = ATTENTION_WIDTHS, dtypes: Iterable[torch.dtype] = DTYPES
+    widths: Iterable[tuple[int, int]] = ATTENTION_WIDTHS, dtypes: Iterable[torch.dtype] = DTYPES, Hk: int = 2
 ) -> Iterator[tuple[testing.OpSpec, torch.dtype, dict[str, Any], dict[str, Any]]]:
     """Attention with heads of every width, over long rows, in spans, one row and many keys, and packed sequences."""
-    heads: dict[str, Any] = {"H": 4, "Hk": 2}
+    heads: dict[str, Any] = {"H": 4, "Hk": Hk}
     shapes: dict[str, list[dict[str, Any]]] = {
         "flash_attention": [
             heads | {"B": 1, "S": 200, "Sk": 200},

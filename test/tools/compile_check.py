@@ -271,12 +271,14 @@ def record() -> list[Launch]:
         ):
             whole = attention_calls(choice.WIDTHS, choice.DTYPES)
             sliced = attention_calls([(80, 80), (96, 96), (160, 80)], [torch.bfloat16])
+            # as many key heads as heads: the backward draws blocks of keys
+            drawn = attention_calls([(64, 64), (80, 80), (96, 96)], [torch.bfloat16], Hk=4)
             # one block of keys: programs share the query heads of a key head, and each sums dk and dv in fp32
             spec = next(spec for spec in testing.SPECS if spec.name == "flash_attention")
             few = {"B": 1, "S": 100, "Sk": 100, "H": 4, "Hk": 2}
             options = {"causal": True, "deterministic": False}
             shared = [(spec, torch.bfloat16, few | {"D": D, "Dv": Dv}, options) for D, Dv in choice.WIDTHS]
-            calls_for_hopper = (*whole, *sliced, *shared)
+            calls_for_hopper = (*whole, *sliced, *drawn, *shared)
             forward = attention_tiles.HOPPER_FORWARD
             for least in (-math.inf, math.inf):  # three warp groups wherever there are three, then two
                 with patch.dict(forward, {widths: (*options, least) for widths, (*options, _) in forward.items()}):

@@ -7,6 +7,7 @@ ROWS, BUFFERS, KEY_BLOCKS, PRODUCTS, FORWARD, BACKWARD, BACKWARD_192, BACKWARD_2
     for name in ("rows", "buffers", "key_blocks", "products", "forward", "backward", "backward_192", "backward_256")
 )
 SOFTMAX = "ops/attention/hopper/online_softmax.py"
+LOADS = "ops/attention/hopper/backward_loads.py"
 WIDE = "hopper_backward and (gradients or few_key_heads or nan) and"
 EXPERTS_PRODUCTS, EXPERTS_ROWS, EXPERTS_DOWN_BWD, EXPERTS_DEPTH = (
     f"ops/experts/hopper/{name}.py" for name in ("products", "rows", "down_bwd", "depth")
@@ -23,13 +24,16 @@ HOPPER_TESTS = {
     LOGITS: "test_unstored_logits and kernels",
     ROWS: SHARED,
     BUFFERS: f"{SLICED} or {WIDE} 192-128-torch.bfloat16",
-    KEY_BLOCKS: f"{WIDE} torch.bfloat16 and (192-128 or 256-256)",
+    KEY_BLOCKS: f"{WIDE} torch.bfloat16 and (192-128 or 256-256) or hopper_drawn and 64",
     PRODUCTS: f"{SHARED} or {SLICED}",
     FORWARD: "test_attention_hopper and not hopper_backward and (window or documents or leaks or 4097)"
     " and (64 or 96 or 144 or 192 or 256) or nan_stays",
     SOFTMAX: "test_attention_hopper_softmax and (64-64 or 96-96)",
-    BACKWARD: "hopper_backward and (gradients or few_key_heads or nan or far_below)"
-    " and (64-64 or 128-128) and torch.bfloat16 or narrower_heads and (80 or 96)",
+    **dict.fromkeys(
+        (BACKWARD, LOADS),
+        "hopper_backward and (gradients or few_key_heads or nan or far_below) and (64-64 or 128-128) and torch.bfloat16"
+        " or narrower_heads and (80 or 96) or hopper_drawn",
+    ),
     BACKWARD_192: f"{WIDE} 192-128-torch.bfloat16",
     BACKWARD_256: f"{WIDE} 256-256-torch.bfloat16",
 }
@@ -327,29 +331,32 @@ HOPPER = [
     ),
     (
         BACKWARD,
-        "PACKED or HAS_LEFT or spans_ptr is not None",
-        "HAS_LEFT or spans_ptr is not None",
+        "problem.cu_k_ptr is not None or HAS_LEFT or",
+        "HAS_LEFT or",
         "by bounds it has queries of the next sequence",
     ),
     (
         BACKWARD,
-        "PACKED or HAS_LEFT or spans_ptr is not None",
-        "PACKED or spans_ptr is not None",
+        "is not None or HAS_LEFT or",
+        "is not None or",
         "by bounds a window does not end",
     ),
     (
         BACKWARD,
-        "limits = gl.where(keys < end_k, starts, FAR), ends",
-        "limits = starts, ends",
+        "return gl.where(keys < block.end_k, starts, FAR), ends",
+        "return starts, ends",
         "keys behind the last have scores",
     ),
     (
-        BACKWARD,
+        LOADS,
         "keys = Sequence(block.batch, block.end_k)",
         "keys = Sequence(block.batch, block.end_k + 1)",
         "a key of the next sequence",
     ),
-    (BACKWARD, "gl.minimum(m + offs, block.end_q - 1)", "m + offs", "delta of the next sequence"),
+    (LOADS, "gl.minimum(m + offs, block.end_q - 1)", "m + offs", "delta of the next sequence"),
+    (LOADS, "mbarrier.wait(bars.kv_empty, count & 1 ^ 1)", "pass", "keys are loaded over those of the block before"),
+    (BACKWARD, "own[8], own[9], own[1], 1", "own[8], own[7], own[1], 1", "drawn blocks have no mask at their end"),
+    (KEY_BLOCKS, "programs = min(programs, num_programs(q.device, 1))", "pass", "each block has a program that draws"),
     (
         BACKWARD,
         "(m < block.inner_start) | (m + BLOCK_M > inner_end)",
@@ -364,12 +371,12 @@ HOPPER = [
     ),
     (
         BACKWARD,
-        "h = gl.where(m < end, h, h + 1)",
-        "h = gl.where(m < end, h, h)",
+        "h = gl.where(m < block.end, h, h + 1)",
+        "h = gl.where(m < block.end, h, h)",
         "dq for the first head",
     ),
     (BACKWARD, "p *= slopes", "pass", "the slope of a cap is missing"),
-    (BACKWARD, "dk, end_k - row, HK, D, scale)", "dk, end_k - row, HK, D)", "dk of keys is not scaled"),
+    (BACKWARD, "dk, block.end_k - row, HK, D, scale)", "dk, block.end_k - row, HK, D)", "dk of keys is not scaled"),
     (BACKWARD_192, "zeros - shared.delta", "zeros + shared.delta", "delta is added to dp of heads of 192"),
     (BACKWARD_192, "dk, block.end_k - row, HK, D, scale", "dk, block.end_k - row, HK, D", "dk of 192 is not scaled"),
     (

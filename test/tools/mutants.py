@@ -96,6 +96,7 @@ FILES = (
     "test/ops/test_errors.py",
     "test/ops/test_compiled.py",
     "test/attention/test_attention_hopper_backward.py",
+    "test/attention/test_attention_hopper_drawn.py",
     "test/attention/test_attention_hopper.py",
     "test/ops/test_experts_hopper.py",
     "test/ops/test_gpu.py",

@@ -8,20 +8,23 @@ and during the products of the next scores. Queries come into a ring of STAGES b
 
 Shared memory limits this kernel, so keys and values stay in registers if these suffice. The groups multiply in turn:
 one computes exponentials while the other multiplies.
+
+Where a block of keys has few queries, and heads are narrow, the first loads and the last stores of a program take a
+good part of its time. There a program draws one block after another: the loading warp runs ahead, so that the first
+queries of a block come while the sums of the block before are stored.
 """
 
-from typing import NamedTuple
-
+import torch
 import triton
 from torch import Tensor
 
 from liger_like.ops.attention.choice import widths_of
+from liger_like.ops.attention.hopper.backward_loads import Barriers, Buffers, load_key_blocks
 from liger_like.ops.attention.hopper.buffers import (
     Sequence,
     at,
     columns_of,
     descriptor,
-    load_rows,
     parts_of,
     product_widths,
     rows_of,
@@ -36,18 +39,26 @@ from liger_like.ops.attention.hopper.products import (
     store_sums,
     zero_sums,
 )
-from liger_like.ops.attention.hopper.rows import Problem, bounds, hide, keys_of
+from liger_like.ops.attention.hopper.rows import (
+    KEY_FIELDS,
+    KeyBlock,
+    Problem,
+    bounds,
+    hide,
+    keys_of,
+    take_tile,
+    tile_queue,
+)
 from liger_like.ops.attention.masking import Masking
 from liger_like.ops.attention.softmax import LOG2E, scores, unit_of_scores
 from liger_like.ops.attention.visibility import load_spans
 from liger_like.runtime.gluon import (
     FREE_BARRIER,
     arrive_at,
-    cp_async,
-    cp_async_arrive,
     fence_async_shared,
     gl,
     gluon,
+    group_barrier,
     mbarrier,
     reinterpret,
     sync_at,
@@ -62,45 +73,9 @@ BLOCK_N = 2 * ROWS.value
 # widths of heads -> queries in a block, and with a softcap, which takes registers; wider heads do not fit
 BLOCK_M = {(64, 64): (128, 64), (128, 128): (64, 64)}
 STAGES = 2
-
-
-class Buffers(NamedTuple):
-    """Shared memory for blocks of q, k, v and dout, and for lse and delta of each query."""
-
-    q: gl.tensor
-    k: gl.tensor
-    v: gl.tensor
-    dout: gl.tensor
-    lse: gl.tensor
-    delta: gl.tensor
-
-
-@gluon.jit
-def _load(
-    block, descs, stats_ptr, bufs, kv_full, full, empty, B, PADDED, H: gl.constexpr, BLOCK_M: gl.constexpr,
-    STAGES: gl.constexpr,
-):  # fmt: skip
-    q_desc, k_desc, v_desc, dout_desc = descs
-    keys = Sequence(block.batch, block.end_k)
-    queries = Sequence(block.batch, block.end_q)
-    load_rows(k_desc, keys, block.head, block.row, bufs.k, 0, kv_full, 1)
-    load_rows(v_desc, keys, block.head, block.row, bufs.v, 0, kv_full, 1)
-    use = 0
-    offs = gl.arange(0, BLOCK_M, gl.BlockedLayout([1], [32], [1], [0]))
-    for h in range(block.first_head, block.first_head + block.heads):
-        lse_ptr = stats_ptr + (block.batch * H + h).to(gl.int64) * PADDED
-        delta_ptr = lse_ptr + B.to(gl.int64) * H * PADDED
-        for m in range(block.start, block.end, BLOCK_M):
-            s = use % STAGES
-            mbarrier.wait(empty.index(s), use // STAGES & 1 ^ 1)
-            # not by TMA, for which a packed sequence would have to start at a multiple of 16 bytes
-            cp_async(bufs.lse.index(s), lse_ptr + m + offs)
-            # 0 times what the next sequence has may be NaN
-            cp_async(bufs.delta.index(s), delta_ptr + gl.minimum(m + offs, block.end_q - 1))
-            cp_async_arrive(full.index(s), increment_count=False)
-            load_rows(q_desc, queries, h, m, bufs.q, s, full.index(s), STAGES)
-            load_rows(dout_desc, queries, h, m, bufs.dout, s, full.index(s), STAGES)
-            use += 1
+# Programs draw blocks of keys for heads up to so wide, if a key is seen by at most so many queries of one head. The
+# state of a loop around the steps slows them, which long rows do not win back.
+DRAWS, MOST_QUERIES = 96, 2048
 
 
 @triton.constexpr_function
@@ -162,16 +137,35 @@ def _add_dq(dq, desc, buf, sequence, h, row, col):
 
 
 @gluon.jit
-def _multiply(
-    g: gl.constexpr, block, problem, outputs, bufs, ds_s, dq_s, kv_full, full, empty, ds_full, ds_empty, scale,
-    HK: gl.constexpr, D: gl.constexpr, DV: gl.constexpr, SOFTCAP: gl.constexpr, HAS_LEFT: gl.constexpr,
-    HAS_RIGHT: gl.constexpr, PACKED: gl.constexpr, BLOCK_M: gl.constexpr, STAGES: gl.constexpr,
+def _start_dq(bufs, ds, zero, first_row: gl.constexpr, first_col: gl.constexpr, zeros):
+    """Start the product of the ds-th ds with keys, from a row and a column on, for the part of dq like ``zeros``."""
+    ds_part = bufs.ds.index(ds % 2).slice(first_row, ROWS, dim=1).permute((1, 0))
+    keys = _columns(bufs.k, zero, first_col, zeros.shape[1])
+    return warpgroup_mma(ds_part, keys, zeros, use_acc=False, is_async=True)
+
+
+@gluon.jit
+def _limits_of(keys, block, problem, HAS_LEFT: gl.constexpr, HAS_RIGHT: gl.constexpr):
+    """Return the bounds of the queries that see each of ``keys``; none sees those past the end."""
+    spans = None
+    if problem.spans_ptr is not None:
+        spans = load_spans(problem.spans_ptr, block.batch.to(gl.int64), problem.B, problem.SK, keys)
+    starts, ends = bounds(keys - block.shift, problem.right, problem.left, spans, block.end_q, HAS_RIGHT, HAS_LEFT)
+    return gl.where(keys < block.end_k, starts, FAR), ends
+
+
+@gluon.jit
+def _sum_block(
+    g: gl.constexpr, block, problem, outputs, bufs, bars, use, count, scale, H: gl.constexpr, HK: gl.constexpr,
+    D: gl.constexpr, DV: gl.constexpr, SOFTCAP: gl.constexpr, HAS_LEFT: gl.constexpr, HAS_RIGHT: gl.constexpr,
+    BLOCK_M: gl.constexpr, STAGES: gl.constexpr,
 ):  # fmt: skip
+    """Sum dk and dv of a KeyBlock, and add up its part of dq, from the use-th filling of the ring of queries on.
+
+    Return the next numbers. ds has number use + count, since each block of keys starts with a ds that is not added.
+    """
     dq_desc, dk_ptr, dv_ptr = outputs
     start = block.start
-    end = block.end
-    end_k = block.end_k
-    spans_ptr = problem.spans_ptr
     BLOCK_D: gl.constexpr = bufs.q.shape[-1]
     WIDTHS: gl.constexpr = product_widths(D, BLOCK_D)
     WIDTHS_V: gl.constexpr = product_widths(DV, BLOCK_D)
@@ -192,33 +186,29 @@ def _multiply(
     dk = zero_sums(columns_of(parts_of(bufs.q, 0, STAGES), WIDTHS))
     dv = zero_sums(columns_of(parts_of(bufs.dout, 0, STAGES), WIDTHS_V))
     queries = Sequence(block.batch, block.end_q)
-    mbarrier.wait(kv_full, 0)
     row = block.row + g * ROWS
     unit = unit_of_scores(scale, SOFTCAP, False)
-    inner_end = block.inner_end
-    if row + ROWS > end_k:
-        inner_end = start
+    inner_end = gl.where(row + ROWS > block.end_k, start, block.inner_end)
     keys = (row + gl.arange(0, ROWS, gl.SliceLayout(1, layout_s)))[:, None]
-    spans = None
-    if spans_ptr is not None:
-        spans = load_spans(spans_ptr, block.batch.to(gl.int64), problem.B, problem.SK, keys)
-    starts, ends = bounds(keys - block.shift, problem.right, problem.left, spans, block.end_q, HAS_RIGHT, HAS_LEFT)
-    limits = gl.where(keys < end_k, starts, FAR), ends
-    ENDS: gl.constexpr = PACKED or HAS_LEFT or spans_ptr is not None
-    steps = block.heads * gl.cdiv(end - start, BLOCK_M)
-    mbarrier.wait(full.index(0), 0, pred=steps > 0)
-    q = columns_of(parts_of(bufs.q, 0, STAGES), WIDTHS)
+    limits = _limits_of(keys, block, problem, HAS_LEFT, HAS_RIGHT)
+    ENDS: gl.constexpr = problem.cu_k_ptr is not None or HAS_LEFT or problem.spans_ptr is not None
+    steps = gl.maximum(block.heads * gl.cdiv(block.end - start, BLOCK_M), 0)
+    some = steps > 0
+    mbarrier.wait(bars.full.index(use % STAGES), use // STAGES & 1, pred=some)
+    q = columns_of(parts_of(bufs.q, use % STAGES, STAGES), WIDTHS)
+    mbarrier.wait(bars.k_full, count & 1, pred=some)
     k_first = _rows_of_group(bufs.k, 0, g, WIDTHS)
     k_loaded = load_first(k_first, K_LOADED, layout_s)
-    v_loaded = load_first(_rows_of_group(bufs.v, 0, g, WIDTHS_V), V_LOADED, layout_s)
     s_acc = start_contract(k_loaded + k_first[K_LOADED:], q, no_scores)
+    mbarrier.wait(bars.v_full, count & 1, pred=some)
+    v_loaded = load_first(_rows_of_group(bufs.v, 0, g, WIDTHS_V), V_LOADED, layout_s)
     s_acc = warpgroup_mma_wait(0, deps=(s_acc,))
     h, m = block.first_head, start
-    mbarrier.arrive(ds_full.index(0), count=1)  # of the block before the first, of which nothing is added
+    # of the block before the first, of which nothing is added
+    mbarrier.arrive(bars.ds_full.index((use + count) % 2), count=1, pred=some)
     last_h, last_m = block.first_head - 1, start - BLOCK_M
-    if g == 1:
-        arrive_at(FREE_BARRIER, 256)  # the first turn is that of the other group
-    for use in range(0, steps):
+    first_use, end_use = use, use + steps
+    for use in range(first_use, end_use):
         # an index that the compiler does not know to be 0: else what describes k and v to the tensor cores stays in
         # registers
         zero = use >> 30
@@ -226,7 +216,8 @@ def _multiply(
         v = v_loaded + _rows_of_group(bufs.v, zero, g, WIDTHS_V)[V_LOADED:]
         s = use % STAGES
         t = (use + 1) % STAGES
-        phase = (use + 1) // STAGES & 1
+        last_ds = use + count
+        next_ds = last_ds + 1
         q = columns_of(parts_of(bufs.q, s, STAGES), WIDTHS)
         dout = columns_of(parts_of(bufs.dout, s, STAGES), WIDTHS_V)
         if SOFTCAP is None:
@@ -235,7 +226,7 @@ def _multiply(
         p, slopes = scores(s_acc, None, scale, SOFTCAP, False)
         p = gl.exp2(p * unit - lse[None, :])
         edge = (m < block.inner_start) | (m + BLOCK_M > inner_end)
-        if SOFTCAP is not None and spans_ptr is None:
+        if SOFTCAP is not None and problem.spans_ptr is None:
             edge = True  # a branch would keep both p and slopes in registers; spans need one all the same
         if edge:
             p = hide(p, m, limits, ENDS=ENDS)
@@ -247,47 +238,81 @@ def _multiply(
         dv = start_add_product(dv, p_operand, dout)
         dp = warpgroup_mma_wait(len(dv), deps=(dp,))
         ds = (p * (dp - bufs.delta.index(s).load(cols)[None, :])).to(dtype)
-        mbarrier.wait(ds_empty.index(t), phase ^ 1)
-        ds_s.index(t).slice(g * ROWS, ROWS).store(ds)
+        mbarrier.wait(bars.ds_empty.index(next_ds % 2), next_ds // 2 & 1 ^ 1)
+        bufs.ds.index(next_ds % 2).slice(g * ROWS, ROWS).store(ds)
         fence_async_shared()
-        mbarrier.arrive(ds_full.index(t), count=1)
+        mbarrier.arrive(bars.ds_full.index(next_ds % 2), count=1)
         dk = start_add_product(dk, ds, q)
-        mbarrier.wait(ds_full.index(s), use // STAGES & 1)
-        ds_part = ds_s.index(s).slice(first_row, ROWS, dim=1).permute((1, 0))
-        dq = warpgroup_mma(ds_part, _columns(bufs.k, zero, first_col, WIDTH), zeros, use_acc=False, is_async=True)
+        mbarrier.wait(bars.ds_full.index(last_ds % 2), last_ds // 2 & 1)
+        dq = _start_dq(bufs, last_ds, zero, first_row, first_col, zeros)
         sums = warpgroup_mma_wait(1, deps=dv + dk)
         dv, dk = sums[: len(dv)], sums[len(dv) :]
-        mbarrier.arrive(empty.index(s), count=1)
-        mbarrier.wait(full.index(t), phase, pred=use + 1 < steps)
+        mbarrier.arrive(bars.empty.index(s), count=1)
+        mbarrier.wait(bars.full.index(t), (use + 1) // STAGES & 1, pred=use + 1 < end_use)
         q = columns_of(parts_of(bufs.q, t, STAGES), WIDTHS)
         s_acc = start_contract(k, q, no_scores)
         arrive_at(FREE_BARRIER + 1 - g, 256)
         dq = warpgroup_mma_wait(len(q), deps=(dq,))
-        mbarrier.arrive(ds_empty.index(s), count=1)
-        if use > 0:
-            _add_dq(dq, dq_desc, dq_s.index(g), queries, last_h, last_m + first_row, first_col)
+        mbarrier.arrive(bars.ds_empty.index(last_ds % 2), count=1)
+        if last_m >= start:
+            _add_dq(dq, dq_desc, bufs.dq.index(g), queries, last_h, last_m + first_row, first_col)
         s_acc = warpgroup_mma_wait(0, deps=(s_acc,))
         last_h, last_m = h, m
         m += BLOCK_M
-        h = gl.where(m < end, h, h + 1)
-        m = gl.where(m < end, m, start)
-    if steps > 0:
-        mbarrier.wait(ds_full.index(steps % STAGES), steps // STAGES & 1)
-        ds_part = ds_s.index(steps % STAGES).slice(first_row, ROWS, dim=1).permute((1, 0))
-        dq = warpgroup_mma(ds_part, _columns(bufs.k, 0, first_col, WIDTH), zeros, use_acc=False, is_async=True)
+        if H > HK:
+            h = gl.where(m < block.end, h, h + 1)
+            m = gl.where(m < block.end, m, start)
+    if some:
+        last_ds = end_use + count
+        mbarrier.wait(bars.ds_full.index(last_ds % 2), last_ds // 2 & 1)
+        dq = _start_dq(bufs, last_ds, 0, first_row, first_col, zeros)
         dq = warpgroup_mma_wait(0, deps=(dq,))
-        _add_dq(dq, dq_desc, dq_s.index(g), queries, last_h, last_m + first_row, first_col)
-    tma_store_wait(0)
+        group_barrier()  # a warp waits for its own products
+        mbarrier.arrive(bars.ds_empty.index(last_ds % 2), count=1)
+        mbarrier.arrive(bars.kv_empty, count=1)
+        _add_dq(dq, dq_desc, bufs.dq.index(g), queries, last_h, last_m + first_row, first_col)
     # the sums of each split have memory of their own
     first = ((gl.program_id(1) * problem.B + block.batch).to(gl.int64) * problem.SK + row) * HK + block.head
-    store_sums(dk_ptr + first * D, dk, end_k - row, HK, D, scale)
-    store_sums(dv_ptr + first * DV, dv, end_k - row, HK, DV)
+    store_sums(dk_ptr + first * D, dk, block.end_k - row, HK, D, scale)
+    store_sums(dv_ptr + first * DV, dv, block.end_k - row, HK, DV)
+    return end_use, gl.where(some, count + 1, count)
+
+
+@gluon.jit
+def _multiply(
+    g: gl.constexpr, block, queue, problem, outputs, bufs, bars, scale, H: gl.constexpr, HK: gl.constexpr,
+    D: gl.constexpr, DV: gl.constexpr, SOFTCAP: gl.constexpr, HAS_LEFT: gl.constexpr, HAS_RIGHT: gl.constexpr,
+    BLOCK_M: gl.constexpr, STAGES: gl.constexpr,
+):  # fmt: skip
+    if g == 1:
+        arrive_at(FREE_BARRIER, 256)  # the first turn is that of the other group
+    if len(queue) == 0:
+        _sum_block(
+            g, block, problem, outputs, bufs, bars, 0, 0, scale, H, HK, D, DV, SOFTCAP, HAS_LEFT, HAS_RIGHT,
+            BLOCK_M, STAGES,
+        )  # fmt: skip
+    else:
+        use = 0
+        count = 0
+        turn = 0
+        own = take_tile(queue, turn)
+        while own[0] >= 0:
+            keys = KeyBlock(
+                own[0], own[1], own[2], own[3], own[4], own[5], own[6], own[7], own[8], own[9], own[1], 1
+            )  # fmt: skip
+            use, count = _sum_block(
+                g, keys, problem, outputs, bufs, bars, use, count, scale, H, HK, D, DV, SOFTCAP, HAS_LEFT,
+                HAS_RIGHT, BLOCK_M, STAGES,
+            )  # fmt: skip
+            turn += 1
+            own = take_tile(queue, turn)
+    tma_store_wait(0)
 
 
 @gluon.jit(do_not_specialize=["B", "S", "SK", "PADDED", "count", "blocks", "heads_together", "splits", "left", "right"])
 def _attention_bwd_hopper_kernel(
-    q_desc, k_desc, v_desc, dout_desc, dq_desc, stats_ptr, dk_ptr, dv_ptr, cu_q_ptr, cu_k_ptr, spans_ptr, B, S, SK,
-    PADDED, count, blocks, heads_together, splits, left, right, scale, H: gl.constexpr, HK: gl.constexpr, D:
+    q_desc, k_desc, v_desc, dout_desc, dq_desc, stats_ptr, dk_ptr, dv_ptr, cu_q_ptr, cu_k_ptr, spans_ptr, taken_ptr, B,
+    S, SK, PADDED, count, blocks, heads_together, splits, left, right, scale, H: gl.constexpr, HK: gl.constexpr, D:
     gl.constexpr, DV: gl.constexpr, SOFTCAP: gl.constexpr, HAS_LEFT: gl.constexpr, HAS_RIGHT: gl.constexpr, SEQUENCES:
     gl.constexpr, BLOCK_M: gl.constexpr, STAGES: gl.constexpr,
 ):  # fmt: skip
@@ -299,31 +324,46 @@ def _attention_bwd_hopper_kernel(
     plain: gl.constexpr = gl.SwizzledSharedLayout(1, 1, 1, [0])
     lse_s = gl.allocate_shared_memory(gl.float32, [STAGES, BLOCK_M], plain)
     delta_s = gl.allocate_shared_memory(gl.float32, [STAGES, BLOCK_M], plain)
-    ds_s = gl.allocate_shared_memory(q_desc.dtype, [STAGES, 2 * ROWS, BLOCK_M], ds_layout)
-    dq_s = buffers(dq_desc, 2)
-    kv_full = barriers(1, 2).index(0)
-    full = barriers(STAGES, 34)  # lse and delta: the loading warp's threads; q and dout: one of them each
-    empty = barriers(STAGES, 2)
-    ds_full = barriers(STAGES, 2)
-    ds_empty = barriers(STAGES, 2)
-    fence_async_shared()
+    ds_s = gl.allocate_shared_memory(q_desc.dtype, [2, 2 * ROWS, BLOCK_M], ds_layout)
+    bufs = Buffers(q_s, k_s, v_s, dout_s, lse_s, delta_s, ds_s, buffers(dq_desc, 2))
+    # full: lse and delta by the loading warp's threads, q and dout by one of them each
+    queries = barriers(STAGES, 34), barriers(STAGES, 2)
+    bars = Barriers(
+        barriers(1, 1).index(0), barriers(1, 1).index(0), barriers(1, 2).index(0), queries[0], queries[1],
+        barriers(2, 2), barriers(2, 2),
+    )  # fmt: skip
     problem = Problem(B, S, SK, count, blocks, heads_together, splits, left, right, cu_q_ptr, cu_k_ptr, spans_ptr)
-    block = keys_of(problem, H, HK, HAS_LEFT, HAS_RIGHT, SEQUENCES, BLOCK_M, 2 * ROWS)
+    block = ()
+    queue = ()
+    if taken_ptr is None:
+        block = keys_of(gl.program_id(0), problem, H, HK, HAS_LEFT, HAS_RIGHT, SEQUENCES, BLOCK_M, 2 * ROWS)
+    else:
+        queue = tile_queue(2, KEY_FIELDS)
+    fence_async_shared()
     descs = q_desc, k_desc, v_desc, dout_desc
     outputs = dq_desc, dk_ptr, dv_ptr
-    bufs = Buffers(q_s, k_s, v_s, dout_s, lse_s, delta_s)
-    PACKED: gl.constexpr = cu_k_ptr is not None
     gl.warp_specialize(
         [
-            (_multiply, (0, block, problem, outputs, bufs, ds_s, dq_s, kv_full, full, empty, ds_full, ds_empty, scale,
-                         HK, D, DV, SOFTCAP, HAS_LEFT, HAS_RIGHT, PACKED, BLOCK_M, STAGES)),
-            (_multiply, (1, block, problem, outputs, bufs, ds_s, dq_s, kv_full, full, empty, ds_full, ds_empty, scale,
-                         HK, D, DV, SOFTCAP, HAS_LEFT, HAS_RIGHT, PACKED, BLOCK_M, STAGES)),
-            (_load, (block, descs, stats_ptr, bufs, kv_full, full, empty, B, PADDED, H, BLOCK_M, STAGES)),
+            (_multiply, (0, block, queue, problem, outputs, bufs, bars, scale, H, HK, D, DV, SOFTCAP, HAS_LEFT,
+                         HAS_RIGHT, BLOCK_M, STAGES)),
+            (_multiply, (1, block, queue, problem, outputs, bufs, bars, scale, H, HK, D, DV, SOFTCAP, HAS_LEFT,
+                         HAS_RIGHT, BLOCK_M, STAGES)),
+            (load_key_blocks, (block, queue, problem, taken_ptr, descs, stats_ptr, bufs, bars, PADDED, H, HK, HAS_LEFT,
+                     HAS_RIGHT, SEQUENCES, BLOCK_M, STAGES)),
         ],
         worker_num_warps=[4, 1],
         worker_num_regs=[240, 24],
     )  # fmt: skip
+
+
+def _draws(q: Tensor, k: Tensor, masking: Masking) -> bool:
+    """Return True if programs should draw blocks of keys."""
+    seen = q.shape[1] / max(1, masking.sequences)
+    if masking.right >= 0 or masking.spans is not None:
+        seen /= 2
+    if masking.left >= 0 and masking.right >= 0:
+        seen = min(seen, masking.left + masking.right + 1)
+    return q.shape[2] == k.shape[2] and q.shape[3] <= DRAWS and seen <= MOST_QUERIES
 
 
 def add_gradients(
@@ -335,11 +375,13 @@ def add_gradients(
     widths = width, _ = widths_of(q.shape[-1], v.shape[-1])
     block_m = BLOCK_M[widths][masking.softcap is not None]
     share = width if block_m == BLOCK_N else width // 2
-    total = stats.new_zeros(q.shape)
+    memory = stats.new_zeros(q.numel() + 4)
+    total = memory[:-4].view(q.shape)
+    taken = memory[-4:].view(torch.int32) if _draws(q, k, masking) else None
     moved = (q, block_m, width), (k, BLOCK_N, width), (v, BLOCK_N, width), (dout, block_m, width), (total, 64, share)
     descriptors = tuple(descriptor(x, rows, n, masking) for x, rows, n in moved)
     launch_over_keys(
-        _attention_bwd_hopper_kernel, BLOCK_N, q, k, v, stats, masking, splits, dk, dv, descriptors,
+        _attention_bwd_hopper_kernel, BLOCK_N, q, k, v, stats, masking, splits, dk, dv, descriptors, taken,
         **masking.constants(), BLOCK_M=block_m, STAGES=STAGES,
     )  # fmt: skip
     return total

@@ -148,7 +148,7 @@ def _attention_dkv_192_hopper_kernel(
     dout_ring = Ring(dout_s, barriers(STAGES, 33), barriers(STAGES, 2))
     fence_async_shared()
     problem = Problem(B, S, SK, count, blocks, heads_together, splits, left, right, cu_q_ptr, cu_k_ptr, spans_ptr)
-    block = keys_of(problem, H, HK, HAS_LEFT, HAS_RIGHT, SEQUENCES, ROWS, 2 * ROWS)
+    block = keys_of(gl.program_id(0), problem, H, HK, HAS_LEFT, HAS_RIGHT, SEQUENCES, ROWS, 2 * ROWS)
     shared = Shared(q_ring, dout_ring, k_s, v_s, lse_s, delta_s, kv_full)
     descs = q_desc, k_desc, v_desc, dout_desc
     outputs = dk_ptr, dv_ptr

@@ -186,7 +186,7 @@ def _attention_dkv_hopper_kernel(
     p_full = barriers(STAGES, 1)
     fence_async_shared()
     problem = Problem(B, S, SK, count, blocks, heads_together, splits, left, right, cu_q_ptr, cu_k_ptr, spans_ptr)
-    block = keys_of(problem, H, HK, HAS_LEFT, HAS_RIGHT, SEQUENCES, ROWS, ROWS)
+    block = keys_of(gl.program_id(0), problem, H, HK, HAS_LEFT, HAS_RIGHT, SEQUENCES, ROWS, ROWS)
     shared = DkvShared(q_ring, dout_ring, k_s, v_s, lse_s, delta_s, p_s, p_full, kv_full)
     descs = q_desc, k_desc, v_desc, dout_desc
     gl.warp_specialize(

@@ -10,6 +10,7 @@ from liger_like.ops.attention.masking import Masking, key_heads_together
 from liger_like.runtime.gluon import TensorDescriptor, cp_async, cp_async_arrive, gl, gluon, mbarrier
 from liger_like.runtime.hopper import ROWS
 from liger_like.runtime.launcher import launch
+from liger_like.runtime.support import num_programs
 
 STAGES = gl.constexpr(2)
 
@@ -50,18 +51,23 @@ def load_queries(block, shared, descs, stats_ptr, B, PADDED, H: gl.constexpr):
 
 def launch_over_keys(
     kernel: Callable[..., Any], block_n: int, q: Tensor, k: Tensor, v: Tensor, stats: Tensor, masking: Masking,
-    splits: int, dk: Tensor, dv: Tensor, descriptors: tuple[TensorDescriptor, ...], **constants: Any,
+    splits: int, dk: Tensor, dv: Tensor, descriptors: tuple[TensorDescriptor, ...], *taken: Tensor | None,
+    **constants: Any,
 ) -> None:  # fmt: skip
     """Launch ``kernel``, whose programs own ``block_n`` keys of a key head and a split of its query heads.
 
-    It fills dk and dv [splits, B, Sk, Hk, D].
+    It fills dk and dv [splits, B, Sk, Hk, D]. With a counter ``taken``, one program for each multiprocessor draws
+    blocks of keys.
     """
     (B, S, H, D), (SK, HK, DV) = q.shape, v.shape[1:]
     blocks = masking.num_blocks(SK, block_n)
+    programs = blocks * B * HK
+    if any(t is not None for t in taken):
+        programs = min(programs, num_programs(q.device, 1))
     launch(
         kernel,
-        (blocks * B * HK, splits),
-        (stats, dk, dv, masking.cu_seqlens_q, masking.cu_seqlens_k, masking.spans),
+        (programs, splits),
+        (stats, dk, dv, masking.cu_seqlens_q, masking.cu_seqlens_k, masking.spans, *taken),
         (B, S, SK, stats.shape[3], masking.sequences, blocks, key_heads_together(masking, q, k, v, block_n), splits,
          masking.left, masking.right),
         (masking.scale,),

@@ -7,6 +7,7 @@ from liger_like.runtime.gluon import gl, gluon, mbarrier
 from liger_like.runtime.hopper import barriers
 
 FIELDS = gl.constexpr(8)  # of a QueryTile that the warp groups read: those before the start of the sequence of keys
+KEY_FIELDS = gl.constexpr(16)  # room for those of a KeyBlock
 QUAD = gl.constexpr(6)  # the bits of a column by which the threads that share a row differ
 
 
@@ -74,7 +75,7 @@ class KeyBlock(NamedTuple):
 
 
 class TileQueue(NamedTuple):
-    """Shared memory for the first FIELDS fields of the next tiles of a program, and its barriers."""
+    """Shared memory for numbers of the next tiles of a program, and its barriers."""
 
     tiles: gl.tensor
     full: gl.tensor
@@ -146,14 +147,14 @@ def tile_of(
 
 @gluon.jit
 def keys_of(
-    problem, H: gl.constexpr, HK: gl.constexpr, HAS_LEFT: gl.constexpr, HAS_RIGHT: gl.constexpr,
+    tile, problem, H: gl.constexpr, HK: gl.constexpr, HAS_LEFT: gl.constexpr, HAS_RIGHT: gl.constexpr,
     SEQUENCES: gl.constexpr, BLOCK_M: gl.constexpr, BLOCK_N: gl.constexpr,
 ):  # fmt: skip
-    """Return the KeyBlock of this program, which sums dk and dv over the queries that see it."""
+    """Return the KeyBlock of number ``tile``, whose dk and dv are sums over the queries that see it."""
     B = problem.B
     S = problem.S
     SK = problem.SK
-    block, head = schedule(gl.program_id(0), problem.blocks, B * HK, problem.heads_together)
+    block, head = schedule(tile, problem.blocks, B * HK, problem.heads_together)
     if HAS_RIGHT or problem.spans_ptr is not None:
         block = problem.blocks - 1 - block  # under a causal mask, which spans may be, the first keys are seen most
     b = head // HK
@@ -199,16 +200,16 @@ def next_tile(taken_ptr, count):
 
 
 @gluon.jit
-def tile_queue(READERS: gl.constexpr):
-    """Return a queue in which one warp tells READERS warp groups the next tile of the program."""
-    tiles = gl.allocate_shared_memory(gl.int32, [2, FIELDS], gl.SwizzledSharedLayout(1, 1, 1, [0]))
+def tile_queue(READERS: gl.constexpr, COUNT: gl.constexpr = FIELDS):
+    """Return a queue in which one warp tells READERS warp groups COUNT numbers of the next tile of the program."""
+    tiles = gl.allocate_shared_memory(gl.int32, [2, COUNT], gl.SwizzledSharedLayout(1, 1, 1, [0]))
     return TileQueue(tiles, barriers(2, 1), barriers(2, READERS))
 
 
 @gluon.jit
 def put_tile(queue, count, fields):
-    """Put the first fields of a QueryTile into the queue, for the count-th time."""
-    index = gl.arange(0, FIELDS, gl.BlockedLayout([1], [32], [gl.num_warps()], [0]))
+    """Put the first fields of a QueryTile or KeyBlock into the queue, for the count-th time."""
+    index = gl.arange(0, queue.tiles.shape[-1], gl.BlockedLayout([1], [32], [gl.num_warps()], [0]))
     tile = index
     for i in gl.static_range(len(fields)):
         tile = gl.where(index == i, fields[i], tile)
@@ -221,14 +222,15 @@ def put_tile(queue, count, fields):
 @gluon.jit
 def take_tile(queue, count):
     """Return what ``put_tile`` put for the same ``count``."""
-    layout: gl.constexpr = gl.BlockedLayout([FIELDS], [32], [gl.num_warps()], [0])  # each thread has all
+    COUNT: gl.constexpr = queue.tiles.shape[-1]
+    layout: gl.constexpr = gl.BlockedLayout([COUNT], [32], [gl.num_warps()], [0])  # each thread has all
     s = count % 2
     mbarrier.wait(queue.full.index(s), count // 2 & 1)
     tile = queue.tiles.index(s).load(layout)
     mbarrier.arrive(queue.empty.index(s), count=1)
     fields = ()
-    for i in gl.static_range(FIELDS):
-        fields += (gl.sum(gl.where(gl.arange(0, FIELDS, layout) == i, tile, 0), 0),)
+    for i in gl.static_range(COUNT):
+        fields += (gl.sum(gl.where(gl.arange(0, COUNT, layout) == i, tile, 0), 0),)
     return fields
 
 
