@@ -113,11 +113,16 @@ REPLAY = [
     (RECORDING, ", _ATEN.new_zeros.default}", "}", "the sum of dq keeps attention's backward on Hopper from a plan"),
     (
         "ops/losses/chunks.py",
-        "[0] >= call.x.shape[0]",
-        "[0] > call.x.shape[0]",
+        "call.x.shape[0] <= _chunks",
+        "call.x.shape[0] < _chunks",
         "the host reads the count of one chunk",
     ),
-    ("ops/losses/chunks.py", "[0] >= call.x.shape[0] else", "[0] >= 0 else", "the host never reads the count"),
+    (
+        "ops/losses/chunks.py",
+        "if 0 < call.x.shape[0] <= _chunks(call, False)[0] else",
+        "if call.x.shape[0] else",
+        "the host never reads the count",
+    ),
     (
         "ops/losses/last_chunk.py",
         "map(int, chunk_bounds[1:])",

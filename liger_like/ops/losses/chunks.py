@@ -109,7 +109,7 @@ def all_tokens(args: tuple[Any, ...]) -> tuple[Any, ...]:
 
 def without_count(call: Forward) -> tuple[Any, ...]:
     """Return the arguments of ``linear_cross_entropy_fwd``: of a single chunk the host reads nothing."""
-    return all_tokens(flat(call)) if _chunks(call, False)[0] >= call.x.shape[0] else flat(call)
+    return all_tokens(flat(call)) if 0 < call.x.shape[0] <= _chunks(call, False)[0] else flat(call)
 
 
 def _unless_empty(x: Tensor, wanted: bool, shape: tuple[int, ...], dtype: torch.dtype = torch.float32) -> Tensor:
