@@ -148,7 +148,7 @@ def repeat_with_node(
 
     ``key`` and ``pointers`` are the signature of the arguments.
     """
-    key = function, Node, torch.are_deterministic_algorithms_enabled(), *kwargs, *key
+    key = function, torch.are_deterministic_algorithms_enabled(), *kwargs, *key
     node = PLANS.get(key)
     if type(node) is Node and not any(node.plan.hooks):
         return node(pointers, args, kwargs)

@@ -89,7 +89,7 @@ def test_a_repetition_launches_the_same():
 
 
 @pytest.mark.parametrize("order", [1, -1])
-def test_signatures_know_arguments_apart(order):
+def test_signatures_know_arguments_apart(order, monkeypatch):
     """Whatever a launcher may look at tells signatures apart."""
     base = torch.randn(9, 40)
     tensors = [base[:8, :8], base[:4, :8], base[:8, :8].half(), base[:8, :8].clone(), base[:8, 1:9], base[:8, :8].T]
@@ -104,6 +104,10 @@ def test_signatures_know_arguments_apart(order):
     ]
     keys = [signature(args)[0] for args in values[::order]]
     keys += signature((base, [], 5))[0], signature((base, [5]))[0]
+    monkeypatch.setattr(torch, "get_autocast_dtype", lambda device: dtype)
+    monkeypatch.setattr(torch, "is_autocast_enabled", lambda device: True)
+    for dtype in (torch.bfloat16, torch.float16):  # noqa: B007  # read by the lambda
+        keys.append(signature((base, 5))[0])
     assert all(a != b for a, b in itertools.combinations(keys, 2))
     assert signature((base, [base])) is None
     assert signature((base, torch.nn.Parameter)) is None
@@ -155,6 +159,7 @@ REFUSED = {
     "memory that is not aligned": lambda kernel, x: launch(kernel, (1,), (x.view(-1)[1:],), (1,), (1.0,), N=1),
     "a named tuple": lambda kernel, x: Results(torch.empty_like(x)),
     "its input": lambda kernel, x: x,
+    "a view of the front": lambda kernel, x: torch.empty_like(x)[:1],
     "a view": lambda kernel, x: torch.empty_like(x)[1:],
     "memory from outside as a result": lambda kernel, x: OUTSIDE,
 }
@@ -170,7 +175,7 @@ def test_calls_of_torch(monkeypatch):
 
     Memory that nobody reads is not allocated, and small memory that kernels alone read is one allocation.
     """
-    kernel, made = Kernel(6), []
+    kernel, made = Kernel(7), []
     monkeypatch.setattr(torch, "empty_strided", lambda *args, **kw: made.append(args) or torch.ones(*args[:1], **kw))
 
     def run(x, index):
@@ -179,15 +184,15 @@ def test_calls_of_torch(monkeypatch):
         out, total = torch.empty_like(x), x.new_zeros(4, 8)
         torch.index_select(x[:2], 0, index, out=out.view(torch.int32)[1:].view(x.dtype)[:2])
         torch._foreach_zero_([out[:1], out[3:]])
-        launch(kernel, (1,), (x, total, *parts, parts[1][1:]), (1,), (1.0,), N=1)
+        launch(kernel, (1,), (x, total, *parts, parts[1][1:], torch.zeros(2)), (1,), (1.0,), N=1)
         rest = x[0:].index_select(0, index)
         rest.masked_fill_((rest == 1.0)[:, 1:2], -1.0)
-        return out, None, rest.sum(0).to(torch.float16), total
+        return out, None, rest.sum(0).to(torch.float16), total, x[:, :4].t().index_select(0, index)
 
     for repeats in (False, False, True, True):
         x, index = torch.arange(32.0).view(4, 8) + repeats, torch.tensor([int(repeats), 0])
         made.clear()
-        (out, none, summed, total), found = called(run, x, index)
+        (out, none, summed, total, columns), found = called(run, x, index)
         assert (found, none) == (repeats, None)
         assert [args[0] for args in made] == [(SMALL,), (4, 8), (1024,)] * repeats
         rows = x[index]
@@ -195,6 +200,7 @@ def test_calls_of_torch(monkeypatch):
         rows[rows[:, 1] == 1.0] = -1.0
         assert torch.equal(summed, rows.sum(0).half())
         assert (total == 0).all()
+        assert torch.equal(columns, x[:, index].T[:, :4])
         x_ptr, total_ptr, part_ptr, next_ptr, _, view_ptr = kernel.runs[-1][1:7]
         assert (x_ptr, total_ptr) == (x.data_ptr(), total.data_ptr())
         assert not repeats or (next_ptr, view_ptr) == (part_ptr + 512, part_ptr + 512 + 32)

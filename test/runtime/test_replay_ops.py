@@ -67,16 +67,16 @@ def linear_of(double):
     """An autograd function of two tensors and a factor, whose results come from ``double``."""
 
     class Linear(torch.autograd.Function):
-        launch = staticmethod(lambda x, factor, other: (double(x, factor), double(other, factor)))
+        launch = staticmethod(lambda x, factor, other, *_: (double(x, factor), double(other, factor)))
 
         @staticmethod
-        def forward(ctx, x, factor, other, results):
-            ctx.factor, ctx.results = factor, results
-            return results
+        def forward(ctx, x, factor, other, *more):
+            ctx.factor, ctx.results = factor, more[-1]
+            return more[-1]
 
         @staticmethod
         def backward(ctx, dy, dz):
-            return dy * ctx.factor, None, dz * ctx.factor * 10, None
+            return dy * ctx.factor, None, dz * ctx.factor * 10, None, None
 
     return Linear
 
@@ -87,7 +87,7 @@ def test_a_function_in_grad_mode_makes_the_node_alone(doubling):
     linear = linear_of(double)
 
     @registry.on_shards(None, replayed=True)
-    def op(x, other, *, factor=1.0, turned=False):
+    def op(x, other, *, factor=1.0, turned=False, unused=0.0):
         checked.append(torch.are_deterministic_algorithms_enabled())
         y, z = autograd.apply(linear, x, factor, other)
         return (z, y) if turned else z
@@ -110,7 +110,14 @@ def test_a_function_in_grad_mode_makes_the_node_alone(doubling):
             assert other.grad is None if not needs[1] else torch.allclose(other.grad, dz * factor * 10)
         return len(checked) > before
 
-    for options in ({}, {"factor": 2.0}, {"turned": True, "factor": 0.5}, {"needs": (False, True)}, {"turned": False}):
+    for options in (
+        {},
+        {"factor": 2.0},
+        {"turned": True, "factor": 0.5},
+        {"needs": (False, True)},
+        {"turned": False},
+        {"unused": 2.0},
+    ):
         assert [step(**options) for _ in range(4)] == [True, True, False, False], options
     with torch.no_grad():
         assert [step(turned=True) for _ in range(3)] == [True, True, False]
@@ -158,6 +165,7 @@ def test_a_function_of_one_tensor_and_one_result(hidden, times, doubling):
 
 
 MORE = {
+    "an argument of the backward alone": lambda apply, x, other: apply(x, 1.0, other, x * 2),
     "another argument": lambda apply, x, other: apply(x + 0, 1.0, other),
     "another result": lambda apply, x, other: (apply(x, 1.0, other)[0] * 1,),
     "two nodes": lambda apply, x, other: (apply(x, 1.0, other), apply(other, 1.0, x))[1],
@@ -216,7 +224,7 @@ def test_attention_is_repeated(sizes, monkeypatch):
     assert kinds == {"flash_attention": Node, "_gradients": Plan}
 
 
-def test_a_loss_of_one_chunk_is_repeated(monkeypatch):
+def test_losses_of_one_chunk_are_repeated(monkeypatch):
     """A loss of several chunks reads how many labels count, so each call prepares its launches."""
     without_kernels(monkeypatch)
     monkeypatch.setattr(dw_sum, "architecture", lambda device: 9)

@@ -253,8 +253,8 @@ ATTENTION = [
     ),
     (
         PUBLIC,
-        "needs_q, needs_k, needs_v, needs_bias]",
-        "needs_q, needs_k, needs_v, needs_sinks]",
+        "[*needs[:3], needs[4]]",
+        "[*needs[:3], needs[3]]",
         "the bias has a gradient if the sinks have one",
     ),
     (

@@ -45,6 +45,7 @@ ROOT = Path(__file__).parents[2]
 PACKAGE = "liger_like"
 FILES = (
     "test/runtime/test_replay.py",
+    "test/runtime/test_replay_ops.py",
     "test/ops/test_experts.py",
     "test/ops/test_experts_lora.py",
     "test/patches/test_patches_experts_report.py",
@@ -131,7 +132,7 @@ LINEAR = (
 TESTS = {
     **{f"runtime/{file}.py": "test_ops or test_tiles or compiled_graph" for file in RUNTIME},
     **{file: "test_replay or test_ops or test_tiles or compiled_graph" for file, *_ in REPLAY},
-    "runtime/replay.py": "test_replay",
+    **dict.fromkeys(("runtime/replay.py", "runtime/recording.py"), "test_replay"),
     "runtime/tiles.py": "test_ops or test_tiles",
     "ops/rms_norm.py": "rms_norm or norms",
     "ops/layer_norm.py": "layer_norm or norms",
