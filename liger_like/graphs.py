@@ -8,6 +8,7 @@ from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
+from torch.nn.modules.module import register_module_forward_pre_hook
 from torch.optim.optimizer import _global_optimizer_post_hooks, _global_optimizer_pre_hooks
 from torch.utils._pytree import keystr, tree_flatten_with_path, tree_map_only
 
@@ -136,8 +137,9 @@ class GraphedStep:
     def _step_beside(self, *args: Any, **kwargs: Any) -> tuple[Tensor, Tensor | None]:
         """Do the work of ``_step`` without clipping; update weights on another stream once they have their gradients.
 
-        The backward's products leave memory bandwidth to the updates. Raises RuntimeError if a weight gets a second
-        gradient, as from reentrant checkpoints; and so does autograd if it reads a weight after its update.
+        The backward's products leave memory bandwidth to the updates. Raises RuntimeError if a weight is needed after
+        its update: it gets a second gradient, as from reentrant checkpoints, autograd reads it, or a checkpoint calls a
+        module that has it. Not seen: a function in a checkpoint, or a hook, that reads weights of other modules.
         """
         part: dict[Any, None] = {}
         kept: dict[Any, Tensor] = {}  # until both streams join: the allocator does not know that updates read them
@@ -159,8 +161,12 @@ class GraphedStep:
             if sum(p.numel() for p in part) >= PART:
                 update()
 
+        def look(module: nn.Module, _: Any) -> None:
+            late.extend(p for p in module.parameters() if p in kept)
+
         trained: list[Any] = [p for p in self._parameters if p.requires_grad]
         hooks = [p.register_post_accumulate_grad_hook(add) for p in trained]
+        hooks.append(register_module_forward_pre_hook(look))
         self._beside.wait_stream(torch.cuda.current_stream())  # it takes part in the capture: the streams can join
         try:
             loss = self._backward(*args, **kwargs)
@@ -170,7 +176,7 @@ class GraphedStep:
                 hook.remove()
             torch.cuda.current_stream().wait_stream(self._beside)
         if late:  # raised here, since an error within a backward leaves parts of reentrant ones behind
-            raise RuntimeError("a weight has got a gradient after its update")
+            raise RuntimeError("a weight is needed after its update")
         return loss, None
 
     def _run(

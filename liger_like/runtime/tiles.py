@@ -257,13 +257,9 @@ def sum_partials(partial: Tensor, total: Tensor) -> None:
     """Store the sum of the partial sums ``partial`` in ``total``, always in the same order."""
     if partial is not total:
         columns, block_n = total.numel(), 1024 if INTERPRET else 16  # the interpreter is faster with few programs
-        sizes = len(partial), columns
-        options = {
-            "BLOCK_P": 512,
-            "BLOCK_N": block_n,
-            "num_warps": 8,
-        }  # many loads at once: their latency takes the time
-        launch(sum_rows_kernel, (-(-columns // block_n),), (partial, total), sizes, **options)
+        grid, sizes = (-(-columns // block_n),), (len(partial), columns)
+        # up to 512 rows are loaded at once: the latency of loads takes most of the time
+        launch(sum_rows_kernel, grid, (partial, total), sizes, BLOCK_P=512, BLOCK_N=block_n, num_warps=8)
 
 
 def candidates(kernel: str, width: int) -> Iterator[Tile]:

@@ -46,6 +46,12 @@ GRAPHS = [
         "a backward reads an updated weight",
     ),
     (BESIDE, "            if p in kept:", "            if False:", "a weight is updated by each part of its gradient"),
+    (
+        BESIDE,
+        "        hooks.append(register_module_forward_pre_hook(look))\n",
+        "",
+        "a checkpoint reads an updated weight",
+    ),
     (BESIDE, "                hook.remove()", "                pass", "updates go on in later backwards"),
     (
         BESIDE,
