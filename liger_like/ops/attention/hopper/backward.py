@@ -147,6 +147,7 @@ def _start_dq(bufs, ds, zero, first_row: gl.constexpr, first_col: gl.constexpr, 
 @gluon.jit
 def _limits_of(keys, block, problem, HAS_LEFT: gl.constexpr, HAS_RIGHT: gl.constexpr):
     """Return the bounds of the queries that see each of ``keys``; none sees those past the end."""
+    keys = keys[:, None]
     spans = None
     if problem.spans_ptr is not None:
         spans = load_spans(problem.spans_ptr, block.batch.to(gl.int64), problem.B, problem.SK, keys)
@@ -189,8 +190,7 @@ def _sum_block(
     row = block.row + g * ROWS
     unit = unit_of_scores(scale, SOFTCAP, False)
     inner_end = gl.where(row + ROWS > block.end_k, start, block.inner_end)
-    keys = (row + gl.arange(0, ROWS, gl.SliceLayout(1, layout_s)))[:, None]
-    limits = _limits_of(keys, block, problem, HAS_LEFT, HAS_RIGHT)
+    limits = _limits_of(row + gl.arange(0, ROWS, gl.SliceLayout(1, layout_s)), block, problem, HAS_LEFT, HAS_RIGHT)
     ENDS: gl.constexpr = problem.cu_k_ptr is not None or HAS_LEFT or problem.spans_ptr is not None
     steps = gl.maximum(block.heads * gl.cdiv(block.end - start, BLOCK_M), 0)
     some = steps > 0
