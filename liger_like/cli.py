@@ -81,7 +81,7 @@ def add_plan(app: Any) -> None:
     def plan(
         config: Path,
         gpus: Annotated[int, typer.Option(help="number of GPUs")] = 1,
-        gpu: Annotated[str, typer.Option(help="h200, h100, a100, b200, here, or GiB of memory")] = "h200",
+        gpu: Annotated[str | None, typer.Option(help="h100, a100, b200, here, or GiB of memory; else h200")] = None,
         batch: Annotated[int, typer.Option(help="rows of all GPUs in one optimizer step")] = 1,
         seq: Annotated[int, typer.Option(help="tokens of a row")] = 2048,
         host: Annotated[float | None, typer.Option(help="GiB of the host for checkpoints, if limited")] = None,

@@ -35,7 +35,7 @@ def fixed(texts: list[str]) -> dict[str, Any]:
 def run(
     config: Path,
     gpus: int,
-    gpu: str,
+    gpu: str | None,
     batch: int,
     seq: int,
     host: float | None,
@@ -49,6 +49,8 @@ def run(
     """Print the plan and return the exit code; errors take one line."""
     logging.set_verbosity_error()  # type: ignore[no-untyped-call]
     try:
+        if calibrate and gpu not in (None, "here"):
+            raise ValueError(f"gpu must be here with calibrate, which measures the GPU at hand, got {gpu!r}")
         if top < 1:
             raise ValueError(f"top must be at least 1, got {top}")
         if out is not None and out.exists() and not out.is_dir():
@@ -58,7 +60,8 @@ def run(
         if out is not None:
             out.mkdir(parents=True, exist_ok=True)
         with warnings.catch_warnings(action="ignore"):
-            found = plan(config, gpus, calibrated() if calibrate else gpu, batch, seq, fixed(fix), host, layers)
+            chosen = calibrated() if calibrate else gpu if gpu is not None else "h200"
+            found = plan(config, gpus, chosen, batch, seq, fixed(fix), host, layers)
         found = dataclasses.replace(found, rows=found.rows[:top])
         if out is not None:
             (out / "plan.json").write_text(json.dumps(found.to_dict(), indent=1) + "\n")

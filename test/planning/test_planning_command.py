@@ -156,6 +156,10 @@ def test_commands_that_start():
         (["--out", __file__], "out must be a folder, got the file "),
         (["--out", f"{__file__}/inside"], "out or the file of rates cannot be used: "),
         (["--gpu", "here"], "gpu must be measured before it is here, got no rates in "),
+        (
+            ["--gpu", "h100", "--calibrate"],
+            "gpu must be here with calibrate, which measures the GPU at hand, got 'h100'",
+        ),
         (["--calibrate"], "calibrate needs a GPU that torch can use, got none"),
         (["--gpus", "2", "--fix", "pp=2"], "batch must be a multiple of fsdp x 2 x pp, 4, got 1"),
         (["--gpus", "2", "--fix", "tp=4"], "tp times pp must divide gpus, 2, got tp 4"),
