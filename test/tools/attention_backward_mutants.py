@@ -81,7 +81,12 @@ ATTENTION_BACKWARD = [
         "HAS_LEFT or HAS_END or mask_ptr is not None",
         "queries of the next packed sequence are not masked",
     ),
-    (BACKWARD, "end // BLOCK_N * BLOCK_N", "tl.cdiv(end, BLOCK_N) * BLOCK_N", "keys past the end count for dq"),
+    (
+        BACKWARD,
+        "tl.maximum(inner_end, 0) // BLOCK_N * BLOCK_N",
+        "tl.cdiv(tl.maximum(inner_end, 0), BLOCK_N) * BLOCK_N",
+        "keys past the end count for dq",
+    ),
     (BACKWARD, "edge = APART or (", "edge = MASKED and (", "keys past the end count for dq, in the last block"),
     (
         BACKWARD,

@@ -117,7 +117,12 @@ TILES: dict[str, Tiles] = {
 }
 TILES["rtx"] = TILES["small"] | {
     "dkv": TILES["small"]["dkv"] | {64: (Tile(32, 64, 4, 2), Tile(32, 32, 4, 1))},
-    "dq": {96: (Tile(64, 32, 4, 2), Tile(32, 16, 4, 1))} | TILES["small"]["dq"],
+    "dq": {
+        96: (Tile(64, 32, 4, 2), Tile(32, 16, 4, 1)),
+        128: (Tile(32, 32, 4, 1), Tile(32, 16, 4, 1)),
+        192: (Tile(16, 16, 4, 1), Tile(16, 16, 4, 1)),
+        256: (Tile(32, 32, 4, 2), Tile(16, 16, 4, 1)),
+    },
 }
 FP32: Tiles = {
     "fwd": {64: (Tile(32, 32, 4, 1), Tile(32, 32, 4, 1)), 256: (Tile(16, 16, 4, 1), Tile(16, 16, 4, 1))},
