@@ -224,12 +224,12 @@ def test_attention_is_repeated(sizes, monkeypatch):
     assert kinds == {"flash_attention": Node, "_gradients": Plan}
 
 
-def test_losses_of_one_chunk_are_repeated(monkeypatch):
-    """A loss of several chunks reads how many labels count, so each call prepares its launches."""
+def test_losses_of_few_tokens_are_repeated(monkeypatch):
+    """A loss of more tokens or of several chunks reads how many labels count, so each call prepares its launches."""
     without_kernels(monkeypatch)
     monkeypatch.setattr(dw_sum, "architecture", lambda device: 9)
     monkeypatch.setattr(row_kernels, "raise_bad_label", lambda device: None)  # read after each launch on a CPU
-    for T, rows, kind in ((37, None, Plan), (256, 128, bool)):
+    for T, rows, kind in ((256, None, Plan), (257, None, bool), (256, 128, bool)):
         replay.PLANS.clear()
         inputs = linear_loss_inputs(torch.bfloat16, "cpu", lead=(T,), H=64, V=128)
         for _ in range(3):

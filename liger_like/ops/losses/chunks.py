@@ -26,6 +26,7 @@ from liger_like.runtime.registry import op
 from liger_like.runtime.support import in_graph
 
 CHUNK_ROWS = 2048  # tokens per chunk at which products reach full speed; half as many for logits alone or in fp32
+FREE_TOKENS = 256  # so few take the time in which their products read the weight, ignored or not
 CHUNK_BYTES = 64 * 2**20  # least bytes of logits per chunk: with a small vocabulary CHUNK_ROWS tokens are too few
 Visit = Callable[[Tensor, Tensor, Tensor | None, Tensor], None]
 
@@ -108,8 +109,9 @@ def all_tokens(args: tuple[Any, ...]) -> tuple[Any, ...]:
 
 
 def without_count(call: Forward) -> tuple[Any, ...]:
-    """Return the arguments of ``linear_cross_entropy_fwd``: of a single chunk the host reads nothing."""
-    return all_tokens(flat(call)) if 0 < call.x.shape[0] <= _chunks(call, False)[0] else flat(call)
+    """Return the arguments of ``linear_cross_entropy_fwd``: of one chunk of few tokens the host reads nothing."""
+    few = 0 < call.x.shape[0] <= min(FREE_TOKENS, _chunks(call, False)[0])
+    return all_tokens(flat(call)) if few else flat(call)
 
 
 def _unless_empty(x: Tensor, wanted: bool, shape: tuple[int, ...], dtype: torch.dtype = torch.float32) -> Tensor:
