@@ -391,9 +391,13 @@ def _updates_separately(optimizer: Any) -> bool:
 def _check_graphs(model: nn.Module) -> None:
     """Raise if a backward graph is alive: autograd adds gradients on its stream, which no capture may wait for.
 
-    The casts that autocast keeps hold graphs too, even those of a forward without gradients: drop them.
+    The casts that autocast keeps hold graphs too, even those of a forward without gradients: drop them. After
+    an error in a backward, autograd's thread of a GPU holds that graph until it runs another one: run one.
     """
     torch.clear_autocast_cache()
+    with torch.enable_grad():
+        last = torch.zeros((), device=next(model.parameters()).device, requires_grad=True).clone()
+        last.backward()  # type: ignore[no-untyped-call]
     for name, p in model.named_parameters():
         if p.requires_grad:
             for _ in range(2):
