@@ -32,6 +32,15 @@ REPLAY = [
     (FILE, "if len(_watched.applied) != 1:", "if not _watched.applied:", "a node of the first of two functions"),
     (FILE, " or None in take", "", "a node has no argument that the function made"),
     (FILE, " or (results is not found and None in picked)", "", "a node returns what the function changes"),
+    (RECORDING, " and _on_one_device(tensors, out)", "", "a plan repeats a copy to another device"),
+    (
+        RECORDING,
+        "several = results if type(results) is tuple",
+        "several = results if isinstance(results, tuple)",
+        "a plan returns a tuple for a named one",
+    ),
+    (FILE, "plan.calls or hidden or", "plan.calls or", "a node keeps a tensor that a list holds"),
+    (FILE, "taker(take)", "itemgetter(*take)", "a function of one tensor gets its rows"),
     (
         FILE,
         "pick = None if results is found else",
