@@ -45,7 +45,7 @@ class Node(NamedTuple):
 
 
 class _Watched(threading.local):
-    """What ``apply`` did, noted while ``tensors``, those of a call, are given."""
+    """Hold what ``applied`` did in the call that is recorded. ``tensors`` are those of the call, None without one."""
 
     tensors: list[Tensor] | None = None
     applied: list[tuple[Any, ...]]

@@ -52,7 +52,7 @@ def test_how_many_queries_see_a_key(window, sequences, drawn):
 @pytest.mark.parametrize("D", [64, 80, 96])
 @pytest.mark.parametrize("mask", MASKS, ids=str)
 def test_gradients_of_drawn_blocks(mask, D, launched, poisoned):
-    """As many key heads as heads: programs draw blocks of keys, some of which no query sees."""
+    """Compare gradients where programs draw blocks of keys: as many key heads as heads. No query sees some blocks."""
     heads = {"H": 16, "Hk": 16, "D": D, "Dv": D}
     for S, Sk in ((300, 901), (700, 300)):
         make = lambda: attention_inputs(torch.bfloat16, "cuda", B=3, S=S, Sk=Sk, **heads)  # noqa: B023, E731

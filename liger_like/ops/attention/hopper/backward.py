@@ -297,6 +297,7 @@ def _multiply(
         turn = 0
         own = take_tile(queue, turn)
         while own[0] >= 0:
+            # the last two: one query head, that of the keys
             keys = KeyBlock(
                 own[0], own[1], own[2], own[3], own[4], own[5], own[6], own[7], own[8], own[9], own[1], 1
             )  # fmt: skip
@@ -357,7 +358,7 @@ def _attention_bwd_hopper_kernel(
 
 
 def _draws(q: Tensor, k: Tensor, masking: Masking) -> bool:
-    """Return True if programs should draw blocks of keys."""
+    """Return True if programs take less time when they draw blocks of keys (see DRAWS)."""
     seen = q.shape[1] / max(1, masking.sequences)
     if masking.right >= 0 or masking.spans is not None:
         seen /= 2
