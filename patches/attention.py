@@ -336,7 +336,7 @@ def _decoded(module: nn.Module, query: Tensor, held: Latents, mask: Any, options
     if asked or not isinstance(mask, Mask) or mask.context is not None or not absorbs(module, query, held):
         return None
     sees_all = mask.left < 0 and mask.padding is None and mask.spans is None
-    seen = None if sees_all else seen_by(mask, query, held.latents.shape[2])
+    seen = None if sees_all else seen_by(module, mask, query, held.latents.shape[2])
     scores = {"scale": options.get("scaling"), "softcap": options.get("softcap"), "sinks": options.get("s_aux")}
     return decode_seen(module, query[:, :, 0], held, seen, **scores)[:, None]
 
@@ -346,7 +346,10 @@ def _eager(
 ) -> tuple[Tensor, Tensor | None]:
     """Run the family's eager function. Hidden keys get the least finite score: a softmax over no keys is NaN."""
     least = torch.finfo(query.dtype).min
-    bias = mask.bias(query, key, least) if isinstance(mask, Mask) else mask.clamp(min=least)
+    if isinstance(mask, Mask):
+        bias = mask.bias(query, key, least)
+    else:
+        bias = mask.clamp(min=max(least, torch.finfo(mask.dtype).min))
     eager: Any = eager_function(type(module))
     return eager(module, query, key, value, bias, **options)  # type: ignore[no-any-return]
 

@@ -14,10 +14,11 @@ import weakref
 from collections.abc import Callable, Iterator
 from typing import Any
 
-from torch import nn
+from torch import Tensor, nn
 
 from liger_like.patches import latents, paged
 from liger_like.patches.attention import NAME
+from liger_like.runtime.support import unhooked
 
 PATTERN, VARIANT = "generation", "paged cache"
 CACHES = ("past_key_values", "cache")  # names that transformers gives a cache
@@ -199,15 +200,38 @@ def _resolve_compilation(model: Any, asked: Any, resolved: Any) -> None:
 def _half_row_of_latents(model: Any) -> int:
     """Return the width of a key whose key and value have room for latents and rotated features; 0: they are no latents.
 
-    Raises ValueError if a layer needs a call of ``kv_b_proj``: a cache of keys would not fit, either.
+    Raises ValueError if a layer needs a call of ``kv_b_proj``: a cache of keys would not fit, either. Raises ValueError
+    for windows: transformers' cache of a window forgets tokens that attention without a window sees, and is a ring,
+    which latents would be written to before they are read.
     """
-    layers: list[Any] = [m for m in model.modules() if is_hooked(type(m)) and not generates(m)]
-    if not all(map(latents.is_plain, layers)):
+    layers: dict[str, Any] = {name: m for name, m in model.named_modules() if is_hooked(type(m)) and not generates(m)}
+    for name, layer in layers.items():
+        if not latents.is_plain(layer):
+            raise ValueError(
+                f"{name}.kv_b_proj must be an nn.Linear without bias, adapter, quantisation and hooks in continuous"
+                f" batching, which holds latents; got {_described(layer.kv_b_proj)}"
+            )
+    config = text_config(model)
+    if layers and _has_windows(config):
         raise ValueError(
-            "kv_b_proj must be an nn.Linear without bias, adapter, quantisation and hooks in continuous batching, which"
-            f" holds latents; got {type(next(m for m in layers if not latents.is_plain(m)).kv_b_proj).__name__}"
+            "sliding_window of the config must be None in continuous batching of latents, whose cache has no windows;"
+            f" got {config.sliding_window}"
         )
-    return max((-(-(m.kv_b_proj.in_features + m.qk_rope_head_dim) // 2) for m in layers), default=0)
+    return max((-(-(m.kv_b_proj.in_features + m.qk_rope_head_dim) // 2) for m in layers.values()), default=0)
+
+
+def _described(linear: nn.Module) -> str:
+    """Return the class of ``linear``, or what else keeps its weight from being all that it computes with."""
+    cls: Any = type(linear)
+    if cls is not nn.Linear:  # an adapter's class may be called Linear, too
+        return f"{cls.__module__}.{cls.__qualname__}"
+    weight: Any = type(linear.weight)
+    found = {
+        "a bias": linear.bias is not None,
+        f"a weight of the class {weight.__name__}": weight not in (Tensor, nn.Parameter),
+        "hooks, or a forward of its own": not unhooked(linear),
+    }
+    return "an nn.Linear with " + " and ".join(what for what, there in found.items() if there)
 
 
 @contextlib.contextmanager

@@ -157,18 +157,38 @@ class Seen:
         return self._pages[room], self.lengths
 
 
-_last: tuple[Any, tuple[Any, ...], Seen] | None = None  # mask, sizes, and what was made from them
+class _Step(NamedTuple):
+    """Mask of the layers of a step, and the tokens that it shows. ``layers``: ids of those that have asked.
+
+    ``key``: sizes, and the versions of the mask's tensors, which their owner may change in place.
+    """
+
+    mask: Any
+    key: tuple[Any, ...]
+    seen: Seen
+    layers: set[int]
 
 
-def seen_by(mask: Any, query: Tensor, S: int) -> Seen:
-    """Return the same as ``Seen.of``, once for the layers of a step: they pass the same ``mask``."""
+_last: _Step | None = None
+
+
+def seen_by(module: Any, mask: Any, query: Tensor, S: int) -> Seen:
+    """Return the same as ``Seen.of``, once for the layers of a step: they pass the same ``mask``.
+
+    A layer that asks again is in another step. Tensors of inference mode have no version.
+    """
     global _last
     if torch.compiler.is_compiling() or in_graph(query):
         return Seen.of(mask, query, S)
-    sizes, last = (len(query), S, query.device), _last
-    if last is None or last[0] is not mask or last[1] != sizes:
-        _last = last = mask, sizes, Seen.of(mask, query, S)
-    return last[2]
+    key, last = (len(query), S, query.device, *map(_version, (mask.padding, mask.spans))), _last
+    if last is None or last.mask is not mask or last.key != key or id(module) in last.layers:
+        _last = last = _Step(mask, key, Seen.of(mask, query, S), set())
+    last.layers.add(id(module))
+    return last.seen
+
+
+def _version(t: Tensor | None) -> int | None:
+    return None if t is None or t.is_inference() else t._version
 
 
 def is_plain(module: Any) -> bool:

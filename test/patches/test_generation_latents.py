@@ -2,6 +2,7 @@
 
 import copy
 import io
+import re
 
 import peft
 import pytest
@@ -174,7 +175,21 @@ def adapt(model):
     return peft.get_peft_model(model, peft.LoraConfig(r=2, target_modules=["kv_b_proj"], init_lora_weights=False))
 
 
-@pytest.mark.parametrize("change", [hook, quantise, adapt])
+def bias(model):
+    for layer in model.model.layers:
+        layer.self_attn.kv_b_proj.register_parameter("bias", nn.Parameter(torch.zeros(4 * (16 + 12))))
+    return model
+
+
+GOT = {
+    hook: "an nn.Linear with hooks, or a forward of its own",
+    quantise: "test_generation_latents.Quantised",
+    adapt: "peft.tuners.lora.layer.Linear",  # its own name is that of nn.Linear
+    bias: "an nn.Linear with a bias",
+}
+
+
+@pytest.mark.parametrize("change", GOT)
 def test_a_weight_that_is_not_the_whole_map(change, decoded):
     model, inputs = change(model_of("DeepseekV3")), padded()
     expected = tokens(model, inputs)
@@ -182,7 +197,20 @@ def test_a_weight_that_is_not_the_whole_map(change, decoded):
     assert row.variant == "expanded latents"
     assert torch.equal(tokens(model, inputs), expected)
     assert not decoded
-    with pytest.raises(ValueError, match="kv_b_proj must be an"):
+    got = rf"layers\.0\.self_attn\.kv_b_proj must be an .*; got {re.escape(GOT[change])}$"
+    with pytest.raises(ValueError, match=got):
+        batched(model, prompts(3))
+    assert model.config._attn_implementation == "liger_like"
+
+
+def test_windows_of_a_cache_without_windows_of_attention(decoded):
+    """transformers' own loop keeps as many tokens as ``sliding_window`` says; batches would forget more."""
+    model, inputs = model_of("DeepseekV3", sliding_window=4), padded()
+    expected = tokens(model, inputs)
+    patch(model)
+    assert torch.equal(tokens(model, inputs), expected)
+    assert decoded
+    with pytest.raises(ValueError, match="sliding_window of the config must be None .*; got 4$"):
         batched(model, prompts(3))
     assert model.config._attn_implementation == "liger_like"
 
@@ -245,6 +273,26 @@ def test_the_kernel(hidden, room):
     with torch.no_grad():
         exact, same, got = of(torch.float64, True), of(torch.float16, True), of(torch.float16, False)
     assert (got - exact).norm() <= 2 * (same - exact).norm() + 1e-6 * exact.norm()
+
+
+@pytest.mark.parametrize("mode", [torch.no_grad, torch.inference_mode])
+@pytest.mark.parametrize("part", ["padding", "spans"])
+def test_a_mask_that_changes_in_place(part, mode):
+    """A layer that gets a mask again, and another layer that gets it changed, read its tensors again."""
+    (module, held, query), other = layer(), layer()[0]
+    held = latents.Latents(*(t[:, :, :21] for t in held))
+    with mode():
+        keep = torch.ones(3, 21, dtype=torch.bool, device=DEVICE)
+        spans = torch.tensor([0, 21], dtype=torch.int32, device=DEVICE)[:, None, None].repeat(1, 3, 1)
+        mask = Mask(padding=keep) if part == "padding" else Mask(spans=spans)
+        for change, each in enumerate((module, module, other)):
+            keep[:, :change] = False
+            spans[0] = change
+            if mode is torch.inference_mode and each is other:
+                continue  # these tensors have no version
+            key, value = held.expanded(each)
+            expected = attend(each, query, key, value, mask, scaling=module.scaling)[0]
+            torch.testing.assert_close(attend(each, query, held, None, mask, scaling=module.scaling)[0], expected)
 
 
 @torch.no_grad()

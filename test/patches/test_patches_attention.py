@@ -193,6 +193,24 @@ def test_what_the_kernels_lack_is_computed_by_eager_attention(given, change, dev
         torch.testing.assert_close(*(output.get(name) for output in outputs))
 
 
+@pytest.mark.parametrize("dtypes", [(torch.float64, torch.float32), (torch.float32, torch.float16)])
+def test_a_mask_in_a_narrower_dtype_than_the_queries(dtypes, device):
+    """The family's eager function gets finite numbers in both dtypes, and a row that sees no key gets no NaN."""
+    module = tiny("Llama", device).model.layers[0].self_attn
+    q, k, v = torch.randn(3, 2, 4, 5, 16, dtype=dtypes[0], device=device)
+    mask = torch.zeros(2, 1, 5, 5, dtype=dtypes[1], device=device)
+    mask[0, :, 1], mask[1, ..., 3:] = -torch.inf, -torch.inf
+    more = {"scaling": 0.25, "output_attentions": True}
+    module.num_key_value_groups = 1
+    out, weights = attention.attend(module, q, k, v, mask, **more)
+    assert out.dtype == dtypes[0]
+    assert not out.isnan().any()
+    assert (weights[1, ..., 3:] == 0).all()
+    del more["output_attentions"]
+    same = attention.attend(module, q, k, v, mask, **more)[0]
+    torch.testing.assert_close(out[:, [0, 2, 3, 4]], same[:, [0, 2, 3, 4]])
+
+
 def refuse(family, reason, device, **config):
     """The report of a model whose attention is left alone."""
     model = tiny(family, device, **config)
