@@ -150,8 +150,16 @@ def _hears_recording() -> bool:
 
 
 def _is_special(args: tuple[Any, ...]) -> bool:
-    """Return True if the dispatcher must handle the arguments: a tensor subclass, or a first tensor without data."""
-    return args[0].is_meta or not _kinds(args) <= _PLAIN
+    """Return True if the dispatcher must handle an argument: a tensor subclass, a first tensor without data, or a
+    tensor that is minus its memory, as ``x.conj().imag`` is, or zeros without memory.
+    """
+    return args[0].is_meta or not _kinds(args) <= _PLAIN or any(map(_is_lazy, args))
+
+
+def _is_lazy(value: Any) -> bool:
+    if isinstance(value, Tensor):
+        return value.is_neg() or value._is_zerotensor()
+    return isinstance(value, tuple | list) and any(map(_is_lazy, value))
 
 
 def together(function: F) -> F:

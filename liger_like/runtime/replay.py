@@ -97,7 +97,8 @@ def signature(args: tuple[Any, ...]) -> tuple[tuple[Any, ...], list[Any]] | None
     """Return all that a launcher may look at but the values of tensors, and the pointers of the tensors.
 
     Returns None if an argument is of an unknown kind, if the first is not on the current GPU, if somebody watches
-    launches, and if a machine is pretended.
+    launches, and if a machine is pretended. Returns None, too, for a tensor whose memory is no array of its values, and
+    for values on another device: the host may read them, and no recording notices that.
     """
     hooked = launcher._RUNTIME.launch_enter_hook.calls or launcher._RUNTIME.launch_exit_hook.calls
     watched = hooked or launcher._recorded is not None or support._reasons is not None
@@ -106,12 +107,18 @@ def signature(args: tuple[Any, ...]) -> tuple[tuple[Any, ...], list[Any]] | None
     casts = torch.is_autocast_enabled("cuda") and torch.get_autocast_dtype("cuda")  # products of torch
     key: list[Any] = [casts, *launcher.OPTIONS.values(), *fallback.BROKEN]
     pointers: list[Any] = []
+    here = args[0].get_device()
     for arg in args:
         kind = type(arg)
         if kind is Tensor or kind is Parameter:
-            pointer = arg.data_ptr()
+            try:
+                pointer, device, strides = arg.data_ptr(), arg.get_device(), arg.stride()
+            except RuntimeError:  # sparse and nested tensors have none; asking them for their layout costs time
+                return None
+            if arg.is_neg() or ((device != here or not pointer) and arg.numel()):
+                return None
             pointers.append(pointer)
-            key += arg.shape, arg.stride(), arg.dtype, arg.get_device(), pointer & 15, arg.requires_grad
+            key += arg.shape, strides, arg.dtype, device, pointer & 15, arg.requires_grad
         elif kind in _SCALARS:  # with types: 1 and True are equal
             key += kind, arg
         elif kind is float:

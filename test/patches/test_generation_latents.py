@@ -210,7 +210,7 @@ def test_windows_of_a_cache_without_windows_of_attention(decoded):
     patch(model)
     assert torch.equal(tokens(model, inputs), expected)
     assert decoded
-    with pytest.raises(ValueError, match="sliding_window of the config must be None .*; got 4$"):
+    with pytest.raises(ValueError, match=r"sliding_window of the config must be None .*; got 4$"):
         batched(model, prompts(3))
     assert model.config._attn_implementation == "liger_like"
 

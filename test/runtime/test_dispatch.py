@@ -86,6 +86,53 @@ def test_tensors_without_data():
     assert (y.shape, y.device.type, rstd.shape, rstd.device.type) == ((4, 32), "meta", (4,), "meta")
 
 
+def negated(value):
+    """Return floating-point tensors as minus their memory, as the imaginary part of a conjugate is."""
+    if isinstance(value, list | tuple):
+        return type(value)(map(negated, value))
+    if not isinstance(value, torch.Tensor) or not value.is_floating_point():
+        return value
+    t = value.detach()
+    return torch.complex(t, -t).conj().imag.requires_grad_(value.requires_grad)
+
+
+@pytest.mark.parametrize("name", ["add_rms_norm", "flash_attention", "fused_linear_cross_entropy", "moe_experts"])
+def test_memory_that_is_negated(name, device):
+    """Kernels read memory: negation that torch has put off happens before, in the forward and in the backward."""
+    spec = next(spec for spec in SPECS if spec.name == name)
+    inputs, found = spec.inputs(torch.float32, device, **spec.test_shapes[0]), []
+    for change in (lambda value: value, negated):
+        changed = {name: change(value) for name, value in inputs.items()}
+        y = spec.fn(**changed, **spec.options[0])
+        y = y[0] if isinstance(y, tuple) else y
+        y.backward(change(torch.ones_like(y)))
+        found.append([y, *(t.grad for t in changed.values() if isinstance(t, torch.Tensor) and t.requires_grad)])
+    assert changed[next(iter(inputs))].is_neg()
+    assert all(map(torch.equal, *found))
+    assert len(found[0]) > 2
+
+
+def test_zeros_without_memory(device):
+    """Torch makes such tangents and gradients; in lists the dispatcher finds them, too."""
+    zeros = torch._efficientzerotensor((4, 32), device=device)
+    assert not liger_like.rms_norm(zeros, torch.ones(32, device=device)).any()
+    layers = torch.zeros(5, 4, device=device), torch._efficientzerotensor((5, 4), device=device)
+    found, expected = (liger_like.load_balancing_loss(each, 2) for each in (layers, layers[:1]))
+    torch.testing.assert_close(found, expected)
+
+
+@pytest.mark.filterwarnings("ignore:.*(in beta|prototype) s")
+@pytest.mark.parametrize("layout", [torch.sparse_coo, torch.sparse_csr, torch.jagged, torch.strided])
+def test_layouts_that_are_no_array(layout, device):
+    rows = torch.ones(3, 32, device=device)
+    nested = layout in (torch.jagged, torch.strided)
+    x = torch.nested.nested_tensor([rows, rows[1:]], layout=layout) if nested else rows.to_sparse(layout=layout)
+    weight = torch.ones(32, device=device)
+    for fn, *more in ((liger_like.rms_norm, weight), (liger_like.swiglu, x), (liger_like.flash_attention, x, x)):
+        with pytest.raises(TypeError, match=f"(x|gate|q) must be a strided tensor, got a nested one or {layout}"):
+            fn(x, *more)
+
+
 @pytest.mark.gpu
 @pytest.mark.parametrize("spec", SPECS, ids=lambda spec: spec.name)
 def test_ops_repeat_their_results(spec, monkeypatch):

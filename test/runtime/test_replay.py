@@ -1,6 +1,7 @@
 """Ops that repeat the launches of an earlier call launch what the launcher would, for any arguments."""
 
 import itertools
+import random
 import threading
 from types import SimpleNamespace
 from typing import NamedTuple
@@ -88,6 +89,7 @@ def test_a_repetition_launches_the_same():
     assert kernel.compiled == 1
 
 
+@pytest.mark.filterwarnings("ignore:.*(in beta|prototype) s")
 @pytest.mark.parametrize("order", [1, -1])
 def test_signatures_know_arguments_apart(order, monkeypatch):
     """Whatever a launcher may look at tells signatures apart."""
@@ -99,7 +101,6 @@ def test_signatures_know_arguments_apart(order, monkeypatch):
         *((tensors[0], None, 0.5, flag, [True]) for flag in (False, 1, 0, 1.0)),
         *((tensors[0], None, 0.5, True, needs) for needs in ([False], [1], (True,), [True, True], [])),
         (tensors[0], tensors[1], 0.5, True, [True]),
-        (tensors[0], torch.empty(4, 8, device="meta"), 0.5, True, [True]),
         (tensors[0].clone().requires_grad_(), None, 0.5, True, [True]),
     ]
     keys = [signature(args)[0] for args in values[::order]]
@@ -109,10 +110,71 @@ def test_signatures_know_arguments_apart(order, monkeypatch):
     for dtype in (torch.bfloat16, torch.float16):  # noqa: B007  # read by the lambda
         keys.append(signature((base, 5))[0])
     assert all(a != b for a, b in itertools.combinations(keys, 2))
+    assert signature((base, torch.empty(0)))
+    for without in (
+        torch._neg_view(base), torch._efficientzerotensor((9, 40)), torch.empty(9, 40, device="meta"), base.to_sparse(),
+        base.to_sparse_csr(), torch.nested.nested_tensor([base, base[1:]]),
+    ):  # fmt: skip
+        assert signature((base, without)) is None  # its memory is no array of its values
     assert signature((base, [base])) is None
     assert signature((base, torch.nn.Parameter)) is None
     assert signature((1.0, base)) is None
     assert signature(()) is None
+
+
+STATES = {
+    "x": [
+        torch.randn(6, 8)[:4], torch.randn(4, 9)[:, :8], torch.randn(8, 4).T, torch.randn(40)[8:].view(4, 8),
+        torch.randn(4, 8).half(), torch.randn(33)[1:].view(4, 8), torch.randn(4, 8, requires_grad=True),
+        torch._neg_view(torch.randn(4, 8)), torch.randn(1, 8).expand(4, 8), torch.nn.Parameter(torch.randn(4, 8)),
+    ],
+    "other": [torch.randn(4, 8), torch.randn(3, 8), None],
+    "eps": [0.0, -0.0, 1, 1.0],
+    "flag": [1, True],
+    "mode": [torch.no_grad, torch.inference_mode, torch.enable_grad],
+    "autocast": [None, torch.bfloat16, torch.float16],
+    "fused": [True, False],
+    "broken": [{}, {"a": "does not compile"}],
+    "default": [torch.float32, torch.float64],
+}  # fmt: skip
+
+
+def test_a_repetition_is_a_fresh_call_in_any_state(monkeypatch):
+    """The launcher reads all that it may, and calls that differ in one thing alternate."""
+    kernel, draw, seen, repeats = Kernel(3), random.Random(0), {}, 0
+
+    def run(x, other, eps, flag):
+        cast = torch.is_autocast_enabled("cuda") and torch.get_autocast_dtype("cuda")
+        reads = cast, *launcher.OPTIONS.values(), *fallback.BROKEN, x.requires_grad, x.data_ptr() & 15, x.stride()
+        y = torch.empty_like(x, dtype=cast or x.dtype)
+        launch(kernel, (1,), (x, other, y), (seen.setdefault(reads, len(seen)),), (eps,), N=flag)
+        return y, x.new_empty(2)
+
+    state = {name: values[0] for name, values in STATES.items()}
+    monkeypatch.setattr(torch, "is_autocast_enabled", lambda device: state["autocast"] is not None)
+    monkeypatch.setattr(torch, "get_autocast_dtype", lambda device: state["autocast"])
+    for _ in range(600):
+        state.update((name, draw.choice(STATES[name])) for name in draw.choices([*STATES], k=2))
+        monkeypatch.setattr(launcher, "OPTIONS", {"enable_fp_fusion": state["fused"]})
+        monkeypatch.setattr(fallback, "BROKEN", state["broken"])
+        torch.set_default_dtype(state["default"])
+        args = tuple(state[name] for name in ("x", "other", "eps", "flag"))
+        try:
+            with state["mode"]():
+                if signature(args) is None:
+                    assert state["x"].is_neg()
+                    continue
+                (found, repeated), fresh = called(run, *args), run(*args)
+        finally:
+            torch.set_default_dtype(torch.float32)
+        repeats += repeated
+        for t, same in zip(found, fresh, strict=True):
+            assert (t.dtype, t.shape, t.stride(), t.is_inference()) == (
+                same.dtype, same.shape, same.stride(), same.is_inference()
+            )  # fmt: skip
+        runs = [[*run[1:3], *map(repr, run[4:])] for run in kernel.runs[-2:]]  # but for the pointer of the result
+        assert runs[0] == runs[1]
+    assert repeats > 50
 
 
 @pytest.mark.parametrize("mode", [torch.no_grad, torch.inference_mode])

@@ -29,7 +29,7 @@ def linear_cross_entropy_last(
 
     ``out`` gets the whole sum of dw times ``factor``, and may share the memory of ``dw``.
     """
-    # not tolist(), which no recording notices
+    # a recording notices this, but not tolist() of memory on the host
     start, end = map(int, chunk_bounds[1:]) if chunk_bounds.numel() else _last_chunk(len(order), last_logits.shape[0])
     V, H = weight.shape
     if start == end:
