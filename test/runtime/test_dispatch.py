@@ -133,6 +133,33 @@ def test_layouts_that_are_no_array(layout, device):
             fn(x, *more)
 
 
+READS = {
+    "tolist": lambda x, host: x[:1].tolist(),
+    "item": lambda x, host: x[0].item(),
+    "bool": lambda x, host: bool(x[0] > 0),
+    "a copy": lambda x, host: x.cpu().numpy(),
+    "nonzero": lambda x, host: len(x.nonzero()),
+    "values on the host": lambda x, host: host.tolist(),
+}
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("mode", [torch.no_grad, torch.inference_mode])
+@pytest.mark.parametrize("read", READS)
+def test_no_plan_of_what_the_host_reads(read, mode):
+    found = []
+
+    @registry.together
+    def function(x, host):
+        found.append(READS[read](x, host))
+        return torch.empty_like(x)
+
+    with mode():
+        for _ in range(4):
+            function(torch.zeros(4, device="cuda"), torch.zeros(1))
+    assert len(found) == 4
+
+
 @pytest.mark.gpu
 @pytest.mark.parametrize("spec", SPECS, ids=lambda spec: spec.name)
 def test_ops_repeat_their_results(spec, monkeypatch):

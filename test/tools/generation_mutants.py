@@ -106,6 +106,11 @@ GENERATING = [
         'torch.einsum("thn,hnl->thl", q[..., -nope:]',
         "rotated features of the query meet latents",
     ),
+    (LATENTS, "*map(_version, (mask.padding, mask.spans))", "", "a layer reads the mask of another before it changed"),
+    (LATENTS, " or id(module) in last.layers:", ":", "a step reads the mask of another before it changed"),
+    (GENERATION, "if layers and _has_windows(config):", "if False:", "a ring forgets latents that attention sees"),
+    (GENERATION, 'f"{cls.__module__}.{cls.__qualname__}"', "cls.__name__", "an adapter is called Linear"),
+    (GENERATION, '"a bias": linear.bias is not None', '"a bias": False', "an nn.Linear is refused for nothing"),
     (LATENTS, '{"scale": q.shape[-1] ** -0.5} |', '{"scale": None} |', "the default scale is that of latents"),
     (
         LATENTS,

@@ -48,6 +48,7 @@ FILES = (
     "test/runtime/test_graphs_beside.py",
     "test/runtime/test_replay.py",
     "test/runtime/test_replay_ops.py",
+    "test/runtime/test_dispatch.py",
     "test/ops/test_experts.py",
     "test/ops/test_experts_lora.py",
     "test/patches/test_patches_experts_report.py",
@@ -128,7 +129,7 @@ class Mutant(NamedTuple):
         return self.gpu_tests or TESTS[self.file]
 
 
-RUNTIME = ("autograd", "blocks", "checks", "launcher", "layout", "registry", "support")
+RUNTIME = ("autograd", "blocks", "launcher", "layout", "support")
 LINEAR = (
     "linear_cross_entropy or test_losses or test_chunked_loss or test_weight_gradient or few or test_ignored_tokens"
 )
@@ -137,6 +138,9 @@ TESTS = {
     **{f"runtime/{file}.py": "test_ops or test_tiles or compiled_graph" for file in RUNTIME},
     **{file: "test_replay or test_ops or test_tiles or compiled_graph" for file, *_ in REPLAY},
     **dict.fromkeys(("runtime/replay.py", "runtime/recording.py"), "test_replay"),
+    **dict.fromkeys(
+        ("runtime/checks.py", "runtime/registry.py"), "dispatch or test_ops or test_tiles or compiled_graph"
+    ),
     "runtime/tiles.py": "test_ops or test_tiles",
     "ops/rms_norm.py": "rms_norm or norms",
     "ops/layer_norm.py": "layer_norm or norms",

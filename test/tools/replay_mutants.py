@@ -1,14 +1,35 @@
 """Bugs, as in mutants.py, in the plans by which ops repeat their launches."""
 
 FILE, RECORDING = "runtime/replay.py", "runtime/recording.py"
-KEY = "arg.shape, arg.stride(), arg.dtype, arg.get_device(), pointer & 15, arg.requires_grad"
+KEY = "arg.shape, strides, arg.dtype, device, pointer & 15, arg.requires_grad"
+REGISTRY = "runtime/registry.py"
 
 REPLAY = [
     *(
         (FILE, KEY, ", ".join(part for part in KEY.split(", ") if part != left), f"a signature without {left}")
         for left in KEY.split(", ")
-        if left != "arg.get_device()"  # which needs two GPUs
+        if left != "device"  # which needs two GPUs
     ),
+    (FILE, "arg.is_neg() or (", "(", "a plan's kernel reads what torch has yet to negate"),
+    (FILE, "or not pointer) and", ") and", "a plan's kernel reads zeros without memory"),
+    (FILE, " and arg.numel())", ")", "an empty tensor on the host keeps an op from a plan"),
+    (
+        FILE,
+        "device != here or",
+        "False or",
+        "a plan holds what the host read",
+        "test_no_plan_of_what_the_host_reads",
+    ),
+    (REGISTRY, "value.is_neg() or value._is", "value._is", "an op reads what torch has yet to negate"),
+    (REGISTRY, "value.is_neg() or value._is_zerotensor()", "value.is_neg()", "an op reads zeros without memory"),
+    (
+        REGISTRY,
+        "tuple | list) and any(map(_is_lazy",
+        "list) and any(map(_is_lazy",
+        "an op reads a tuple without memory",
+    ),
+    ("runtime/checks.py", "value.layout is not torch.strided or ", "", "a sparse tensor is taken for an array"),
+    ("runtime/checks.py", " or value.is_nested:", ":", "a nested tensor is taken for an array"),
     (FILE, "key += kind, arg\n        elif", "key += (arg,)\n        elif", "a plan for 1 serves True"),
     (FILE, "arg or str(arg)", "arg", "a plan for 0.0 serves -0.0"),
     (FILE, "key += kind, *arg, *map(type, arg)", "key += kind, *arg", "a plan for [1] serves [True]"),
