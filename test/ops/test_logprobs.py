@@ -27,6 +27,20 @@ def trained(inputs, *names):
     return {name: t.detach().requires_grad_(name in names) for name, t in inputs.items()}
 
 
+@pytest.mark.parametrize("options", [{}, {"keep_logits": 1 << 20}, {"temperature": 0.5}], ids=str)
+def test_large_scores(options, device):
+    """Near 10^4 nothing cancels: where the scores are exact, the results are as exact as those of small scores."""
+    x, weight = torch.randint(-3, 4, (6, 24), device=device).float(), torch.randn(97, 24, device=device).sign() / 4
+    x[:, 0], weight[:, 0] = 100.0, 100.0
+    target = torch.arange(6, device=device)
+    asked = {"outputs": ("logprob", "entropy"), **options}
+    got = ops.fused_linear_logprobs(x, weight, target, **asked)
+    want = fused_linear_logprobs_ref(x.double(), weight.double(), target, **asked)
+    assert linear(x, weight).abs().min() > 9900
+    for name in asked["outputs"]:
+        torch.testing.assert_close(getattr(got, name).double(), getattr(want, name), rtol=1e-6, atol=1e-6)
+
+
 def test_results_are_those_of_the_logits(device):
     inputs = {n: t.detach() for n, t in inputs_of(device, (4, 9), bias=True, ids=3).items()}
     y, ids, ignored = inputs["target"], inputs["ids"], inputs["target"] == -100
