@@ -288,8 +288,8 @@ def test_a_mask_that_changes_in_place(part, mode):
         for change, each in enumerate((module, module, other)):
             keep[:, :change] = False
             spans[0] = change
-            if mode is torch.inference_mode and each is other:
-                continue  # these tensors have no version
+            if mode is torch.inference_mode and each is other:  # these tensors have no version
+                mask = mask._replace(**{part: getattr(mask, part).clone()})
             key, value = held.expanded(each)
             expected = attend(each, query, key, value, mask, scaling=module.scaling)[0]
             torch.testing.assert_close(attend(each, query, held, None, mask, scaling=module.scaling)[0], expected)

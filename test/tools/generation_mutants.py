@@ -119,7 +119,7 @@ GENERATING = [
         "options of the scores are dropped",
     ),
     (LATENTS, "tokens = (B - 1) * room + S", "tokens = B * room", "the view of a cache ends behind its memory"),
-    (LATENTS, "last[0] is not mask or ", "", "a step takes the padding of the last one"),
+    (LATENTS, "last.mask is not mask or ", "", "a layer takes the padding of another mask"),
     (
         LATENTS,
         "type(linear) is nn.Linear\n",
