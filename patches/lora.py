@@ -21,6 +21,8 @@ from liger_like.runtime.support import autocast_dtype, is_local, unhooked
 class _AdaptedLinear(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, x: Tensor, w: Tensor, bias: Tensor | None, a: Tensor, b: Tensor, scale: float) -> Tensor:
+        if a.dtype != x.dtype:  # under autocast; autograd casts the gradients back
+            a, b = a.to(x.dtype), b.to(x.dtype)
         rows = x.reshape(-1, x.shape[-1])
         u = F.linear(rows, a)
         y = F.linear(rows, w, bias).addmm_(u, b.t(), alpha=scale)
@@ -78,9 +80,9 @@ def operands(layer: Any, x: Tensor) -> tuple[Any, ...] | None:
         return None
     if not (is_local(x) and is_local(w) and is_local(a) and is_local(b)):
         return None
-    if cast is not None:
-        a, b = a.to(cast), b.to(cast)
-    return (w, bias, a, b, scale) if x.dtype == w.dtype == a.dtype == b.dtype == (cast or x.dtype) else None
+    if x.dtype != w.dtype or a.dtype != b.dtype or a.dtype not in (x.dtype, torch.float32 if cast else None):
+        return None
+    return (w, bias, a, b, scale) if cast in (None, x.dtype) else None
 
 
 class LoRA(Recogniser):

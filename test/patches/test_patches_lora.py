@@ -112,7 +112,8 @@ def test_adapters_in_fp32_under_autocast(device, run):
     layers = pair(device, dtype=torch.bfloat16, adapter_dtype=torch.float32)
     assert_rule(layers, sample(device, torch.bfloat16), torch.bfloat16)
     assert len(run) == 2
-    assert {t.dtype for args in run for t in args if isinstance(t, torch.Tensor)} == {torch.bfloat16}
+    kept = layers[0](sample(device, torch.bfloat16)).grad_fn  # without autocast PEFT's own forward runs
+    assert "AdaptedLinear" not in kept.name()
 
 
 def test_gradients_do_not_read_what_they_replace(run):
