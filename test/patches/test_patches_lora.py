@@ -21,13 +21,13 @@ LAYERS = {"target_modules": "all-linear", "lora_alpha": 6}
 
 @pytest.fixture
 def run(monkeypatch):
-    """Calls of the autograd function."""
-    patch(layer_of(), **ONLY)  # the first layer is also tried on a small one
+    """Calls of the autograd function, but for those of the small layer on which ``patch`` tries it."""
     calls, forward = [], lora._AdaptedLinear.forward
 
-    def counted(ctx, *args):
-        calls.append(args)
-        return forward(ctx, *args)
+    def counted(ctx, x, *args):
+        if x.shape[-1] != 4:
+            calls.append((x, *args))
+        return forward(ctx, x, *args)
 
     monkeypatch.setattr(lora._AdaptedLinear, "forward", staticmethod(counted))
     return calls

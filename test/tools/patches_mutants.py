@@ -214,7 +214,6 @@ PATCHES = [
     (LORA, "addmm_(du, a, alpha=ctx.scale)", "addmm_(du, a)", "the adapter's gradient of x is not scaled"),
     (LORA, "rows, beta=0, alpha", "rows, beta=1e-9, alpha", "the gradient of A reads A"),
     (LORA, "u, beta=0, alpha", "u, beta=1e-9, alpha", "the gradient of B reads B"),
-    (LORA, "if needs_dx else None", "", "a gradient of x that nobody asked for"),
     (LORA, "if a.dtype != x.dtype:", "if False:", "adapters in fp32 are not cast under autocast"),
     (LORA, "layer._disable_adapters or ", "", "a disabled adapter counts"),
     (LORA, "layer.merged_adapters or ", "", "a merged adapter counts twice"),
