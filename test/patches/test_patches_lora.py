@@ -176,7 +176,7 @@ CHANGES = {
     "merged": lambda layer: layer.merge(),
     "several": several,
     "dropout": dropped,
-    "trained base": lambda layer: layer.base_layer.requires_grad_(),
+    "trained weight": lambda layer: layer.base_layer.weight.requires_grad_(),
     "trained bias": lambda layer: layer.base_layer.bias.requires_grad_(),
     "hook on A": hooked(lambda layer: layer.lora_A["default"]),
     "hook on the base": hooked(lambda layer: layer.base_layer),

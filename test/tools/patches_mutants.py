@@ -233,7 +233,7 @@ PATCHES = [
     (LORA, "(is_differentiated() or is_forward_only())", "True", "transforms of functions get the autograd function"),
     (LORA, "w.requires_grad or ", "", "a trained weight gets no gradient"),
     (LORA, "(bias is not None and bias.requires_grad)", "False", "a trained bias gets no gradient"),
-    (LORA, "is_local(w) and is_local(a)", "is_local(w)", "sharded adapters are multiplied as local ones"),
+    (LORA, "is_local(w) and is_local(a) and is_local(b)", "True", "sharded weights are multiplied as local ones"),
     (LORA, "a.dtype not in (x.dtype, torch.float32 if cast else None)", "False", "wider adapters are rounded"),
     (LORA, "None if args or kwargs else operands(self, x)", "operands(self, x)", "other arguments are ignored"),
     (LORA, "module in owner.get_output_embeddings().modules()", "False", "the head's adapter is patched apart"),
