@@ -237,5 +237,5 @@ PATCHES = [
     (LORA, "a.dtype not in (x.dtype, torch.float32 if cast else None)", "False", "wider adapters are rounded"),
     (LORA, "None if args or kwargs else operands(self, x)", "operands(self, x)", "other arguments are ignored"),
     (LORA, "module in owner.get_output_embeddings().modules()", "False", "the head's adapter is patched apart"),
-    (LORA, "        if all(reasons", "        if not any(reasons", "other adapters are reported as patched"),
+    (LORA, "        if all(reasons", "        if False and all(reasons", "other adapters are reported as patched"),
 ]
