@@ -4,7 +4,7 @@ import functools
 from collections.abc import Callable
 from typing import Any, ParamSpec, TypeVar
 
-SWITCHES = ("norm", "rope", "mlp", "attention", "loss", "strict")
+SWITCHES = ("norm", "rope", "mlp", "attention", "loss", "lora", "strict")
 FORMS = {"mlp": ("tiled",)}  # values of a switch besides True and False
 VERIFY = ("fingerprint", "numeric")
 P = ParamSpec("P")

@@ -114,6 +114,7 @@ def patch(
     mlp: bool | str = True,
     attention: bool = True,
     loss: bool = True,
+    lora: bool = True,
     strict: bool = False,
     verify: str = "fingerprint",
 ) -> PatchReport:
@@ -133,7 +134,7 @@ def patch(
     """
     if not isinstance(model, nn.Module):
         raise TypeError(f"model must be a torch.nn.Module, got {type(model).__name__}")
-    wanted = {"norm": norm, "rope": rope, "mlp": mlp, "loss": loss, "attention": attention}
+    wanted = {"norm": norm, "rope": rope, "mlp": mlp, "loss": loss, "attention": attention, "lora": lora}
     rows: list[Row] = []
     swaps: dict[nn.Module, type[Any]] = {}
     interfaces: list[tuple[Recogniser, _Found]] = []
@@ -151,7 +152,7 @@ def patch(
             found = [fate for module in others for fate in _examine(recogniser, module, model, verify)]
             rows += _grouped([row for row, _ in found])
             swaps.update(swap for _, swap in found if swap is not None)
-        if len(rows) == before:
+        if len(rows) == before and option != "lora":  # most models have no adapters
             patterns = ", ".join({recogniser.pattern: None for recogniser in recognisers})
             rows.append(Row(patterns, "", "", 0, ABSENT, "the model has none"))
     trl = _examine_trl(model, swaps) if loss else {}

@@ -5,6 +5,7 @@ from liger_like.patches.experts import Experts
 from liger_like.patches.glu_mlp import GLUMLP
 from liger_like.patches.layer_norm import LayerNorm
 from liger_like.patches.lm_head import LMHead
+from liger_like.patches.lora import LoRA
 from liger_like.patches.own_experts import OwnExperts
 from liger_like.patches.qk_norm_rope import QKNormRope
 from liger_like.patches.rms_norm import RMSNorm
@@ -20,6 +21,6 @@ RECOGNISERS: dict[str, Recogniser] = {
     recogniser.pattern: recogniser
     for recogniser in (
         *(RMSNorm(), LayerNorm(), QKNormRope(), Rope()),
-        *(OwnExperts(), SeparateExperts(), GLUMLP(), Router(), LMHead()),
+        *(OwnExperts(), SeparateExperts(), GLUMLP(), Router(), LMHead(), LoRA()),
     )
 }

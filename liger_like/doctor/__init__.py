@@ -34,7 +34,7 @@ DIFFERS = "differs"
 FLOOR, LIMIT, WORST = 1e-6, 10.0, 1e9
 TOKENS = 4096
 TOGETHER = "together"
-ALL = ("norm", "rope", "mlp", "attention", "loss")
+ALL = ("norm", "rope", "mlp", "attention", "loss", "lora")
 OPTIONS = {each.pattern: each.options for each in (*RECOGNISERS.values(), *INTERFACES)} | {TOGETHER: ALL}
 MAPPINGS = (
     modeling_auto.MODEL_FOR_CAUSAL_LM_MAPPING,

@@ -248,11 +248,13 @@ def test_what_is_no_module_is_refused(wrong):
 def test_options_that_patch_does_not_take_are_refused(make):
     with pytest.raises(ValueError, match="verify must be 'fingerprint' or 'numeric', got 'yes'"):
         make(verify="yes")
-    for name in ("norm", "rope", "mlp", "attention", "loss", "strict"):
+    for name in ("norm", "rope", "mlp", "attention", "loss", "lora", "strict"):
         values = "True, 'tiled' or False" if name == "mlp" else "True or False"
         with pytest.raises(TypeError, match=f"{name} must be {values}, got 'fused'"):
             make(**{name: "fused"})
-    message = "patch takes no option 'losses': its options are norm, rope, mlp, attention, loss, strict and verify"
+    message = (
+        "patch takes no option 'losses': its options are norm, rope, mlp, attention, loss, lora, strict and verify"
+    )
     with pytest.raises(TypeError, match=message):
         make(losses=True)
 

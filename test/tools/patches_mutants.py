@@ -5,6 +5,7 @@ OWN = "patches/own_experts.py"
 VIEWS = "patches/config_views.py"
 ROUTERS = "patches/routers.py"
 BALANCE = "patches/balance.py"
+LORA = "patches/lora.py"
 
 PATCHES = [
     (OWN, "(x[:, None] * scores[..., None])", "(x[:, None] + 0 * scores[..., None])", "Llama 4's scores are left out"),
@@ -209,4 +210,32 @@ PATCHES = [
         "functools.partial(cls.forward, self, *args, **kwargs)",
         "the loss of training is not balanced by ours",
     ),
+    (LORA, "addmm_(u, b.t(), alpha=scale)", "addmm_(u, b.t())", "the adapter's term is not scaled"),
+    (LORA, "addmm_(du, a, alpha=ctx.scale)", "addmm_(du, a)", "the adapter's gradient of x is not scaled"),
+    (LORA, "rows, beta=0, alpha", "rows, beta=1e-9, alpha", "the gradient of A reads A"),
+    (LORA, "u, beta=0, alpha", "u, beta=1e-9, alpha", "the gradient of B reads B"),
+    (LORA, "if a.dtype != x.dtype:", "if False:", "adapters in fp32 are not cast under autocast"),
+    (LORA, "layer._disable_adapters or ", "", "a disabled adapter counts"),
+    (LORA, "layer.merged_adapters or ", "", "a merged adapter counts twice"),
+    (
+        LORA,
+        "layer.merged_adapters or torch.compiler.is_compiling()",
+        "layer.merged_adapters",
+        "compiled graphs hold ours",
+    ),
+    (LORA, "len(names) != 1 or ", "not names or ", "the first of several adapters counts alone"),
+    (LORA, "    if name in variants:", "    if False:", "a variant of LoRA is taken for LoRA"),
+    (LORA, "is not nn.Identity", "is nn.Module", "dropout is left out"),
+    (LORA, ' or part._parameters["bias"] is not None', "", "the bias of an adapter is left out"),
+    (LORA, "unhooked(base) and ", "", "a hook on the base layer is skipped"),
+    (LORA, "unhooked(a) and ", "", "a hook on A is skipped"),
+    (LORA, "unhooked(b) and ", "", "another forward of B is skipped"),
+    (LORA, "(is_differentiated() or is_forward_only())", "True", "transforms of functions get the autograd function"),
+    (LORA, "w.requires_grad or ", "", "a trained weight gets no gradient"),
+    (LORA, "(bias is not None and bias.requires_grad)", "False", "a trained bias gets no gradient"),
+    (LORA, "is_local(w) and is_local(a) and is_local(b)", "True", "sharded weights are multiplied as local ones"),
+    (LORA, "a.dtype not in (x.dtype, torch.float32 if cast else None)", "False", "wider adapters are rounded"),
+    (LORA, "None if args or kwargs else operands(self, x)", "operands(self, x)", "other arguments are ignored"),
+    (LORA, "module in owner.get_output_embeddings().modules()", "False", "the head's adapter is patched apart"),
+    (LORA, "        if all(reasons", "        if False and all(reasons", "other adapters are reported as patched"),
 ]
