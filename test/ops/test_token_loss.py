@@ -224,21 +224,31 @@ def test_products(trained, products, device):
         torch.testing.assert_close(value.grad, want.detach())
 
 
-def test_products_between_compiled_graphs(device):
-    """A graph makes four products; ``torch.compiler.disable`` calls the op between two graphs."""
+def flops_of_products(call):
+    """Return the FLOPs of the matrix products of a call: torch.compile compiles nothing under a FlopCounterMode."""
+    with torch.profiler.profile(with_flops=True) as profiler:
+        result = call()
+    return result, sum(e.flops for e in profiler.key_averages() if e.key in ("aten::mm", "aten::addmm"))
+
+
+@pytest.mark.parametrize(("between", "forward", "backward"), [(True, 3, 0), (False, 1, 3)])
+def test_products_with_compiled_graphs(between, forward, backward, device):
+    """``torch.compiler.disable`` calls the op between two graphs; a graph that holds it makes one product more."""
     inputs = inputs_of(device, (48,), per_token=False)
     inputs["target"].clamp_(min=0)
-    op = torch.compiler.disable(ops.fused_linear_token_loss)
+    op = torch.compiler.disable(ops.fused_linear_token_loss) if between else ops.fused_linear_token_loss
+    graphs = []
 
-    @torch.compile(backend="eager")
+    @torch.compile(backend=lambda graph, example: graphs.append(graph) or graph, fullgraph=not between)
     def step(x, weight, target):
         return 0.5 * op(2 * x, weight, target, lambda tokens: tokens.logprob.square(), chunk_rows=16)
 
-    with FlopCounterMode(display=False) as counter:
-        loss = step(**inputs)
-        assert counter.get_total_flops() == 3 * 2 * 48 * 24 * 97
-        loss.backward()
-    assert counter.get_total_flops() == 3 * 2 * 48 * 24 * 97
+    step(**inputs)
+    assert len(graphs) == 1 + between
+    product = 2 * 48 * 24 * 97
+    loss, flops = flops_of_products(lambda: step(**inputs))
+    assert flops == forward * product
+    assert flops_of_products(loss.backward)[1] == backward * product
     want = ops.fused_linear_logprobs(2 * inputs["x"], inputs["weight"], inputs["target"]).logprob
     torch.testing.assert_close(loss, 0.5 * want.square().sum())
 

@@ -1,4 +1,4 @@
-"""Log-probabilities by kernels that store no logits: which calls take them, what runs around them, and themselves."""
+"""Products that reduce or differentiate their logits: which calls take them, what runs around them, and themselves."""
 
 import types
 import warnings
@@ -8,7 +8,7 @@ import torch
 from test_logprobs import SPEC, draws, inputs_of, trained
 
 from liger_like import ops
-from liger_like.ops.losses import exponentials, unstored
+from liger_like.ops.losses import divergence_chunks, exponentials, unstored
 from liger_like.ops.losses import products as product_parts
 from liger_like.ops.losses.linear_token_loss import fused_linear_token_loss_ref
 from liger_like.ops.losses.row_kernels import launch_bwd
@@ -17,8 +17,9 @@ from liger_like.runtime import tma
 from liger_like.runtime.fallback import BROKEN, NotCompiledError
 from liger_like.runtime.launcher import recorded
 from liger_like.runtime.support import architecture, collected_reasons
-from liger_like.testing import assert_accurate
+from liger_like.testing import SPECS, assert_accurate
 
+DIVERGENCE = next(s for s in SPECS if s.name == "fused_linear_divergence")
 KERNELS = {"_linear_rows_hopper_kernel", "_linear_dlogits_hopper_kernel"}
 
 
@@ -37,7 +38,8 @@ def reduce_logits(x, w, order, target, scale, parts, at, kept):
         parts[0, :, i], parts[1, :, i] = top, z.exp().sum(1)
         if kept is not None:
             start = i * exponentials.WORDS
-            kept[:, start : start + len(part)] = z.exp() * 2.0**exponentials.LARGEST_EXPONENT
+            e = z.exp() * 2.0**exponentials.LARGEST_EXPONENT
+            kept[:, start : start + len(part)] = x @ part.T if kept.dtype == torch.float32 else e
         if len(parts) == 3:
             parts[2, :, i] = (z.exp() * z.where(z.exp() > 0, 0)).sum(1)
     at[: len(x)] = scale * (x * w[target[order].clamp(0, len(w) - 1)]).sum(1)
@@ -237,6 +239,78 @@ def test_kernels_that_a_newer_triton_does_not_compile(imports, in_torch, device,
     assert unstored.HOPPER in BROKEN
 
 
+def distilled(device, dtype=torch.float16, T=41, **shape):
+    return DIVERGENCE.inputs(dtype, device, lead=(T,), **{"H": 24, "Ht": 16, "V": 97, "mask": True, **shape})
+
+
+@pytest.mark.parametrize(("beta", "reduction"), [(0.0, "mean"), (0.5, "none"), (1.0, "mean")])
+def test_divergence_whose_products_reduce_the_rows(beta, reduction, in_torch, device, poisoned, monkeypatch):
+    """Several chunks, the teacher's in parts; heads of different widths and scales, and ignored tokens."""
+    monkeypatch.setattr(divergence_chunks, "PART_ROWS", 5)
+    options = {"beta": beta, "reduction": reduction, "chunk_rows": 16, "temperature": 0.7, "teacher_logit_scale": 1.2}
+    assert_accurate(DIVERGENCE.fn, DIVERGENCE.ref, lambda: distilled(device), options)
+    assert in_torch["reduce"] >= 12  # a chunk of 16 tokens has four parts
+
+
+def test_results_of_both_models_whose_products_reduce_the_rows(in_torch, device):
+    options = {"chunk_rows": 16, "outputs": ("divergence", "entropy", "teacher_entropy"), "teacher_logit_scale": 0.8}
+    inputs = {name: t.detach() for name, t in distilled(device).items()}
+    got, want = (fn(**inputs, **options) for fn in (DIVERGENCE.fn, DIVERGENCE.ref))
+    assert in_torch["reduce"] == 6
+    for name in ("loss", *options["outputs"]):
+        torch.testing.assert_close(getattr(got, name), getattr(want, name), rtol=1e-4, atol=1e-5)
+
+
+def test_a_teacher_in_another_dtype(in_torch, device):
+    """A teacher in fp16 of a student in fp32, which on a GPU would be in bf16."""
+    inputs = distilled(device, torch.float32)
+    inputs |= {name: inputs[name].half() for name in ("teacher_x", "teacher_weight")}
+    got, want = (fn(**inputs, chunk_rows=16) for fn in (DIVERGENCE.fn, DIVERGENCE.ref))
+    torch.testing.assert_close(got, want, rtol=1e-5, atol=1e-6)
+    assert in_torch["reduce"] == 6
+
+
+@pytest.mark.parametrize(
+    ("shape", "options"),
+    [
+        ({"bias": True}, {"teacher_bias": None}),
+        ({"bias": True}, {"bias": None}),
+        ({"rank": 4}, {}),
+        ({}, {"softcap": 5.0}),
+        ({}, {"teacher_softcap": 5.0}),
+        ({}, {"outputs": ("agree",)}),
+        ({"H": 20}, {}),
+        ({"Ht": 20}, {}),
+    ],
+    ids=str,
+)
+def test_divergences_whose_products_store_logits_alone(shape, options, in_torch, device):
+    DIVERGENCE.fn(**distilled(device, **shape) | options, chunk_rows=16)
+    assert not in_torch["reduce"]
+
+
+@pytest.mark.parametrize("lacks", ["student", "teacher"])
+def test_a_head_that_no_kernel_can_load(lacks, in_torch, device, monkeypatch):
+    width = {"student": 24, "teacher": 16}[lacks]
+    monkeypatch.setattr(unstored, "moved_by_tma", lambda t: t.shape[1] != width)
+    assert_accurate(DIVERGENCE.fn, DIVERGENCE.ref, lambda: distilled(device), {"chunk_rows": 16}, 1)
+    assert not in_torch["reduce"]
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)
+@pytest.mark.parametrize("beta", [0.0, 0.5, 1.0])
+def test_kernels_of_a_divergence(beta, dtype, hopper, monkeypatch):
+    """Words that fill no tile; chunks and parts of them that end within a tile of rows."""
+    monkeypatch.setattr(divergence_chunks, "PART_ROWS", 70)
+    make = lambda: distilled("cuda", dtype, T=300, H=200, Ht=72, V=1003)  # noqa: E731
+    options = {"beta": beta, "chunk_rows": 130, "temperature": 0.7}
+    with recorded() as launches:
+        DIVERGENCE.fn(**make(), **options)
+    assert "_linear_stored_rows_hopper_kernel" in {kernel.__name__ for kernel, *_ in launches}
+    assert_accurate(DIVERGENCE.fn, DIVERGENCE.ref, make, options)
+
+
 @pytest.mark.gpu
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)
 @pytest.mark.parametrize(("H", "V"), [(64, 256), (200, 1003), (256, 8200)])
@@ -262,7 +336,7 @@ def test_kernels_that_store_exponentials(kind, dtype, hopper):
     options = options | {"chunk_rows": 130, "temperature": 0.7}
     with recorded() as launches:
         take(SPEC.fn)(**make(), **options)
-    assert "_linear_exponentials_hopper_kernel" in {kernel.__name__ for kernel, *_ in launches}
+    assert "_linear_stored_rows_hopper_kernel" in {kernel.__name__ for kernel, *_ in launches}
     assert_accurate(take(SPEC.fn), take(SPEC.ref), make, options, draws("cuda"))
 
 

@@ -41,11 +41,17 @@ def calls() -> Iterator[tuple[testing.OpSpec, torch.dtype, dict[str, Any], dict[
 
 
 def unstored_calls() -> Iterator[tuple[testing.OpSpec, torch.dtype, dict[str, Any], dict[str, Any]]]:
-    """Log-probabilities and entropies of all and of some tokens, whose logits in fp32 are not stored."""
-    spec = next(spec for spec in testing.SPECS if spec.name == "fused_linear_logprobs")
+    """Log-probabilities and entropies whose logits in fp32 are not stored; divergences whose products reduce rows."""
+    spec, divergence = (
+        next(spec for spec in testing.SPECS if spec.name == name)
+        for name in ("fused_linear_logprobs", "fused_linear_divergence")
+    )
     outputs, routes = (("logprob",), ("logprob", "entropy")), ({}, {"keep_logits": 2**20}, {"uniform_gradient": True})
     for dtype, names, V, route in itertools.product(DTYPES[1:], outputs, (1000, 1024), routes):
         yield spec, dtype, {"lead": (300,), "H": 32, "V": V}, {"outputs": names, "chunk_rows": 128} | route
+    for dtype, names, V in itertools.product(DTYPES[1:], ((), ("entropy", "teacher_entropy")), (1000, 1024)):
+        shape = {"lead": (300,), "H": 32, "Ht": 40, "V": V}
+        yield divergence, dtype, shape, {"outputs": names, "chunk_rows": 128}
 
 
 def kept_calls() -> Iterator[tuple[testing.OpSpec, torch.dtype, dict[str, Any], dict[str, Any]]]:

@@ -33,8 +33,8 @@ DIVERGENCE = [
     (ROWS, "teacher_scale, TEACHER_SOFTCAP)[0]", "teacher_scale, SOFTCAP)[0]", "the teacher has the student's softcap"),
     (
         CHUNKS,
-        "teacher.x[index[rows]], teacher.weight",
-        "teacher.x[: len(teacher_z)], teacher.weight",
+        "teacher.x[few], teacher_head",
+        "teacher.x[: len(few)], teacher_head",
         "the first tokens' teacher",
     ),
     (
@@ -44,7 +44,7 @@ DIVERGENCE = [
         "compacted tokens' teacher",
     ),
     (CHUNKS, "teacher.weight[part], bias", "teacher.weight[: z.shape[1]], bias", "the teacher's first slice for all"),
-    (CHUNKS, "teacher.x[index[rows]]", "teacher.x[index[: len(teacher_z)]]", "the teacher's first rows for all parts"),
+    (CHUNKS, "teacher.x[few]", "teacher.x[index[: len(few)]]", "the teacher's first rows for all parts"),
     (CHUNKS, "teacher.bias[part]", "teacher.bias[: z.shape[1]]", "the first slice's bias of the teacher for all"),
     (
         CHUNKS,
@@ -53,6 +53,18 @@ DIVERGENCE = [
         "logits made again are rounded",
     ),
     (CHUNKS, "order=index, unit=unit(options)", "order=index", "the scale of the logits is not in the unit"),
+    (
+        CHUNKS,
+        "teacher.bias, teacher.softcap, call.argmax",
+        "teacher.softcap, call.argmax",
+        "the teacher's bias is left out",
+    ),
+    (CHUNKS, "call.bias, call.u, teacher.bias", "call.u, teacher.bias", "the student's bias is left out"),
+    (CHUNKS, "call.bias, call.u, teacher.bias", "call.bias, teacher.bias", "an adapter is left out"),
+    (CHUNKS, "teacher.softcap, call.argmax", "call.argmax", "the teacher's softcap is left out"),
+    (CHUNKS, "call.argmax or None, call.shard", "call.shard", "no argmax is computed"),
+    (CHUNKS, "and loads_operands(teacher.x, teacher.weight)", "", "a kernel cannot load the teacher's head"),
+    (CHUNKS, "rows, index, options, z)", "rows, index, call.options, z)", "the teacher has the student's scale"),
     (OP, "target == IGNORED if masked else None", "None", "a NaN outside the mask gets into dA"),
     (OP, "dloss.where(target != IGNORED, 0) if dloss.dim() else dloss", "dloss", "an upstream NaN outside the mask"),
     (OP, "dloss = dloss * scale_of(ctx.scores[2])", "pass", "the gradient lacks the factor of beta"),

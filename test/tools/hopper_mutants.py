@@ -50,6 +50,13 @@ HOPPER = [
     ),
     (LOGITS, "out_s.index(2 * half), left)", "out_s.index(0), left)", "two warp groups store by one buffer"),
     (LOGITS, "out_s, e * LARGEST)", "out_s, e)", "exponentials in another unit"),
+    (
+        LOGITS,
+        "tma_store_wait(0)\n    start_store(out_desc, [row, n * WIDTH + HALF]",
+        "start_store(out_desc, [row, n * WIDTH + HALF]",
+        "half a tile in fp32 overwrites the other before it has left",
+    ),
+    (LOGITS, "out_s.index(half), left)", "out_s.index(0), left)", "two warp groups store fp32 by one buffer"),
     (LOGITS, "n * WIDTH + HALF, k]", "n * WIDTH, k]", "both halves of a tile have the same words"),
     (EXPERTS_PRODUCTS, "FAR - end + row, col", "FAR - end + row + 1, col", "an expert ends a row later"),
     (

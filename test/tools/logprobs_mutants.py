@@ -156,6 +156,9 @@ LOGPROBS = [
     (CHUNKS, "call.x.dtype and call.options.softcap is None", "call.x.dtype", "kept exponentials without a softcap"),
     (EXPONENTIALS, "v // WORDS + tl", "tl", "all words have the largest scores of the first"),
     (EXPONENTIALS, "e) * UNIT)", "e))", "exponentials are read in another unit"),
+    (EXPONENTIALS, "- lse_rest) * UNIT)", "- lse_rest))", "probabilities in another unit"),
+    (KERNELS, "dz - hot, dz), logit_scale", "dz - hot, dz), 1.0", "gradients from exponentials lack the scale"),
+    (KERNELS, "if top_ptr is None or ENTROPY:", "if top_ptr is None:", "an entropy's gradient from exponentials is 0"),
     (EXPONENTIALS, "tl.where(e == 0.0, float(", "tl.where(e < 0.0, float(", "a score of -inf has a probability"),
     (EXPONENTIALS, "* stride_tm + offs_p, top", "* stride_tm, top", "one largest score for all words"),
     (

@@ -157,7 +157,7 @@ TESTS = {
     "_loss_checks.py": "test_post_training_losses",
     TOPK: "test_topk_divergence",
     **dict.fromkeys((ROWS, OP), "test_divergence"),
-    CHUNKS: "test_divergence or test_parallel_divergence",
+    CHUNKS: "test_divergence or test_parallel_divergence or test_unstored_logits",
     **dict.fromkeys((SHARDS, DIVERGENCE_PARALLEL), "test_parallel_divergence"),
     "ops/losses/rows.py": "cross_entropy or test_losses or test_errors or test_logprobs",
     "ops/losses/row_kernels.py": "cross_entropy or test_losses or logprob or test_unstored_logits",

@@ -14,6 +14,7 @@ from liger_like.ops.losses.row_kernels import launch_fwd
 from liger_like.ops.losses.rows import Options
 from liger_like.ops.losses.slices import Backward, TokenBackward
 from liger_like.ops.losses.units import unit
+from liger_like.ops.losses.unstored import loads_operands, reduce_rows, takes_no_logits, unstored_kernels
 from liger_like.runtime.registry import op
 
 
@@ -88,47 +89,78 @@ def linear_divergence_fwd(*args: Any) -> tuple[Tensor, ...]:
     """
     (call, teacher, _), (outs, results) = _forward_args(args), _outputs(args)
     torch._foreach_zero_(list(results))
-    buffers: list[Tensor] = []
+    fill = _fill_unstored if _fuses_rows(call, teacher) else _fill
+    nothing, buffers = outs[0][:0], list[Tensor]()
+    rows = nothing, nothing, *outs[2:6]
+    teacher_rows = nothing, nothing, results.lse, results.entropy, results.argmax, results.lse_rest
+    teacher_head = teacher.weight, teacher.bias, None, None
 
     def visit(x_c: Tensor, z: Tensor, dz: Tensor | None, index: Tensor) -> None:
         torch.index_select(call.x, 0, index, out=x_c)
-        store_logits(z, x_c, call.weight, call.bias, None if call.u is None else call.u[index], call.b)
+        head = call.weight, call.bias, None if call.u is None else call.u[index], call.b
+        fill(call, z, x_c, head, rows, call.options, index)
         part = len(z) if call.shard else PART_ROWS  # each part of a shard would be an exchange
         if not buffers:  # the first chunk is the largest
             buffers.append(z.new_empty((min(part, len(z)), pitch(z.shape[1]))))
         for first in range(0, len(z), part):
-            rows = slice(first, first + part)
-            teacher_z = buffers[0][: len(z[rows]), : z.shape[1]]
-            store_logits(teacher_z, teacher.x[index[rows]], teacher.weight, teacher.bias, None, None)
-            _fill_rows(call, teacher, z[rows], teacher_z, None if dz is None else dz[rows], index[rows], outs, results)
+            few = index[first : first + part]
+            teacher_z = buffers[0][: len(few), : z.shape[1]]
+            options = teacher.options(call.options.ignore_index)
+            fill(call, teacher_z, teacher.x[few], teacher_head, teacher_rows, options, few)
+            here = slice(first, first + part)
+            _compare(call, teacher, z[here], teacher_z, None if dz is None else dz[here], few, outs, results)
 
     wide = TokenForward(WIDE, False, False, None, 0, 0)
     chunks.run_chunks(call, outs, wide, chunks._token_results(call, wide), visit=visit)
     return *outs, *results
 
 
-def _fill_rows(
+def _fuses_rows(call: Forward, teacher: Teacher) -> bool:
+    """Return True if the products of both heads compute the results of the rows of their logits."""
+    further = call.bias, call.u, teacher.bias, teacher.softcap, call.argmax or None, call.shard or None
+    return (
+        takes_no_logits(call.x, call.weight, WIDE, call.options, *further)
+        and takes_no_logits(teacher.x, teacher.weight, WIDE, call.options)
+        and loads_operands(teacher.x, teacher.weight)
+        and bool(unstored_kernels(call.x, call.weight))
+    )
+
+
+def _fill(
+    call: Forward, z: Tensor, x: Tensor, head: tuple[Tensor | None, ...], rows: tuple[Tensor, ...], options: Options,
+    index: Tensor,
+) -> None:  # fmt: skip
+    """Fill the logits ``z`` of the rows ``x``, tokens ``index``, and unless words are sharded the results ``rows``."""
+    store_logits(z, x, *head)
+    if not call.shard:
+        launch_fwd(z, call.target, None, [t if t.numel() else None for t in rows], options, index)
+
+
+def _fill_unstored(
+    call: Forward, z: Tensor, x: Tensor, head: tuple[Tensor | None, ...], rows: tuple[Tensor, ...], options: Options,
+    index: Tensor,
+) -> None:  # fmt: skip
+    """Do what ``_fill`` does, by a product that reduces its logits while it has them."""
+    reduce_rows(x, head[0], call.target, rows, index, options, z)
+
+
+def _compare(
     call: Forward, teacher: Teacher, z: Tensor, teacher_z: Tensor, dz: Tensor | None, index: Tensor,
     outs: tuple[Tensor, ...], results: TeacherRows,
 ) -> None:  # fmt: skip
-    """Fill the rows of the tokens ``index``, and ``dz`` unless it is None, from both models' scores."""
-    loss, _, lse, entropy, argmax, lse_rest = (t if t.numel() else None for t in outs[:6])
-    _, _, mean, teacher_entropy, teacher_argmax = (t if t.numel() else None for t in results)
-    rows = (
-        (None, None, lse, entropy, argmax, lse_rest),
-        (None, None, results.lse, teacher_entropy, teacher_argmax, results.lse_rest),
-    )
+    """Fill the divergence of the tokens ``index``, and ``dz`` unless it is None, from both models' scores."""
+    loss: Tensor | None = outs[0]
+    mean = results.mean if results.mean.numel() else None
     options, teacher_options = call.options, teacher.options(call.options.ignore_index)
     if call.shard:
+        both = outs[2:6], (results.lse, results.entropy, results.argmax, results.lse_rest)
+        rows = tuple((None, None, *(t if t.numel() else None for t in of)) for of in both)
         fill_rows_of_shard(
             (z, teacher_z), call.target, rows, loss, mean, teacher.beta, (options, teacher_options), index, call.shard
         )
         if dz is None:
             return
         loss = None
-    else:
-        launch_fwd(z, call.target, None, rows[0], options, index)
-        launch_fwd(teacher_z, call.target, None, rows[1], teacher_options, index)
     launch_divergence(
         z, teacher_z, dz, call.target, (outs[2], outs[5], results.lse, results.lse_rest), loss, mean, teacher.beta,
         options, teacher_options, order=index, unit=unit(options),

@@ -17,12 +17,25 @@ UNIT = tl.constexpr(2.0**-LARGEST_EXPONENT)
 
 
 @triton.jit
-def load_exponentials(z_ptr, top_ptr, v, offs_v, V, BLOCK_V: tl.constexpr, WORDS: tl.constexpr):
-    """Return the scores of the columns ``offs_v`` [BLOCK_V / WORDS, WORDS] from ``v`` on; -inf beyond V."""
+def _load_exponentials(z_ptr, top_ptr, v, offs_v, V, BLOCK_V: tl.constexpr, WORDS: tl.constexpr):
+    """Return what is kept of the columns ``offs_v`` from ``v`` on, 0 beyond V, and the largest scores."""
     offs = v // WORDS + tl.arange(0, BLOCK_V // WORDS)
     top = tl.load(top_ptr + offs, mask=offs * WORDS < V, other=0.0)
-    e = tl.load(z_ptr + offs_v, mask=offs_v < V, other=0.0).to(tl.float32)
+    return tl.load(z_ptr + offs_v, mask=offs_v < V, other=0.0).to(tl.float32), top
+
+
+@triton.jit
+def load_scores(z_ptr, top_ptr, v, offs_v, V, BLOCK_V: tl.constexpr, WORDS: tl.constexpr):
+    """Return the scores of the columns ``offs_v`` [BLOCK_V / WORDS, WORDS] from ``v`` on; -inf beyond V."""
+    e, top = _load_exponentials(z_ptr, top_ptr, v, offs_v, V, BLOCK_V, WORDS)
     return tl.where(e == 0.0, float("-inf"), top[:, None] + tl.log(tl.where(e == 0.0, 1.0, e) * UNIT))
+
+
+@triton.jit
+def load_probabilities(z_ptr, top_ptr, v, offs_v, V, lse, lse_rest, BLOCK_V: tl.constexpr, WORDS: tl.constexpr):
+    """Return the probabilities of the columns ``offs_v``: one exponential is computed for WORDS of them."""
+    e, top = _load_exponentials(z_ptr, top_ptr, v, offs_v, V, BLOCK_V, WORDS)
+    return e * (tl.exp((top - lse) - lse_rest) * UNIT)[:, None]
 
 
 @triton.jit

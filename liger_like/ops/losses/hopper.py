@@ -68,6 +68,17 @@ def _start_store_of_tile(out_desc, m, n, half: gl.constexpr, out_s, x):
 
 
 @gluon.jit
+def _start_store_of_wide_tile(out_desc, m, n, half: gl.constexpr, out_s, x):
+    """Start to store the rows of a warp group in fp32, half of the columns after the other in the same memory."""
+    left, right = halves_of((x,))
+    row = m * 2 * ROWS + half * ROWS
+    tma_store_wait(0)
+    start_store(out_desc, [row, n * WIDTH], out_s.index(half), left)
+    tma_store_wait(0)
+    start_store(out_desc, [row, n * WIDTH + HALF], out_s.index(half), right)
+
+
+@gluon.jit
 def _reduce(
     half: gl.constexpr, out_desc, target_ptr, order_ptr, top_ptr, total_ptr, dot_ptr, at_ptr, M, V, K, scale, ring,
     out_s, GROUP: gl.constexpr, STAGES: gl.constexpr,
@@ -81,6 +92,8 @@ def _reduce(
         rows, _, label = _labels(order_ptr, target_ptr, m, half, M)
         column = gl.where((label >= n * WIDTH) & (label < V), label - n * WIDTH, -1).to(gl.int32)
         acc, use = multiply_steps(half, ring, use, gl.cdiv(K, STEP), PARTS, STAGES)
+        if out_desc is not None and out_desc.dtype == gl.float32:
+            _start_store_of_wide_tile(out_desc, m, n, half, out_s, acc[0])
         cols = gl.arange(0, WIDTH, gl.SliceLayout(0, layout))
         z = gl.where((cols < V - n * WIDTH)[None, :], acc[0] * scale, float("-inf"))
         at = gl.max(gl.where(cols[None, :] == column[:, None], z, float("-inf")), 1)
@@ -94,7 +107,7 @@ def _reduce(
         if dot_ptr is not None:
             gl.store(dot_ptr + place, gl.sum(e * gl.where(e > 0.0, z, 0.0), 1), mask=inside)
         gl.store(at_ptr + rows, at, mask=inside & (column >= 0) & (column < WIDTH))
-        if out_desc is not None:
+        if out_desc is not None and out_desc.dtype == gl.float16:
             _start_store_of_tile(out_desc, m, n, half, out_s, e * LARGEST)
     if out_desc is not None:
         tma_store_wait(0)
@@ -133,15 +146,15 @@ def _linear_rows_hopper_kernel(
 
 
 @gluon.jit
-def _linear_exponentials_hopper_kernel(
+def _linear_stored_rows_hopper_kernel(
     x_desc, w_desc, out_desc, target_ptr, order_ptr, top_ptr, total_ptr, dot_ptr, at_ptr, M, V, K, scale,
     GROUP: gl.constexpr, STAGES: gl.constexpr,
 ):  # fmt: skip
-    """Store what ``_linear_rows_hopper_kernel`` does, and the exponentials of which it has the sums."""
+    """Store what ``_linear_rows_hopper_kernel`` does, and logits in fp32, or in fp16 their exponentials."""
     ring = operands(x_desc, w_desc, STAGES)
     _reduce_all(
         x_desc, w_desc, out_desc, target_ptr, order_ptr, top_ptr, total_ptr, dot_ptr, at_ptr, M, V, K, scale, ring,
-        buffers(out_desc, 4), GROUP, STAGES,
+        buffers(out_desc, 2 if out_desc.dtype == gl.float32 else 4), GROUP, STAGES,
     )  # fmt: skip
 
 
@@ -206,26 +219,26 @@ def _linear_dlogits_hopper_kernel(
 
 def reduce_logits(
     x: Tensor, w: Tensor, order: Tensor | None, target: Tensor, scale: float, parts: Tensor, at: Tensor,
-    exponentials: Tensor | None = None,
+    stored: Tensor | None = None,
 ) -> None:  # fmt: skip
     """Fill ``parts`` [2 or 3, M, tiles] and ``at`` [M] for the rows ``x`` [M, H] of the tokens ``order`` and ``w``.
 
     ``parts`` holds for each WIDTH columns the largest of the scores ``scale`` x w^T, the sum of exp(score - largest)
     and, if it has three, the sum of exp(score - largest) (score - largest). ``at`` holds the scores of the labels.
-    ``exponentials`` [M or fewer, V] in fp16 gets exp(score - largest) times 2^LARGEST_EXPONENT.
+    ``stored`` [M, V] gets in fp32 the logits x w^T, in fp16 exp(score - largest) times 2^LARGEST_EXPONENT.
     """
     M, H = x.shape
     top, total, *dot = parts
     moved = [rows_of_all(x), weights_of(w[None], False)]
     launch(
-        _linear_rows_hopper_kernel if exponentials is None else _linear_exponentials_hopper_kernel,
+        _linear_rows_hopper_kernel if stored is None else _linear_stored_rows_hopper_kernel,
         programs(x.device, -(-M // 128) * parts.shape[2]),
         (packed(target), order, top, total, dot[0] if dot else None, at),
         (M, len(w), H),
         (scale,),
-        (*moved, *(() if exponentials is None else (_tiles_of(exponentials),))),
+        (*moved, *(() if stored is None else (_tiles_of(stored),))),
         GROUP=GROUP,
-        STAGES=FORWARD_STAGES if exponentials is None else STAGES,
+        STAGES=FORWARD_STAGES if stored is None else STAGES,
         num_warps=4,
     )
 

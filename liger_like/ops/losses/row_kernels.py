@@ -13,7 +13,7 @@ import triton.language as tl
 from torch import Tensor
 
 from liger_like.ops.losses import exponentials
-from liger_like.ops.losses.exponentials import load_exponentials
+from liger_like.ops.losses.exponentials import load_probabilities, load_scores
 from liger_like.ops.losses.rows import Options, bad_label, raise_bad_label
 from liger_like.runtime.blocks import block_of, tanh_and_slope
 from liger_like.runtime.launcher import launch
@@ -246,16 +246,21 @@ def _differentiate_block(
     spread, SOFTCAP: tl.constexpr, ENTROPY: tl.constexpr, SMOOTHING: tl.constexpr, MASKED: tl.constexpr,
     BLOCK_V: tl.constexpr, WORDS: tl.constexpr,
 ):  # fmt: skip
-    if top_ptr is not None:
-        offs_v = v + tl.arange(0, BLOCK_V // WORDS)[:, None] * WORDS + tl.arange(0, WORDS)[None, :]
-        raw = load_exponentials(z_ptr, top_ptr, v, offs_v, V, BLOCK_V, WORDS)
-    else:
+    if top_ptr is None:
         offs_v = v + tl.arange(0, BLOCK_V)
         raw = _load_scores(z_ptr, offs_v, V, logit_scale, MASKED)
-    dz, slope = _gradient(
-        raw, v_start + offs_v, offs_v < V, w_ptr, label, logit_scale, lse, lse_rest, entropy, slope_p, dentropy, hot,
-        spread, SOFTCAP, ENTROPY, SMOOTHING,
-    )  # fmt: skip
+    else:
+        offs_v = v + tl.arange(0, BLOCK_V // WORDS)[:, None] * WORDS + tl.arange(0, WORDS)[None, :]
+        if ENTROPY:
+            raw = load_scores(z_ptr, top_ptr, v, offs_v, V, BLOCK_V, WORDS)
+    if top_ptr is None or ENTROPY:
+        dz, slope = _gradient(
+            raw, v_start + offs_v, offs_v < V, w_ptr, label, logit_scale, lse, lse_rest, entropy, slope_p, dentropy,
+            hot, spread, SOFTCAP, ENTROPY, SMOOTHING,
+        )  # fmt: skip
+    else:  # no softcap and no smoothing
+        dz = load_probabilities(z_ptr, top_ptr, v, offs_v, V, lse, lse_rest, BLOCK_V, WORDS) * slope_p
+        dz, slope = tl.where(v_start + offs_v == label, dz - hot, dz), logit_scale
     if z_ptr.dtype.element_ty != dz_ptr.dtype.element_ty:
         tl.debug_barrier()  # dz may lie in the memory of z, in that of blocks which all threads have read now
     if MASKED:
@@ -393,26 +398,18 @@ def launch_bwd(
     ``upstream`` holds the gradients of loss, logprob and entropy. The gradient of the loss is [T], or a scalar for all
     tokens, or None for ``unit``; the scalar ``factor`` multiplies it. None is 0 for the other two. ``z`` may hold only
     the columns from ``v_start`` on of logits over ``vocabulary``. ``at`` holds ids [T, K] and the gradients of their
-    log-probabilities. With ``tops`` [M, P] ``z`` holds exponentials (``exponentials.py``).
+    log-probabilities. With ``tops`` [M, P] ``z`` holds exponentials (``exponentials.py``), with no
+    softcap and no smoothing.
     """
     M, V = z.shape
     labels, weights, w_sum, dloss = packed(target), packed(weight), _sum(weight, options), upstream[0]
     stride_dlm = dloss.stride(0) if dloss is not None and dloss.dim() else 0
+    strides = z.stride(0), dz.stride(0), stride_dlm, 0 if tops is None else tops.stride(0)
     launch(
         _cross_entropy_bwd_kernel,
         (M,),
         (z, dz, order, labels, weights, w_sum, *lse, entropy, factor, *upstream, *at, tops),
-        (
-            z.stride(0),
-            dz.stride(0),
-            stride_dlm,
-            0 if tops is None else tops.stride(0),
-            V,
-            v_start,
-            vocabulary or V,
-            options.ignore_index,
-            _width(at[0]),
-        ),
+        (*strides, V, v_start, vocabulary or V, options.ignore_index, _width(at[0])),
         (options.label_smoothing, options.z_loss, options.logit_scale, unit),
         SOFTCAP=options.softcap,
         SMOOTHING=options.label_smoothing != 0,

@@ -1,7 +1,8 @@
 """Choose the kernels that store no logits in fp32, and run the forward with them.
 
 They are for Hopper, for log-probabilities and entropies from logits in fp32 with no further terms. Where the gradient
-of the logits needs these, they store exponentials in 16 bits in their place.
+of the logits needs these, they store exponentials in 16 bits in their place. A divergence needs both models'
+logits, so its products store them, too, but none is read for its lse.
 """
 
 from collections.abc import Sequence
@@ -51,19 +52,19 @@ def unstored_kernels(x: Tensor, weight: Tensor) -> Any:
 
 def reduce_rows(
     x: Tensor, weight: Tensor, target: Tensor, rows: Sequence[Tensor], index: Tensor, options: Options,
-    exponentials: Tensor | None = None, tops: Tensor | None = None,
+    stored: Tensor | None = None, tops: Tensor | None = None,
 ) -> None:  # fmt: skip
     """Fill loss, logprob, lse, entropy, argmax (not computed) and lse_rest of the tokens ``index``, rows ``x`` [n, H].
 
-    ``exponentials`` [n, V] in fp16 and ``tops`` [n, parts] get their scores (``exponentials.py``). An empty entropy
-    stays empty.
+    ``stored`` [n, V] gets their logits in fp32, or exponentials in fp16, whose scores ``tops`` [n, parts] gets
+    (``exponentials.py``). Empty results stay empty.
     """
     loss, logprob, lse, entropy, _, lse_rest = rows
     n, V = len(x), len(weight)
     parts = x.new_empty((3 if entropy.numel() else 2, n, parts_of(V)), dtype=torch.float32)
     at = x.new_empty(n, dtype=torch.float32)
-    gluon_module(HOPPER).reduce_logits(x, weight, index, target, options.logit_scale, parts, at, exponentials)
-    filled = loss, logprob, lse, entropy if entropy.numel() else None, lse_rest
+    gluon_module(HOPPER).reduce_logits(x, weight, index, target, options.logit_scale, parts, at, stored)
+    filled = [t if t.numel() else None for t in (loss, logprob, lse, entropy, lse_rest)]
     launch_merge(parts, at, target, filled, index, options.ignore_index, V)
     if tops is not None:
         tops.copy_(parts[0])
