@@ -81,12 +81,14 @@ def add_plan(app: Any) -> None:
     def plan(
         config: Path,
         gpus: Annotated[int, typer.Option(help="number of GPUs")] = 1,
-        gpu: Annotated[str | None, typer.Option(help="h100, a100, b200, here, or GiB of memory; else h200")] = None,
-        batch: Annotated[int, typer.Option(help="rows of all GPUs in one optimizer step")] = 1,
-        seq: Annotated[int, typer.Option(help="tokens of a row")] = 2048,
-        host: Annotated[float | None, typer.Option(help="GiB of the host for checkpoints, if limited")] = None,
-        layers: Annotated[int | None, typer.Option(help="layers of the model, if not all")] = None,
-        fix: Annotated[list[str], typer.Option(help="a field that is not searched, as checkpoint=selective")] = [],  # noqa: B006
+        gpu: Annotated[
+            str | None, typer.Option(help="h200 (default), h100, a100, b200, here (measured), or GiB")
+        ] = None,
+        batch: Annotated[int, typer.Option(help="sequences of all GPUs in one optimizer step")] = 1,
+        seq: Annotated[int, typer.Option(help="tokens of a sequence")] = 2048,
+        host: Annotated[float | None, typer.Option(help="GiB of CPU memory for activations, if limited")] = None,
+        layers: Annotated[int | None, typer.Option(help="plan for the first layers of the model alone")] = None,
+        fix: Annotated[list[str], typer.Option(help="a setting that you choose, as checkpoint=full")] = [],  # noqa: B006
         top: Annotated[int, typer.Option(help="rows of the table, at most")] = 10,
         as_json: Annotated[bool, typer.Option("--json", help="Print JSON, nothing else.")] = False,
         out: Annotated[Path | None, typer.Option(help="folder for plan.json and plan.png")] = None,

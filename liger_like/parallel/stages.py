@@ -16,8 +16,14 @@ from torch.distributed.tensor.parallel import (
 )
 
 from liger_like.parallel.vocab_parallel import VocabParallelHead
+from liger_like.patches.attention import NAME
 
 EMBEDDINGS = RowwiseParallel(input_layouts=Replicate(), output_layouts=Shard(1), use_local_output=False)
+LAYER = {"self_attn", "mlp", "input_layernorm", "post_attention_layernorm"}
+PROJECTIONS = {
+    "self_attn": {f"{name}_proj" for name in "qkvo"},
+    "mlp": {f"{name}_proj" for name in ("gate", "up", "down")},
+}
 
 
 def tensor_parallel_plan() -> dict[str, ParallelStyle]:
@@ -43,7 +49,7 @@ def tensor_parallel_plan() -> dict[str, ParallelStyle]:
 
 
 class Stage(nn.Module):
-    """Pipeline stage with a part of a model's layers.
+    """Pipeline stage with a part of a model's layers, which keep their numbers.
 
     The first stage has the embeddings, the last stage the norm, and the head for the loss. Stages exchange plain
     tensors: with sequence parallelism, the process's own part of the residual stream.
@@ -55,7 +61,7 @@ class Stage(nn.Module):
         cuts = [len(layers) * i // stages for i in (index, index + 1)]
         self.tp = tp
         self.embed_tokens = model.model.embed_tokens if index == 0 else None
-        self.layers = layers[slice(*cuts)]
+        self.layers = nn.ModuleDict({str(i): layers[i] for i in range(*cuts)})
         self.norm: Any
         self.lm_head: Any
         self.norm, self.lm_head = (model.model.norm, model.lm_head) if last else (None, None)
@@ -68,7 +74,7 @@ class Stage(nn.Module):
         elif self.tp.size() > 1:
             x = DTensor.from_local(x, self.tp, [Shard(1)], run_check=False)
         embeddings = self.rotary_emb(x, position_ids=position_ids)
-        for layer in self.layers:
+        for layer in self.layers.values():
             x = layer(x, position_embeddings=embeddings, attention_mask=None, position_ids=position_ids)
         if self.norm is not None:
             x = self.norm(x)
@@ -80,21 +86,49 @@ class Stage(nn.Module):
 def spread(model: Any, mesh: DeviceMesh, **options: Any) -> Stage:
     """Return this process's stage of ``model``, with its parameters sharded over the mesh by FSDP2 with ``options``.
 
-    ``mesh`` has the dimensions "pp", "fsdp", "cp" and "tp". The model has the layers and the names of a Llama, and its
-    head is not tied to its embeddings.
+    ``mesh`` has the dimensions "pp", "fsdp", "cp" and "tp". The model is patched, has the layers and the names of a
+    Llama, and a head that is not tied to its embeddings. Raises ValueError for another model, and for a mesh that its
+    sizes do not allow.
     """
     tp = mesh["tp"]
+    if told := _refusal(model, tp.size(), mesh["pp"].size()):
+        raise ValueError(told)
     stage = Stage(model, tp, mesh["pp"].get_local_rank(), mesh["pp"].size())
     if tp.size() > 1:
         plan = {"embed_tokens": EMBEDDINGS, "norm": SequenceParallel(), "lm_head": VocabParallelHead()}
         parallelize_module(stage, tp, {name: style for name, style in plan.items() if getattr(stage, name) is not None})
-        for layer in stage.layers:
+        for layer in stage.layers.values():
             parallelize_module(layer, tp, tensor_parallel_plan())
     # processes with other tokens, from other rows or from the same rows, contribute to the same gradients
     options["mesh"] = mesh["fsdp", "cp"]._flatten("tokens")
-    for layer in stage.layers:
+    for layer in stage.layers.values():
         fully_shard(layer, **options)
     if stage.lm_head is not None:
         fully_shard([stage.norm, stage.lm_head], **options)
     fully_shard(stage, **options)
     return stage
+
+
+def _refusal(model: Any, tp: int, pp: int) -> str:
+    """Return why ``model`` cannot be spread over ``tp`` x ``pp`` processes, or ""."""
+    name, config = type(model).__name__, model.config
+    layer = model.model.layers[0] if hasattr(getattr(model, "model", None), "layers") else nn.Module()
+    parts = {part: {n for n, _ in getattr(layer, part, nn.Module()).named_children()} for part in PROJECTIONS}
+    own = {child for child, _ in layer.named_children()} == LAYER and all(PROJECTIONS[p] <= parts[p] for p in parts)
+    kinds = getattr(config, "layer_types", None) or ["full_attention"] * (not getattr(config, "sliding_window", None))
+    if not own:
+        return f"model must have the layers of a Llama to be spread, got {name}"
+    if {*kinds} != {"full_attention"}:
+        return f"model must have full attention in each layer to be spread, got windows or other kinds in {name}"
+    if tp > 1 and (more := parts["self_attn"] - PROJECTIONS["self_attn"]):
+        return f"tp must be 1 for {name}, got {tp}: gradients of its {min(more)} are not summed over heads"
+    if config._attn_implementation != NAME:
+        return f"model must have patched attention to be spread, got {config._attn_implementation!r} in {name}"
+    if config.tie_word_embeddings:
+        return f"model must have a head of its own to be spread, got {name} with tie_word_embeddings"
+    for field in ("num_key_value_heads", "vocab_size", "intermediate_size"):
+        if getattr(config, field) % tp:
+            return f"tp must divide {field}, {getattr(config, field)}, got {tp}"
+    if pp > config.num_hidden_layers:
+        return f"pp must be at most the model's {config.num_hidden_layers} layers, got {pp}"
+    return ""

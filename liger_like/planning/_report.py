@@ -18,6 +18,14 @@ SAVINGS = "checkpoint_on_host", "checkpoint_layers", "tiled_mlp", "step_in_backw
 OPTIMIZERS = {"adamw": "torch.optim.AdamW", "adamw8bit": "bitsandbytes.optim.AdamW8bit", "sgd": "torch.optim.SGD"}
 KEEPS = '("attention", "loss")', '(), host=("attention",)'  # of a checkpoint, by whether it is on the host
 COLORS = ("#0050d0", "#6fcfc0", "#5b8def", "#a0a0a0", "#e69f00", "#b0559c", "#d79bc8", "#585858", "#a5703f")
+LEGEND = (
+    "rows: sequences that a GPU computes at a time, x passes before an optimizer step; checkpointing: activations are",
+    "  computed again in the backward, so that fewer are kept; -: does not fit",
+    "needs: GiB that a GPU must have: the peak, and an assumed margin for what torch does not count",
+    "peak: GiB of all tensors at their most = states (parameters, gradients, optimizer) + kept (activations) + rest",
+    "host: GiB of CPU memory, for all GPUs; limited by: what takes most of the time, and its share",
+)
+GUESS = "~: a guess, since the rates of this GPU are from data sheets, not measured"
 HEADINGS = "", "setting", "needs", "peak", "states", "kept", "rest", "host", "s/step", "tokens/s", "limited by"
 
 
@@ -33,6 +41,7 @@ def table(plan: "Plan") -> str:
     for row in rows:
         cells = (c.ljust(w) if i in (1, 10) else c.rjust(w) for i, (c, w) in enumerate(zip(row, widths, strict=True)))
         lines.append("  ".join(cells).rstrip())
+    lines += ["", *LEGEND, *[GUESS] * (not plan.gpu.calibrated), ""]
     best = plan.rows[0]
     if plan.best is None:
         lack = best.needs - plan.gpu.memory / GIB

@@ -12,14 +12,7 @@ import torch
 from torch import Tensor, nn
 
 from liger_like.parallel import pipeline_loss
-from liger_like.patches.attention import NAME
 from liger_like.planning._settings import Setting
-
-LAYER = {"self_attn", "mlp", "input_layernorm", "post_attention_layernorm"}
-PROJECTIONS = {
-    "self_attn": {f"{name}_proj" for name in "qkvo"},
-    "mlp": {f"{name}_proj" for name in ("gate", "up", "down")},
-}
 
 
 def spread_over(model: Any, mesh: Any, setting: Setting) -> nn.Module:
@@ -28,35 +21,10 @@ def spread_over(model: Any, mesh: Any, setting: Setting) -> nn.Module:
 
     from liger_like.parallel.stages import spread
 
-    if told := _refusal(model, setting):
-        raise ValueError(told)
+    if setting.seq % (setting.tp * setting.cp):
+        raise ValueError(f"seq must be a multiple of tp x cp, {setting.tp * setting.cp}, got {setting.seq}")
     stage: nn.Module = spread(model, mesh, mp_policy=MixedPrecisionPolicy(torch.bfloat16, torch.float32))
     return stage
-
-
-def _refusal(model: Any, setting: Setting) -> str:
-    """Return why ``model`` cannot be spread as ``setting`` says, or ""."""
-    name, config = "tp" if setting.tp > 1 else "pp", model.config
-    layer = model.model.layers[0] if hasattr(getattr(model, "model", None), "layers") else nn.Module()
-    parts = {part: {n for n, m in getattr(layer, part, nn.Module()).named_children()} for part in PROJECTIONS}
-    kinds = getattr(config, "layer_types", None) or ["full_attention"] * (not getattr(config, "sliding_window", None))
-    own = {child for child, _ in layer.named_children()} == LAYER and all(PROJECTIONS[p] <= parts[p] for p in parts)
-    if {*kinds} != {"full_attention"} or not own:
-        return f"{name} must be 1 for {type(model).__name__}: layers other than Llama's are not spread"
-    if setting.tp > 1 and (more := parts["self_attn"] - PROJECTIONS["self_attn"]):
-        return f"tp must be 1 for {type(model).__name__}: gradients of its {min(more)} are not summed over heads"
-    if config._attn_implementation != NAME:
-        return f"{name} must be 1 for {type(model).__name__}: its attention is not patched"
-    if config.tie_word_embeddings:
-        return f"{name} must be 1 where tie_word_embeddings is true: the head is on other GPUs than the embeddings"
-    for field in ("num_key_value_heads", "vocab_size", "intermediate_size"):
-        if getattr(config, field) % setting.tp:
-            return f"tp must divide {field}, {getattr(config, field)}, got {setting.tp}"
-    if setting.seq % (setting.tp * setting.cp):
-        return f"seq must be a multiple of tp x cp, {setting.tp * setting.cp}, got {setting.seq}"
-    if setting.pp > config.num_hidden_layers:
-        return f"pp must be at most the model's {config.num_hidden_layers} layers, got {setting.pp}"
-    return ""
 
 
 def passes_of(stage: Any, setting: Setting, index: int) -> Callable[[dict[str, Any], int], None]:
@@ -67,7 +35,7 @@ def passes_of(stage: Any, setting: Setting, index: int) -> Callable[[dict[str, A
     """
     first, last = index == 0, index == setting.pp - 1
     loss_fn = pipeline_loss(stage.lm_head, 1) if last else None
-    width = stage.layers[0].mlp.down_proj.out_features
+    width = next(iter(stage.layers.values())).mlp.down_proj.out_features
     shape = setting.micro_batch, setting.seq // setting.cp // setting.tp, width
     received: list[Any] = []
     gradients: list[Any] = []

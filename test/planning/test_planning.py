@@ -12,6 +12,7 @@ from liger_like import patch
 from liger_like.ops import tiled_mlp
 from liger_like.ops.losses.rows import bad_label
 from liger_like.planning import GPUS, NotTracedError, Setting, predict, predict_model, traced
+from liger_like.planning._layers import trace_step
 from liger_like.planning._machine import gpu_of
 from liger_like.planning._models import build, model_class
 from liger_like.planning._tracer import Tracer
@@ -114,6 +115,15 @@ def test_states_are_those_of_the_formula():
     assert found.by_kind["optimizer"] * 2**30 == 2 * bytes_of + steps
     assert found.by_kind["parameters"] * 2**30 == bytes_of + rotary  # buffers, too
     assert found.resting * 2**30 == 3 * bytes_of + steps + rotary + GPUS["h200"].workspace
+
+
+def test_moments_belong_to_the_layer_of_their_parameters():
+    setting = Setting(2, 64)
+    model = build(*model_class(TINY), setting)
+    sizes = [-(-2 * p.numel() // 512) * 512 for p in model.model.layers[0].parameters()]
+    start, *_ = trace_step(model, setting, "h200")
+    found = sum(change.size for change in start if (change.part.kind, change.part.layer) == ("optimizer", 0))
+    assert found == sum(2 * size + 512 for size in sizes)  # and AdamW's counts of steps
 
 
 def test_order_of_checkpoints_batches_and_sequences():

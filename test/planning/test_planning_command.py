@@ -12,7 +12,7 @@ from liger_like import cli
 from liger_like.planning import GPUS, Prediction, Setting, _command, plan
 from liger_like.planning._machine import gpu_of, keep, path
 from liger_like.planning._report import start
-from liger_like.planning._search import Candidate, searched
+from liger_like.planning._search import Candidate, needed, searched
 from liger_like.planning._tracer import KINDS
 
 H200 = GPUS["h200"]
@@ -68,6 +68,12 @@ def test_what_is_fixed_is_kept():
     ]
 
 
+@pytest.mark.parametrize(("sizes", "groups"), [({}, 0), ({"fsdp": 2}, 1), ({"fsdp": 2, "cp": 2, "pp": 2}, 3)])
+def test_what_a_gpu_needs(sizes, groups):
+    setting = Setting(**sizes, dtype="fp32")
+    assert needed(setting, prediction(50.0, 1.0)) == pytest.approx(1.02 * 50 + 0.6 + groups)
+
+
 @pytest.fixture
 def run(monkeypatch, capsys, tmp_path):
     """Return a function that runs the command on a tiny model, and returns exit code, output and errors."""
@@ -106,6 +112,7 @@ def test_the_table_and_a_gpu_that_is_too_small(run):
     assert "GPU of 0.5 GiB (uncalibrated)" in lines[0]
     assert lines[2].startswith("-  rows 1, full checkpointing ")
     assert "~" in lines[2]
+    assert "~: a guess" in lines[-3]
     assert lines[-1].startswith("nothing fits: the nearest, rows 1, full checkpointing, lacks 0.")
 
 

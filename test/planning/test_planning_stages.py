@@ -9,7 +9,15 @@ import torch
 import torch.distributed as dist
 from distributed import run
 from test_planning_command import prediction
-from transformers import LlamaConfig, LlamaForCausalLM, MistralConfig, OlmoConfig, Qwen2Config, Qwen3Config
+from transformers import (
+    DeepseekV3Config,
+    LlamaConfig,
+    LlamaForCausalLM,
+    MistralConfig,
+    OlmoConfig,
+    Qwen2Config,
+    Qwen3Config,
+)
 
 import liger_like
 from examples import parallel
@@ -74,12 +82,15 @@ def made(setting, config=MODEL):
 
 @pytest.mark.parametrize(("index", "flying"), [(0, 2), (1, 1)])
 def test_micro_batches_in_flight(index, flying):
-    """Stages keep as many micro-batches as stages follow, and one: by what a product of theirs saves."""
+    """Stages keep as many micro-batches as stages follow, and one: by what a product of their first layer saves.
+
+    Layers of each stage have the numbers of the model.
+    """
     setting = Setting(1, SEQ, pp=2, accumulation=4, dtype="fp32")
     _, changes, *_ = layers.trace_step(made(setting), setting, "h200", index=index)
     level = peak = 0
     for change in changes:
-        if change.part == ("activations", 0, "mlp.gate_proj"):
+        if change.part == ("activations", index, "mlp.gate_proj"):
             level += change.size
             peak = max(peak, level)
     assert peak == flying * SEQ * SIZES["intermediate_size"] * 2
@@ -116,20 +127,29 @@ WINDOWS = MistralConfig(**SIZES, num_key_value_heads=2, num_hidden_layers=2, sli
 NORMS = Qwen3Config(**SIZES, head_dim=32, num_key_value_heads=2, num_hidden_layers=2)
 DROPOUT = LlamaConfig(**SIZES, num_key_value_heads=2, num_hidden_layers=2, attention_dropout=0.1)
 SLIDING = Qwen2Config(**SIZES, num_key_value_heads=2, num_hidden_layers=2, use_sliding_window=True, max_window_layers=0)
+LATENTS = DeepseekV3Config(
+    **SIZES, num_key_value_heads=4, kv_lora_rank=16, q_lora_rank=16, qk_nope_head_dim=16, qk_rope_head_dim=16,
+    v_head_dim=16, first_k_dense_replace=2, num_hidden_layers=2,
+)  # fmt: skip
 GROUPED = {"checkpoint": "full", "checkpoint_layers": 2}
 
 
 @pytest.mark.parametrize(
     ("config", "fields", "message"),
     [
-        (TIED, {"tp": 2}, "tp must be 1 where tie_word_embeddings is true"),
+        (TIED, {"tp": 2}, "model must have a head of its own to be spread, got LlamaForCausalLM with tie_word"),
         (MODEL, {"tp": 4}, "tp must divide num_key_value_heads, 2, got 4"),
         (MODEL, {"tp": 2, "seq": 63}, "seq must be a multiple of tp x cp, 2, got 63"),
         (MODEL, {"pp": 4}, "pp must be at most the model's 3 layers, got 4"),
-        (SLIDING, {"pp": 2}, "pp must be 1 for Qwen2"),
-        (WINDOWS, {"tp": 2}, "tp must be 1 for Mistral"),
-        (NORMS, {"tp": 2}, "tp must be 1 for Qwen3ForCausalLM: gradients of its k_norm are not summed over heads"),
-        (DROPOUT, {"pp": 2}, "pp must be 1 for LlamaForCausalLM: its attention is not patched"),
+        (SLIDING, {"pp": 2}, "windows or other kinds in Qwen2"),
+        (WINDOWS, {"tp": 2}, "windows or other kinds in Mistral"),
+        (LATENTS, {"pp": 2}, "model must have the layers of a Llama to be spread, got DeepseekV3"),
+        (
+            NORMS,
+            {"tp": 2},
+            "tp must be 1 for Qwen3ForCausalLM, got 2: gradients of its k_norm are not summed over heads",
+        ),
+        (DROPOUT, {"pp": 2}, "model must have patched attention to be spread, got 'sdpa' in Llama"),
         (MODEL, {"tp": 2, "patched": False}, "tp must be 1 unless patched"),
         (MODEL, {"pp": 2, "tiled_mlp": True}, "pp must be 1 with tiled_mlp, got 2"),
         (MODEL, {"tp": 2} | GROUPED, "tp must be 1 with checkpoint_layers, got 2"),

@@ -36,6 +36,7 @@ from ops_mutants import OPS
 from paged_mutants import PAGED
 from parallel_mutants import PARALLEL
 from patches_mutants import PATCHES
+from planning_mutants import PLANNING
 from replay_mutants import REPLAY
 from rich.progress import track
 from router_mutants import ROUTERS
@@ -110,6 +111,12 @@ FILES = (
     "test/parallel/test_parallel_moe.py",
     "test/parallel/test_parallel_divergence.py",
     "test/parallel/test_parallel_logprobs.py",
+    "test/planning/test_planning_clock.py",
+    "test/planning/test_planning_command.py",
+    "test/planning/test_planning_savings.py",
+    "test/planning/test_planning_stages.py",
+    "test/planning/test_planning_layers.py",
+    "test/planning/test_planning.py",
 )  # the quickest tests come first
 
 
@@ -194,6 +201,15 @@ TESTS = {
         f"parallel/{file}.py": "(test_parallel_offload or test_parallel_host_memory) and not fsdp2"
         for file in ("offload", "host_memory", "checkpoint")
     },
+    **dict.fromkeys(("parallel/stages.py", "planning/_stages.py"), "test_planning_stages and not holds_what"),
+    "planning/_clock.py": "test_planning_clock or send_all_but",
+    "planning/_stand_ins.py": "test_planning_clock",
+    "planning/_layers.py": "test_planning_layers",
+    "planning/_prediction.py": "time_of_a_pipeline",
+    "planning/_report.py": "the_table_and or words_that_start",
+    "planning/_search.py": "test_planning_command and not errors or savings_are_tried",
+    "planning/_settings.py": "settings_that_contradict",
+    "planning/_tracer.py": "states_are or moments_belong or peak_of_a_step",
     "parallel/groups.py": "test_parallel_groups and not fsdp2",
     "parallel/stepping.py": "test_parallel_stepping and not fsdp2",
     "ops/tiled_mlp.py": "test_tiled_mlp",
@@ -229,6 +245,7 @@ MUTANTS = [
         *GRAPHS,
         *PARALLEL,
         *LONG_CONTEXT,
+        *PLANNING,
         *VOCAB,
         *TRL,
         *ON_HOPPER,
