@@ -48,6 +48,11 @@ def test_how_many_queries_see_a_key(window, sequences, drawn):
     assert hopper_backward._draws(q, q, masking) is drawn
 
 
+def test_which_heads_are_multiplied_in_turn():
+    assert [D for D in (40, 64) if hopper_backward._in_turn(D, 64)] == [40, 64]
+    assert [D for D in (80, 81, 96, 97, 128) if hopper_backward._in_turn(D, 128)] == [97, 128]
+
+
 @gpu
 @pytest.mark.parametrize("D", [64, 80, 96])
 @pytest.mark.parametrize("mask", MASKS, ids=str)

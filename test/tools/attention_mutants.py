@@ -366,6 +366,12 @@ ATTENTION = [
         "parts that do not fit into registers",
     ),
     (HOPPER_BACKWARD, "[1, 4 + 16]", "[1, 4]", "odd rows of dq keep their places"),
+    (
+        HOPPER_BACKWARD,
+        "return len(product_widths(D, width)) == 1",
+        "return True",
+        "heads in slices wait for their turn",
+    ),
     (HOPPER_BACKWARD, "return q.shape[2] == k.shape[2] and", "return", "programs draw where heads share keys"),
     (HOPPER_BACKWARD, "and q.shape[3] <= DRAWS ", "", "programs draw for wide heads"),
     (HOPPER_BACKWARD, " and seen <= MOST_QUERIES", "", "programs draw for long rows"),

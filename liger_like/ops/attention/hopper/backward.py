@@ -6,8 +6,8 @@ also goes to shared memory, where each group reads both halves for its part of d
 fp32 (Shah et al., arXiv:2407.08608). This happens one block later, so that no group waits for the softmax of the other,
 and during the products of the next scores. Queries come into a ring of STAGES buffers, ds into a ring of two.
 
-Shared memory limits this kernel, so keys and values stay in registers if these suffice. The groups multiply in turn:
-one computes exponentials while the other multiplies.
+Shared memory limits this kernel, so keys and values stay in registers if these suffice. The groups multiply in turn
+where heads are multiplied whole: one computes exponentials while the other multiplies.
 
 Where a block of keys has few queries, and heads are narrow, the first loads and the last stores of a program take a
 good part of its time. There a program draws one block after another: the loading warp runs ahead, so that the first
@@ -82,6 +82,12 @@ DRAWS, MOST_QUERIES = 96, 2048
 def _widths_of_groups(widths):
     """Return the number of features of dq that each warp group makes."""
     return widths if len(widths) == 2 else (widths[0] // 2,) * 2
+
+
+@triton.constexpr_function
+def _in_turn(D, width):
+    """Return True if the warp groups multiply in turn: heads in slices, of 80 or 96 features, take longer so."""
+    return len(product_widths(D, width)) == 1
 
 
 @gluon.jit
@@ -179,6 +185,7 @@ def _sum_block(
     REGISTERS: gl.constexpr = ((2 if SOFTCAP is None else 3) * BLOCK_M + sum_of(WIDTHS) + sum_of(WIDTHS_V)) // 2
     K_LOADED: gl.constexpr = parts_that_fit(REGISTERS, WIDTHS)
     V_LOADED: gl.constexpr = parts_that_fit(REGISTERS + sum_of(WIDTHS, K_LOADED) // 4, WIDTHS_V)
+    TURNS: gl.constexpr = _in_turn(D, BLOCK_D)
     dtype: gl.constexpr = bufs.q.dtype
     layout_s: gl.constexpr = sum_layout(BLOCK_M)
     cols: gl.constexpr = gl.SliceLayout(0, layout_s)
@@ -234,7 +241,8 @@ def _sum_block(
         if SOFTCAP is not None:  # before, there are no registers for it
             p *= slopes
             dp = start_contract(v, dout, no_scores)
-        sync_at(FREE_BARRIER + g, 256)
+        if TURNS:
+            sync_at(FREE_BARRIER + g, 256)
         dv = start_add_product(dv, p_operand, dout)
         dp = warpgroup_mma_wait(len(dv), deps=(dp,))
         ds = (p * (dp - bufs.delta.index(s).load(cols)[None, :])).to(dtype)
@@ -251,7 +259,8 @@ def _sum_block(
         mbarrier.wait(bars.full.index(t), (use + 1) // STAGES & 1, pred=use + 1 < end_use)
         q = columns_of(parts_of(bufs.q, t, STAGES), WIDTHS)
         s_acc = start_contract(k, q, no_scores)
-        arrive_at(FREE_BARRIER + 1 - g, 256)
+        if TURNS:
+            arrive_at(FREE_BARRIER + 1 - g, 256)
         dq = warpgroup_mma_wait(len(q), deps=(dq,))
         mbarrier.arrive(bars.ds_empty.index(last_ds % 2), count=1)
         if last_m >= start:
@@ -284,7 +293,8 @@ def _multiply(
     D: gl.constexpr, DV: gl.constexpr, SOFTCAP: gl.constexpr, HAS_LEFT: gl.constexpr, HAS_RIGHT: gl.constexpr,
     BLOCK_M: gl.constexpr, STAGES: gl.constexpr,
 ):  # fmt: skip
-    if g == 1:
+    TURNS: gl.constexpr = _in_turn(D, bufs.q.shape[-1])
+    if g == 1 and TURNS:
         arrive_at(FREE_BARRIER, 256)  # the first turn is that of the other group
     if len(queue) == 0:
         _sum_block(
