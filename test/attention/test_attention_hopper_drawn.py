@@ -23,6 +23,12 @@ from liger_like.testing import assert_accurate
 from liger_like.testing.inputs import attention_inputs, attention_varlen_inputs
 
 
+@pytest.fixture(autouse=True)
+def drawing(monkeypatch):
+    """Draw blocks with every version of Triton: what is slow must be right, too."""
+    monkeypatch.setattr(hopper_backward, "DRAWING", True)
+
+
 def test_which_calls_draw_blocks_of_keys(monkeypatch, device):
     """Programs draw if a block of keys has few queries, of one head, which is narrow."""
     counters = []
@@ -41,11 +47,13 @@ def test_which_calls_draw_blocks_of_keys(monkeypatch, device):
     ("window", "sequences", "drawn"),
     [((-1, -1), 0, False), ((-1, 0), 0, False), ((511, 0), 0, True), ((-1, -1), 3, False), ((-1, -1), 4, True)],
 )
-def test_how_many_queries_see_a_key(window, sequences, drawn):
+def test_how_many_queries_see_a_key(window, sequences, drawn, monkeypatch):
     cu = torch.empty(sequences + 1, dtype=torch.int32) if sequences else None
     masking = Masking(None, None, cu, cu, None, None, 8192, 8192, 1.0, None, *window)
     q = torch.empty(1, 8192, 1, 64, device="meta")
     assert hopper_backward._draws(q, q, masking) is drawn
+    monkeypatch.setattr(hopper_backward, "DRAWING", False)
+    assert not hopper_backward._draws(q, q, masking)
 
 
 def test_which_heads_are_multiplied_in_turn():
