@@ -7,6 +7,7 @@ import re
 import peft
 import pytest
 import torch
+import transformers
 from conftest import DEVICE
 from test_generation import SETTINGS, assert_exact, batched, eager, options, outputs, prompts
 from test_generation_caches import padded
@@ -35,6 +36,20 @@ FAMILIES = {
         "moe_topk": 2,
     },
     "MiniCPM3": {},
+    "AXK1": {"head_dim": 8},
+    "Mistral4": {"head_dim": 24, "rope_parameters": YARN | {"llama_4_scaling_beta": 0.1}},  # queries grow behind 16
+    "Youtu": {"head_dim": 8},
+}
+INDEXED = {"index_n_heads": 2, "index_head_dim": 16, "index_topk": 4}
+HYBRID = {"head_dim": 8, "layer_types": ["linear_attention", "full_attention"]}
+SKIPPED = {  # families whose latents are expanded as before: their config, and the reason
+    "AXK2": (INDEXED | {"head_dim": 8}, "its attention has unsupported arguments: indices"),
+    "DeepseekV32": (INDEXED | {"head_dim": 8}, "its attention has unsupported arguments: indices"),
+    "Dots3Note": (INDEXED | {"head_dim": 24}, "its attention has unsupported arguments: indices"),
+    "GlmMoeDsa": (INDEXED | {"head_dim": 8}, "its attention has unsupported arguments: indices"),
+    "HYV4": (INDEXED | {"head_dim": 8}, "its attention has unsupported arguments: indices"),
+    "BailingHybrid": (HYBRID, "does not support other attention implementations"),
+    "KimiLinear": (HYBRID | {"num_experts": 4}, "does not support other attention implementations"),
 }
 STEPS = 4
 
@@ -42,7 +57,9 @@ STEPS = 4
 def model_of(family, **more):
     sizes = ATTENTION["DeepseekV3"] | {"v_head_dim": 12, "kv_lora_rank": 16}
     sizes |= {"eos_token_id": None, "attn_implementation": "eager"}
-    return tiny(family, DEVICE, **sizes | FAMILIES[family] | more).eval()
+    return tiny(
+        family, DEVICE, **sizes | (FAMILIES[family] if family in FAMILIES else SKIPPED[family][0]) | more
+    ).eval()
 
 
 def tokens(model, inputs, **more):
@@ -80,6 +97,18 @@ def test_the_same_tokens_with_each_cache(family, decoded, monkeypatch):
         assert len(sorted_tokens) == STEPS - 1 if cache is None else 2 * (STEPS - 1)  # once for the layers of a step
     unpatch(model)
     assert type(model.model.layers[0].self_attn) is cls
+
+
+@pytest.mark.parametrize("family", [name for name in SKIPPED if hasattr(transformers, f"{name}ForCausalLM")])
+def test_families_that_keep_their_attention(family, decoded):
+    """Their reports give the reason, and patching the rest changes no token."""
+    model, inputs = model_of(family), {"input_ids": padded()["input_ids"]}
+    expected = tokens(model, inputs)
+    found = rows(patch(model), "attention")
+    assert {row.status for row in found} == {"skipped"}
+    assert any(SKIPPED[family][1] in row.reason for row in found)
+    assert torch.equal(tokens(model, inputs), expected)
+    assert not decoded
 
 
 def test_beams_and_assistants(decoded):
@@ -249,9 +278,13 @@ def layer():
 
 
 @pytest.mark.parametrize("room", [0, 5])
-@pytest.mark.parametrize("hidden", ["nothing", "left", "holes"])
-def test_the_kernel(hidden, room):
-    """The comparison rule in fp16, with a cache that has ``room`` before the tokens of each sequence."""
+@pytest.mark.parametrize("hidden", ["nothing", "left", "holes", "all of one"])
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16] if DEVICE == "cuda" else [torch.float16])
+def test_the_kernel(dtype, hidden, room):
+    """The comparison rule, with a cache that has ``room`` before the tokens of each sequence.
+
+    A sequence that sees no token returns zeros, in 16 bits and in float64.
+    """
     module, held, query = layer()
     held = [t if room else t[:, :, :21] for t in held]
     keep = torch.ones(3, 21, dtype=torch.bool, device=DEVICE)
@@ -259,19 +292,23 @@ def test_the_kernel(hidden, room):
         keep[0, :6], keep[2, :1] = False, False
     if hidden == "holes":
         keep[1, 4:7] = False
+    if hidden == "all of one":
+        keep[1] = False
     mask = Mask(right=0, padding=None if hidden == "nothing" else keep)
 
-    def of(dtype, expanded):
-        q, cache = (
-            query.half().to(dtype),
-            latents.Latents(*(t.half().to(dtype).contiguous()[:, :, room:] for t in held)),
-        )
-        cast = copy.deepcopy(module).half().to(dtype)
+    def of(last, expanded):
+        q = query.to(dtype).to(last)
+        cache = latents.Latents(*(t.to(dtype).to(last).contiguous()[:, :, room:] for t in held))
+        cast = copy.deepcopy(module).to(dtype).to(last)
         key, value = cache.expanded(cast) if expanded else (cache, None)
         return attend(cast, q, key, value, mask, scaling=module.scaling)[0].double()
 
     with torch.no_grad():
-        exact, same, got = of(torch.float64, True), of(torch.float16, True), of(torch.float16, False)
+        exact, same, got = of(torch.float64, True), of(dtype, True), of(dtype, False)
+    assert exact.isfinite().all()
+    if hidden == "all of one":
+        assert exact[1].eq(0).all()
+        assert got[1].eq(0).all()
     assert (got - exact).norm() <= 2 * (same - exact).norm() + 1e-6 * exact.norm()
 
 
@@ -293,6 +330,27 @@ def test_a_mask_that_changes_in_place(part, mode):
             key, value = held.expanded(each)
             expected = attend(each, query, key, value, mask, scaling=module.scaling)[0]
             torch.testing.assert_close(attend(each, query, held, None, mask, scaling=module.scaling)[0], expected)
+
+
+@torch.no_grad()
+@pytest.mark.parametrize("family", ["DeepseekV3", "Mistral4"])
+def test_logits_with_padding_on_the_left(family):
+    """The comparison rule in 16 bits; exact are the logits of each prompt alone, which no padding makes NaN."""
+    dtype = torch.bfloat16 if DEVICE == "cuda" else torch.float16
+    model, inputs = model_of(family).to(dtype), padded()
+    ids, keep = inputs["input_ids"], inputs["attention_mask"]
+    exact, patched, places = copy.deepcopy(model).double(), copy.deepcopy(model), (keep.cumsum(-1) - 1).clamp(min=0)
+    patch(patched)
+
+    def step(model):
+        before = {"attention_mask": keep[:, :-1], "position_ids": places[:, :-1]}
+        last = {"attention_mask": keep, "position_ids": places[:, -1:]}
+        cache = model(ids[:, :-1], **before, use_cache=True).past_key_values
+        return model(ids[:, -1:], **last, past_key_values=cache).logits[:, -1].double()
+
+    alone = torch.cat([exact(row[seen.bool()][None]).logits[:, -1] for row, seen in zip(ids, keep, strict=True)])
+    same, got = step(model), step(patched)
+    assert (got - alone).norm() <= 2 * (same - alone).norm() + 1e-6 * alone.norm()
 
 
 @torch.no_grad()

@@ -140,7 +140,7 @@ PAGED = [
     ),
     (
         KERNELS,
-        "products = contract(qv, v, products)",
+        "products = tl.fma(contract(qv, v), 1.0, products)",
         "products = contract(qv, v)",
         "with latents the rotated features do not count",
     ),

@@ -62,8 +62,8 @@ def _attend_block(
     if qv is not None or values_first(D, DV):
         v = _load_keys(v_ptr, page, row, rows, stride_vp, STRIDE_V, mask, WHOLE, DV)
     products = contract(q, k)
-    if qv is not None:
-        products = contract(qv, v, products)
+    if qv is not None:  # as a chain, Triton would compute the first product twice and move it between warps
+        products = tl.fma(contract(qv, v), 1.0, products)
     s, _ = scores(products, None, scale, SOFTCAP, EXACT)
     if edge:
         seen = visible(queries[:, None], keys[None, :], 0, end, left, 0, HAS_LEFT, True)
