@@ -85,8 +85,8 @@ ONLY = {dw_sum_portable._add_products_kernel: ("sm_90", "sm_100")}
 # but take 8 % longer for heads of 96 and 17 % longer for heads of 128.
 # The kernel for dk and dv of heads of 192 on Hopper holds 208 sums, products and operands in 240 registers. Triton 3.9
 # reads up to 14 values again that are the same in every iteration, of 690 instructions; windows and spans most.
-# The kernel on paged latents of 512 features holds 176 sums and products in 255 registers, with blocks of 64 keys. Triton
-# 3.9 reads two of the values again that are the same in every iteration, of 896 instructions.
+# The kernel on paged latents of 512 features holds 176 sums and products in 255 registers, with blocks of 64 keys.
+# Triton 3.9 reads two of the values again that are the same in every iteration, of 896 instructions.
 MAY_SPILL = {
     ("_attention_bwd_hopper_kernel", 90): 16,
     ("_attention_paged_kernel", 90): 400,
