@@ -213,9 +213,10 @@ def _half_row_of_latents(model: Any) -> int:
             )
     config = text_config(model)
     if layers and _has_windows(config):
+        kinds, window = (getattr(config, name, None) for name in ("layer_types", "sliding_window"))
         raise ValueError(
-            "sliding_window of the config must be None in continuous batching of latents, whose cache has no windows;"
-            f" got {config.sliding_window}"
+            "config must have full attention in each layer in continuous batching of latents, which sees all tokens;"
+            f" got layer_types {kinds} and sliding_window {window}"
         )
     return max((-(-(m.kv_b_proj.in_features + m.qk_rope_head_dim) // 2) for m in layers.values()), default=0)
 

@@ -12,7 +12,17 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F  # noqa: N812  # as torch has it
 
-from liger_like.patches import NothingToDoError, Recogniser, Trial, bare, original, random_like, random_parameter
+from liger_like.patches import (
+    NothingToDoError,
+    Recogniser,
+    Trial,
+    UnrecognisedError,
+    bare,
+    original,
+    random_like,
+    random_parameter,
+)
+from liger_like.patches.foreign import replaced_in_class
 from liger_like.patches.lm_head import LMHead
 from liger_like.runtime.autograd import is_differentiated, is_forward_only, once_differentiable
 from liger_like.runtime.support import autocast_dtype, is_local, unhooked
@@ -26,22 +36,40 @@ class _AdaptedLinear(torch.autograd.Function):
         rows = x.reshape(-1, x.shape[-1])
         u = F.linear(rows, a)
         y = F.linear(rows, w, bias).addmm_(u, b.t(), alpha=scale)
-        ctx.save_for_backward(rows, w, a, b, u)
+        needs_dx, _, _, needs_da, needs_db, _ = ctx.needs_input_grad
+        ctx.save_for_backward(
+            rows if needs_da else None,
+            w if needs_dx else None,
+            a if needs_dx else None,
+            b if needs_dx or needs_da else None,
+            u if needs_db else None,
+        )
         ctx.scale = scale
-        return y.view(*x.shape[:-1], len(w))
+        return torch.ops.aten._unsafe_view(y, (*x.shape[:-1], len(w)))  # a view here could not be changed in place
 
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, dy: Tensor) -> tuple[Tensor | None, ...]:
-        rows, w, a, b, u = ctx.saved_tensors
-        needs_dx, _, _, needs_da, needs_db, _ = ctx.needs_input_grad
-        shape, dy = (*dy.shape[:-1], w.shape[1]), dy.reshape(-1, len(w))
-        du = dy.mm(b)
-        dx = dy.mm(w).addmm_(du, a, alpha=ctx.scale).view(shape) if needs_dx else None
-        # with beta=0 the product takes the place of its first argument, which is not read
-        da = torch.addmm(a, du.t(), rows, beta=0, alpha=ctx.scale) if needs_da else None
-        db = torch.addmm(b, dy.t(), u, beta=0, alpha=ctx.scale) if needs_db else None
-        return dx, None, None, da, db, None
+        if torch.is_autocast_enabled(dy.device.type):  # the dtypes are those of the forward
+            with torch.autocast(dy.device.type, enabled=False):
+                return _gradients(ctx, dy)
+        return _gradients(ctx, dy)
+
+
+def _gradients(ctx: Any, dy: Tensor) -> tuple[Tensor | None, ...]:
+    rows, w, a, b, u = ctx.saved_tensors
+    needs_dx, _, _, needs_da, needs_db, _ = ctx.needs_input_grad
+    sizes, dy = dy.shape[:-1], dy.reshape(-1, dy.shape[-1])
+    du = None if b is None else _scaled(dy, b, ctx.scale)  # with the factor, which keeps small gradients in fp16
+    dx = dy.mm(w).addmm_(du, a).view(*sizes, w.shape[1]) if needs_dx else None
+    da = du.t().mm(rows) if needs_da else None  # type: ignore[union-attr]
+    db = _scaled(dy.t(), u, ctx.scale) if needs_db else None
+    return dx, None, None, da, db, None
+
+
+def _scaled(x: Tensor, y: Tensor, scale: float) -> Tensor:
+    """Return ``scale`` times x y by one kernel: with beta=0 the first argument is not read."""
+    return torch.addmm(x.new_empty(len(x), y.shape[1]), x, y, beta=0, alpha=scale)
 
 
 def obstacle(layer: Any, name: str) -> str:
@@ -51,10 +79,11 @@ def obstacle(layer: Any, name: str) -> str:
         return "this version of PEFT does not tell LoRA from its variants"
     if name in variants:  # DoRA, say
         return f"its adapter {name!r} is a {type(variants[name]).__name__}"
-    if type(parts["lora_dropout"]._modules[name]) is not nn.Identity:
+    dropout: Any = parts["lora_dropout"]._modules[name]
+    if type(dropout) is not nn.Identity or not unhooked(dropout):
         return f"its adapter {name!r} has dropout"
     for part in (parts["lora_A"]._modules[name], parts["lora_B"]._modules[name]):
-        if type(part) is not nn.Linear or part._parameters["bias"] is not None:
+        if type(part) is not nn.Linear or part._parameters.get("bias") is not None:
             return f"its adapter {name!r} is more than two matrices"
     base = parts["base_layer"]
     return "" if type(base) is nn.Linear else f"its base layer is a {type(base).__name__}"
@@ -63,9 +92,12 @@ def obstacle(layer: Any, name: str) -> str:
 def operands(layer: Any, x: Tensor) -> tuple[Any, ...] | None:
     """Return weight, bias, A, B and scale of the one active adapter; None where PEFT's own forward must run.
 
-    A compiled graph holds PEFT's forward, whose factor and sum Inductor fuses.
+    A compiled graph holds PEFT's forward, whose factor and sum Inductor fuses. A dispatch mode, such as a checkpoint
+    that keeps products, must see each product, and none that is changed in place.
     """
     if layer._disable_adapters or layer.merged_adapters or torch.compiler.is_compiling():
+        return None
+    if torch._C._len_torch_dispatch_stack() or not is_local(x) or x.layout is not torch.strided or x.is_nested:
         return None
     parts = layer._modules  # attributes of a module that are no modules or parameters cost 0.1 us, others 1.5 us
     names = [name for name in layer.active_adapters if name in parts["lora_A"]._modules]
@@ -74,11 +106,11 @@ def operands(layer: Any, x: Tensor) -> tuple[Any, ...] | None:
     base, a, b = (parts["base_layer"], *(parts[part]._modules[names[0]] for part in ("lora_A", "lora_B")))
     if not (unhooked(base) and unhooked(a) and unhooked(b) and (is_differentiated() or is_forward_only())):
         return None
-    w, bias, scale = base._parameters["weight"], base._parameters["bias"], layer.scaling[names[0]]
-    a, b, cast = a._parameters["weight"], b._parameters["weight"], autocast_dtype(x)
-    if w.requires_grad or (bias is not None and bias.requires_grad) or not isinstance(scale, float | int):
+    w, bias, scale = base._parameters.get("weight"), base._parameters.get("bias"), layer.scaling[names[0]]
+    a, b, cast = a._parameters.get("weight"), b._parameters.get("weight"), autocast_dtype(x)
+    if not (is_local(w) and is_local(a) and is_local(b)):  # None in a replica of DataParallel
         return None
-    if not (is_local(x) and is_local(w) and is_local(a) and is_local(b)):
+    if w.requires_grad or (bias is not None and bias.requires_grad) or not isinstance(scale, float | int):
         return None
     if x.dtype != w.dtype or a.dtype != b.dtype or a.dtype not in (x.dtype, torch.float32 if cast else None):
         return None
@@ -97,10 +129,12 @@ class LoRA(Recogniser):
         return peft is not None and original(type(module)).forward is peft.tuners.lora.Linear.forward
 
     def variant(self, module: nn.Module, model: nn.Module) -> str:
-        """Return "linear". Raises NothingToDoError."""
+        """Return "linear". Raises NothingToDoError or UnrecognisedError."""
         layer: Any = module
         if not self.looks_like(module):
             raise NothingToDoError("has no adapter")
+        if replaced_in_class(type(module)):
+            raise UnrecognisedError("its forward matches no known form")
         owner: Any = next(filter(LMHead().looks_like, model.modules()), None)
         if owner is not None and module in owner.get_output_embeddings().modules():
             raise NothingToDoError("the head's adapter belongs to its loss")

@@ -20,6 +20,7 @@ from liger_like.patches.attention import NAME
 
 EMBEDDINGS = RowwiseParallel(input_layouts=Replicate(), output_layouts=Shard(1), use_local_output=False)
 LAYER = {"self_attn", "mlp", "input_layernorm", "post_attention_layernorm"}
+SCALES = "embedding_multiplier", "logits_scaling"  # of Granite, whose layers are a Llama's
 PROJECTIONS = {
     "self_attn": {f"{name}_proj" for name in "qkvo"},
     "mlp": {f"{name}_proj" for name in ("gate", "up", "down")},
@@ -109,18 +110,27 @@ def spread(model: Any, mesh: DeviceMesh, **options: Any) -> Stage:
     return stage
 
 
+def _children(module: Any) -> set[str]:
+    return {name for name, _ in module.named_children()}
+
+
+def _is_llamas(layer: nn.Module) -> bool:
+    """Return True if ``layer`` has the modules of a Llama's layer, in attention perhaps more."""
+    return _children(layer) == LAYER and all(own <= _children(getattr(layer, p)) for p, own in PROJECTIONS.items())
+
+
 def _refusal(model: Any, tp: int, pp: int) -> str:
     """Return why ``model`` cannot be spread over ``tp`` x ``pp`` processes, or ""."""
     name, config = type(model).__name__, model.config
-    layer = model.model.layers[0] if hasattr(getattr(model, "model", None), "layers") else nn.Module()
-    parts = {part: {n for n, _ in getattr(layer, part, nn.Module()).named_children()} for part in PROJECTIONS}
-    own = {child for child, _ in layer.named_children()} == LAYER and all(PROJECTIONS[p] <= parts[p] for p in parts)
+    layers = [*model.model.layers] if hasattr(getattr(model, "model", None), "layers") else []
     kinds = getattr(config, "layer_types", None) or ["full_attention"] * (not getattr(config, "sliding_window", None))
-    if not own:
+    if not layers or not all(map(_is_llamas, layers)):
         return f"model must have the layers of a Llama to be spread, got {name}"
+    if scaled := [field for field in SCALES if getattr(config, field, 1) != 1]:
+        return f"model must not scale embeddings or logits to be spread, got {name} with {scaled[0]}"
     if {*kinds} != {"full_attention"}:
         return f"model must have full attention in each layer to be spread, got windows or other kinds in {name}"
-    if tp > 1 and (more := parts["self_attn"] - PROJECTIONS["self_attn"]):
+    if tp > 1 and (more := _children(layers[0].self_attn) - PROJECTIONS["self_attn"]):
         return f"tp must be 1 for {name}, got {tp}: gradients of its {min(more)} are not summed over heads"
     if config._attn_implementation != NAME:
         return f"model must have patched attention to be spread, got {config._attn_implementation!r} in {name}"

@@ -20,12 +20,12 @@ KEEPS = '("attention", "loss")', '(), host=("attention",)'  # of a checkpoint, b
 COLORS = ("#0050d0", "#6fcfc0", "#5b8def", "#a0a0a0", "#e69f00", "#b0559c", "#d79bc8", "#585858", "#a5703f")
 LEGEND = (
     "rows: sequences that a GPU computes at a time, x passes before an optimizer step; checkpointing: activations are",
-    "  computed again in the backward, so that fewer are kept; -: does not fit",
+    "  computed again in the backward, so that fewer are kept; - before a setting: does not fit",
     "needs: GiB that a GPU must have: the peak, and an assumed margin for what torch does not count",
     "peak: GiB of all tensors at their most = states (parameters, gradients, optimizer) + kept (activations) + rest",
     "host: GiB of CPU memory, for all GPUs; limited by: what takes most of the time, and its share",
 )
-GUESS = "~: a guess, since the rates of this GPU are from data sheets, not measured"
+GUESS = "~: a guess, since the rates of this GPU were not measured"
 HEADINGS = "", "setting", "needs", "peak", "states", "kept", "rest", "host", "s/step", "tokens/s", "limited by"
 
 

@@ -11,13 +11,14 @@ FLOAT_MAX = torch.finfo(torch.float32).max
 
 
 def require(name: str, value: Tensor, *, like: Tensor | None = None, shape: tuple[int, ...] | None = None) -> None:
-    """Raise unless ``value`` is a strided floating-point tensor on the device of ``like`` with the given ``shape``."""
+    """Raise unless ``value`` is a dense floating-point tensor on the device of ``like`` with the given ``shape``."""
     if not isinstance(value, Tensor):
         raise TypeError(f"{name} must be a tensor, got {type(value).__name__}")
     if not value.is_floating_point():
         raise TypeError(f"{name} must be floating point, got {value.dtype}")
     if value.layout is not torch.strided or value.is_nested:
-        raise TypeError(f"{name} must be a strided tensor, got a nested one or {value.layout}")
+        kind = "a nested one" if value.is_nested else value.layout
+        raise TypeError(f"{name} must be a dense tensor, got {kind}")
     sizes = value.shape
     if not sizes or sizes[-1] == 0:
         raise ValueError(f"{name} must have a last dimension of at least 1, got shape {list(sizes)}")

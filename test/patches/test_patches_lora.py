@@ -10,7 +10,9 @@ from test_patches_peft import adapted, batch
 from tiny_models import assert_exact, results, rows, tiny
 from torch import nn
 from torch.distributed.fsdp import fully_shard
+from torch.utils.flop_counter import FlopCounterMode
 
+from liger_like.parallel import checkpoint_policy
 from liger_like.patches import lora
 from liger_like.patching import patch, unpatch
 
@@ -129,8 +131,11 @@ def test_gradients_do_not_read_what_they_replace(run):
     assert len(run) == 1
 
 
-def test_saves_no_more_than_peft():
+@pytest.mark.parametrize("frozen", ["nothing", "lora_A", "lora_B", "x", "x lora_A"])
+def test_saves_no_more_than_peft(frozen):
     def saved(layer):
+        for name, p in layer.named_parameters():
+            p.requires_grad_(p.requires_grad and not any(part in name for part in frozen.split()))
         kept = {}
 
         def keep(t):
@@ -138,11 +143,98 @@ def test_saves_no_more_than_peft():
             return t
 
         with torch.autograd.graph.saved_tensors_hooks(keep, lambda t: t):
-            layer(sample())
+            layer(sample(grad="x" not in frozen))
         return sum(kept.values())
 
     ours, theirs = map(saved, pair())
     assert 0 < ours <= theirs
+
+
+def test_small_gradients_in_half_precision(device):
+    """The factor comes before the gradient of x A^T is rounded: else it would be below what fp16 holds."""
+    layers = pair(device, dtype=torch.float16, lora_alpha=256)
+    for layer in layers:
+        layer.lora_B["default"].weight.data.mul_(1e-3)
+    exact, got, same = (
+        torch.autograd.grad(
+            layer(x), layer.lora_A["default"].weight, torch.full((2, 64, 40), 1e-4, device=device).to(x)
+        )[0]
+        for layer, x in (
+            (copy.deepcopy(layers[1]).double(), sample(device, torch.float64)),
+            *((layer, sample(device, torch.float16)) for layer in layers),
+        )
+    )
+    error, allowed = (float((t - exact).norm()) for t in (got, same))
+    assert error <= 1.1 * allowed
+
+
+@pytest.mark.parametrize("shape", [(2, 64, 24), (64, 24)])
+def test_results_may_change_in_place(shape, run):
+    for layer in pair():
+        y = layer(sample("cpu", torch.float32, *shape))
+        y.clamp_(-1, 1).sum().backward()
+    assert len(run) == 1
+
+
+def test_autocast_around_the_backward_alone(run):
+    """The backward computes in the dtypes of its forward."""
+    patched, original = pair()
+    weight = patched.lora_A["default"].weight
+    with torch.autocast("cpu", torch.bfloat16):
+        with torch.autocast("cpu", enabled=False):
+            y = patched(sample())
+        (got,) = torch.autograd.grad(y.sum(), weight)
+    assert len(run) == 1
+    (expected,) = torch.autograd.grad(original(sample()).sum(), original.lora_A["default"].weight)
+    torch.testing.assert_close(got, expected)
+
+
+@pytest.mark.parametrize("policy", [checkpoint_policy(), checkpoint_policy(("matmul",))])
+def test_checkpoints_that_keep_products(policy, device):
+    original = adapted(tiny("Llama", device, num_hidden_layers=1), **LAYERS)
+    model = copy.deepcopy(original)
+    patch(model, strict=True)
+    model.enable_input_require_grads()
+    model.gradient_checkpointing_enable({"use_reentrant": False, "context_fn": policy})
+    assert_exact(model, original, batch(device))
+
+
+def test_counted_operations(run):
+    counts = []
+    for layer in pair():
+        with FlopCounterMode(display=False) as counter:
+            layer(sample()).sum().backward()
+        counts.append(counter.get_total_flops())
+    assert counts[0] == counts[1] > 0
+    assert not run
+
+
+def test_replicas_have_no_parameters():
+    """DataParallel gives replicas their tensors as plain attributes."""
+    for part in ("base_layer", "lora_A", "lora_B"):
+        patched, _ = pair()
+        linear = getattr(patched, part)
+        linear = linear if part == "base_layer" else linear["default"]
+        weight = linear._parameters.pop("weight").detach()
+        linear.__dict__["weight"] = weight
+        x = sample()
+        expected = patched.base_layer(x) + 1.5 * patched.lora_B["default"](patched.lora_A["default"](x))
+        assert lora.operands(patched, x) is None
+        torch.testing.assert_close(patched(x), expected)
+
+
+def test_a_replaced_forward_is_left_alone(monkeypatch):
+    forward = peft.tuners.lora.Linear.forward
+    monkeypatch.setattr(peft.tuners.lora.Linear, "forward", lambda self, x, *args, **kw: forward(self, x, *args, **kw))
+    (row,) = rows(patch(nn.Sequential(layer_of(), nn.LayerNorm(40))), "lora")
+    assert row.status == "skipped"
+    assert "forward was replaced by" in row.reason
+
+
+def test_sparse_rows_are_peft_s_own():
+    patched, original = pair()
+    x = sample(grad=False)[0].to_sparse()
+    assert torch.equal(patched(x), original(x))
 
 
 def test_differentiable_once():
@@ -178,6 +270,7 @@ CHANGES = {
     "dropout": dropped,
     "trained weight": lambda layer: layer.base_layer.weight.requires_grad_(),
     "trained bias": lambda layer: layer.base_layer.bias.requires_grad_(),
+    "hook on dropout": hooked(lambda layer: layer.lora_dropout["default"]),
     "hook on A": hooked(lambda layer: layer.lora_A["default"]),
     "hook on the base": hooked(lambda layer: layer.base_layer),
     "another forward of B": shadowed,

@@ -11,6 +11,8 @@ from distributed import run
 from test_planning_command import prediction
 from transformers import (
     DeepseekV3Config,
+    Glm4MoeConfig,
+    GraniteConfig,
     LlamaConfig,
     LlamaForCausalLM,
     MistralConfig,
@@ -88,6 +90,7 @@ def test_micro_batches_in_flight(index, flying):
     """
     setting = Setting(1, SEQ, pp=2, accumulation=4, dtype="fp32")
     _, changes, *_ = layers.trace_step(made(setting), setting, "h200", index=index)
+    assert {change.part.layer for change in changes} - {None} == [{0}, {1, 2}][index]
     level = peak = 0
     for change in changes:
         if change.part == ("activations", index, "mlp.gate_proj"):
@@ -131,6 +134,11 @@ LATENTS = DeepseekV3Config(
     **SIZES, num_key_value_heads=4, kv_lora_rank=16, q_lora_rank=16, qk_nope_head_dim=16, qk_rope_head_dim=16,
     v_head_dim=16, first_k_dense_replace=2, num_hidden_layers=2,
 )  # fmt: skip
+SCALED = GraniteConfig(**SIZES, num_key_value_heads=2, num_hidden_layers=2, embedding_multiplier=12.0)
+MIXED = Glm4MoeConfig(
+    **SIZES, num_key_value_heads=2, num_hidden_layers=2, first_k_dense_replace=1, n_routed_experts=4,
+    num_experts_per_tok=2, moe_intermediate_size=32,
+)  # fmt: skip
 GROUPED = {"checkpoint": "full", "checkpoint_layers": 2}
 
 
@@ -143,6 +151,12 @@ GROUPED = {"checkpoint": "full", "checkpoint_layers": 2}
         (MODEL, {"pp": 4}, "pp must be at most the model's 3 layers, got 4"),
         (SLIDING, {"pp": 2}, "windows or other kinds in Qwen2"),
         (WINDOWS, {"tp": 2}, "windows or other kinds in Mistral"),
+        (
+            SCALED,
+            {"pp": 2},
+            "must not scale embeddings or logits to be spread, got GraniteForCausalLM with embedding_mul",
+        ),
+        (MIXED, {"pp": 2}, "model must have the layers of a Llama to be spread, got Glm4Moe"),
         (LATENTS, {"pp": 2}, "model must have the layers of a Llama to be spread, got DeepseekV3"),
         (
             NORMS,

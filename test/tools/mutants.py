@@ -104,6 +104,7 @@ FILES = (
     "test/ops/test_experts_hopper.py",
     "test/ops/test_gpu.py",
     "test/patches/test_generation_latents.py",
+    "test/patches/test_latents_recognised.py",
     "test/patches/test_generation_caches.py",
     "test/patches/test_generation.py",
     "test/patches/test_tokens.py",

@@ -1,6 +1,6 @@
 """Choose the tiles of the attention kernels: measured ones for Hopper, others by the shared memory of the GPU.
 
-Three kernels spill registers in a loop: ``MAY_SPILL`` in test/tools/compile_check.py names them.
+Four kernels spill registers in a loop: ``MAY_SPILL`` in test/tools/compile_check.py names them.
 """
 
 import functools

@@ -93,6 +93,18 @@ def _in_turn(D, width):
 
 
 @gluon.jit
+def _take_turn(g: gl.constexpr, D: gl.constexpr, WIDTH: gl.constexpr):
+    if _in_turn(D, WIDTH):
+        sync_at(FREE_BARRIER + g, 256)
+
+
+@gluon.jit
+def _end_turn(g: gl.constexpr, D: gl.constexpr, WIDTH: gl.constexpr):
+    if _in_turn(D, WIDTH):
+        arrive_at(FREE_BARRIER + 1 - g, 256)
+
+
+@gluon.jit
 def _rows_of_group(bufs, index, g: gl.constexpr, WIDTHS: gl.constexpr):
     """Return the keys or values of a warp group in parts."""
     return columns_of(rows_of(parts_of(bufs, index, 1), g * ROWS), WIDTHS)
@@ -187,7 +199,6 @@ def _sum_block(
     REGISTERS: gl.constexpr = ((2 if SOFTCAP is None else 3) * BLOCK_M + sum_of(WIDTHS) + sum_of(WIDTHS_V)) // 2
     K_LOADED: gl.constexpr = parts_that_fit(REGISTERS, WIDTHS)
     V_LOADED: gl.constexpr = parts_that_fit(REGISTERS + sum_of(WIDTHS, K_LOADED) // 4, WIDTHS_V)
-    TURNS: gl.constexpr = _in_turn(D, BLOCK_D)
     dtype: gl.constexpr = bufs.q.dtype
     layout_s: gl.constexpr = sum_layout(BLOCK_M)
     cols: gl.constexpr = gl.SliceLayout(0, layout_s)
@@ -243,8 +254,7 @@ def _sum_block(
         if SOFTCAP is not None:  # before, there are no registers for it
             p *= slopes
             dp = start_contract(v, dout, no_scores)
-        if TURNS:
-            sync_at(FREE_BARRIER + g, 256)
+        _take_turn(g, D, BLOCK_D)
         dv = start_add_product(dv, p_operand, dout)
         dp = warpgroup_mma_wait(len(dv), deps=(dp,))
         ds = (p * (dp - bufs.delta.index(s).load(cols)[None, :])).to(dtype)
@@ -261,8 +271,7 @@ def _sum_block(
         mbarrier.wait(bars.full.index(t), (use + 1) // STAGES & 1, pred=use + 1 < end_use)
         q = columns_of(parts_of(bufs.q, t, STAGES), WIDTHS)
         s_acc = start_contract(k, q, no_scores)
-        if TURNS:
-            arrive_at(FREE_BARRIER + 1 - g, 256)
+        _end_turn(g, D, BLOCK_D)
         dq = warpgroup_mma_wait(len(q), deps=(dq,))
         mbarrier.arrive(bars.ds_empty.index(last_ds % 2), count=1)
         if last_m >= start:
@@ -295,9 +304,8 @@ def _multiply(
     D: gl.constexpr, DV: gl.constexpr, SOFTCAP: gl.constexpr, HAS_LEFT: gl.constexpr, HAS_RIGHT: gl.constexpr,
     BLOCK_M: gl.constexpr, STAGES: gl.constexpr,
 ):  # fmt: skip
-    TURNS: gl.constexpr = _in_turn(D, bufs.q.shape[-1])
-    if g == 1 and TURNS:
-        arrive_at(FREE_BARRIER, 256)  # the first turn is that of the other group
+    if g == 1:  # the first turn is that of the other group
+        _end_turn(g, D, bufs.q.shape[-1])
     if len(queue) == 0:
         _sum_block(
             g, block, problem, outputs, bufs, bars, 0, 0, scale, H, HK, D, DV, SOFTCAP, HAS_LEFT, HAS_RIGHT,
