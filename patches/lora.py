@@ -45,7 +45,8 @@ class _AdaptedLinear(torch.autograd.Function):
             u if needs_db else None,
         )
         ctx.scale = scale
-        return torch.ops.aten._unsafe_view(y, (*x.shape[:-1], len(w)))  # a view here could not be changed in place
+        # what is a view here could not be changed in place by the caller
+        return torch.ops.aten._unsafe_view(y, (*x.shape[:-1], len(w)))  # type: ignore[no-any-return]
 
     @staticmethod
     @once_differentiable
@@ -60,9 +61,10 @@ def _gradients(ctx: Any, dy: Tensor) -> tuple[Tensor | None, ...]:
     rows, w, a, b, u = ctx.saved_tensors
     needs_dx, _, _, needs_da, needs_db, _ = ctx.needs_input_grad
     sizes, dy = dy.shape[:-1], dy.reshape(-1, dy.shape[-1])
-    du = None if b is None else _scaled(dy, b, ctx.scale)  # with the factor, which keeps small gradients in fp16
+    # with the factor, which keeps small gradients in fp16
+    du: Any = _scaled(dy, b, ctx.scale) if needs_dx or needs_da else None
     dx = dy.mm(w).addmm_(du, a).view(*sizes, w.shape[1]) if needs_dx else None
-    da = du.t().mm(rows) if needs_da else None  # type: ignore[union-attr]
+    da = du.t().mm(rows) if needs_da else None
     db = _scaled(dy.t(), u, ctx.scale) if needs_db else None
     return dx, None, None, da, db, None
 
