@@ -94,8 +94,8 @@ def obstacle(layer: Any, name: str) -> str:
 def operands(layer: Any, x: Tensor) -> tuple[Any, ...] | None:
     """Return weight, bias, A, B and scale of the one active adapter; None where PEFT's own forward must run.
 
-    A compiled graph holds PEFT's forward, whose factor and sum Inductor fuses. A dispatch mode, such as a checkpoint
-    that keeps products, must see each product, and none that is changed in place.
+    A compiled graph holds PEFT's forward, whose factor and sum Inductor fuses. Under a dispatch mode PEFT's forward
+    runs, too: a checkpoint that keeps products raises if they change in place.
     """
     if layer._disable_adapters or layer.merged_adapters or torch.compiler.is_compiling():
         return None
