@@ -5,6 +5,7 @@ import os
 import re
 import subprocess
 import sys
+from collections import Counter
 from pathlib import Path
 
 import pytest
@@ -14,8 +15,10 @@ from functorch.compile import min_cut_rematerialization_partition
 from torch._dynamo.backends.common import aot_autograd
 from torch._dynamo.utils import counters
 from torch._inductor import config
+from torch._inductor.decomposition import select_decomp_table
 from torch._inductor.utils import run_and_get_code
 from torch.fx.experimental.symbolic_shapes import ShapeEnv
+from torch.nn.functional import cross_entropy, linear
 from torch.testing._internal.two_tensor import TwoTensor
 from torch.utils._pytree import tree_leaves
 
@@ -38,8 +41,11 @@ class NotRunError(Exception):
     """A graph that is only looked at was called."""
 
 
-def graphs_of(call, runs=False):
-    """Return the graphs of a call that is compiled and of its backward, which run only if ``runs``."""
+def graphs_of(call, runs=False, **options):
+    """Return the graphs of a call that is compiled and of its backward, which run only if ``runs``.
+
+    ``options`` are those of aot_autograd.
+    """
     graphs = []
 
     def keep(graph, inputs):
@@ -54,7 +60,7 @@ def graphs_of(call, runs=False):
     # both graphs before the first is called
     end = contextlib.nullcontext() if runs else pytest.raises(NotRunError)
     with torch._functorch.config.patch(force_non_lazy_backward_lowering=True), end:
-        call(aot_autograd(fw_compiler=keep, bw_compiler=keep, partition_fn=partition))
+        call(aot_autograd(fw_compiler=keep, bw_compiler=keep, partition_fn=partition, **options))
     return graphs
 
 
@@ -138,6 +144,28 @@ def test_the_loss_of_few_tokens_is_plain_torch(tokens, options, dynamic, is_op, 
 
     found = [node for graph in graphs_of(step) for node in graph.nodes if "liger_like" in str(node.target)]
     assert bool(found) == is_op
+
+
+def test_the_loss_of_few_tokens_passes_over_the_logits_as_torch_does(device):
+    inputs = BY_NAME["fused_linear_cross_entropy"].inputs(torch.bfloat16, device, lead=(6,), H=4, V=5)
+
+    def of_torch(x, weight, target):
+        return cross_entropy(linear(x, weight).float(), target)
+
+    def passes(loss):
+        def step(backend):
+            compiled = torch.compile(loss, backend=backend, fullgraph=True)
+            compiled(inputs["x"], inputs["weight"], inputs["target"]).backward()
+
+        graphs = graphs_of(step, decompositions=select_decomp_table())
+        nodes = [node for graph in graphs for node in graph.nodes if node.op == "call_function"]
+        return Counter(
+            str(node.target)
+            for node in nodes
+            if getattr(node.meta["val"], "shape", None) == (6, 5) and "view" not in str(node.target)
+        )
+
+    assert passes(fused_linear_cross_entropy) == passes(of_torch)
 
 
 @pytest.mark.parametrize("in_cuda_graph", [False, True])

@@ -167,7 +167,7 @@ TESTS = {
     **dict.fromkeys((ROWS, OP), "test_divergence"),
     CHUNKS: "test_divergence or test_parallel_divergence or test_unstored_logits",
     **dict.fromkeys((SHARDS, DIVERGENCE_PARALLEL), "test_parallel_divergence"),
-    "ops/losses/rows.py": "cross_entropy or test_losses or test_errors or test_logprobs",
+    "ops/losses/rows.py": "cross_entropy or test_losses or test_errors or test_logprobs or few_tokens",
     "ops/losses/row_kernels.py": "cross_entropy or test_losses or logprob or test_unstored_logits",
     "ops/losses/cross_entropy.py": "cross_entropy or test_losses",
     "ops/losses/linear_cross_entropy.py": LINEAR,

@@ -134,6 +134,21 @@ OPS = [
         "a batch with nothing to count gives NaN",
     ),
     (
+        "ops/losses/rows.py",
+        '-nll_loss(rows, labels, ignore_index=options.ignore_index, reduction="none")',
+        "rows.gather(-1, labels.clamp(min=0).unsqueeze(-1))",
+        "a compiled backward adds to stored zeros of all logits",
+    ),
+    (
+        "ops/losses/rows.py",
+        "labels, ignore_index=options.ignore_index",
+        "labels",
+        "the definition ignores label -100 alone",
+    ),
+    ("ops/losses/rows.py", "if options.z_loss:", "if True:", "a compiled loss computes the lse that it does not need"),
+    ("ops/losses/rows.py", "if options.logit_scale != 1:", "if True:", "a compiled loss multiplies all logits by 1"),
+    ("ops/losses/rows.py", "weight[target.masked_fill(ignored, 0)]", "weight[0]", "the weight of the first class"),
+    (
         "ops/losses/row_kernels.py",
         'return tl.where(offs_v < V, raw, float("-inf"))',
         "return raw",

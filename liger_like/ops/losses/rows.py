@@ -7,6 +7,7 @@ import torch
 import triton
 import triton.language as tl
 from torch import Tensor
+from torch.nn.functional import nll_loss
 from torch.utils._python_dispatch import _disable_current_modes
 
 from liger_like.runtime import machine
@@ -82,7 +83,9 @@ def scores_ref(logits: Tensor, options: Options) -> tuple[Tensor, Tensor]:
 
     The softcap is monotonic but rounds large scores together, so ranks are those of the logits before it.
     """
-    raw = logits.to(torch.promote_types(logits.dtype, torch.float32)) * options.logit_scale
+    raw = logits.to(torch.promote_types(logits.dtype, torch.float32))
+    if options.logit_scale != 1:  # Inductor divides a scaled softmax into more kernels
+        raw = raw * options.logit_scale
     return raw, raw if options.softcap is None else options.softcap * torch.tanh(raw / options.softcap)
 
 
@@ -92,13 +95,19 @@ def row_losses_ref(logits: Tensor, target: Tensor, weight: Tensor | None, option
     raw, z = scores_ref(logits, options)
     argmax = raw.argmax(-1)
     ignored = target == options.ignore_index
-    label = target.masked_fill(ignored, 0).long()
     logp, lse = z.log_softmax(-1), z.logsumexp(-1)
-    w = z.new_ones(z.shape[-1]) if weight is None else weight.to(z.dtype)
-    logprob = logp.gather(-1, label.unsqueeze(-1)).squeeze(-1)
-    loss = -(1 - options.label_smoothing) * w[label] * logprob + options.z_loss * lse.square()
+    # not gather, in whose backward Inductor stores zeros [..., V] and adds to them
+    rows, labels = logp.reshape(-1, logp.shape[-1]), target.reshape(-1).long()
+    logprob = -nll_loss(rows, labels, ignore_index=options.ignore_index, reduction="none").view(target.shape)
+    loss = (options.label_smoothing - 1) * logprob
+    if weight is not None:
+        weight = weight.to(z.dtype)
+        loss = loss * weight[target.masked_fill(ignored, 0)]
+    if options.z_loss:  # lse costs a graph another pass over the logits
+        loss = loss + options.z_loss * lse.square()
     if options.label_smoothing:
-        loss = loss - options.label_smoothing / z.shape[-1] * (logp * w).sum(-1)
+        words = logp if weight is None else logp * weight
+        loss = loss - options.label_smoothing / z.shape[-1] * words.sum(-1)
     p = logp.exp()
     entropy = -(p * logp.where(p > 0, 0)).sum(-1)
     floats = (t.masked_fill(ignored, 0) for t in (loss, logprob, lse.detach(), entropy))
