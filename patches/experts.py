@@ -147,12 +147,14 @@ def check_weights(*weights: Any) -> None:
 
 def adapters(module: Any, model: nn.Module) -> str:
     """Return how the report names PEFT's adapters of the packed weights of ``module``; empty without."""
-    wrappers: list[Any] = [m for m in model.modules() if getattr(m, "parameter_name", None) in PACKED]
-    active = [[a for a in m.active_adapters if a in m.lora_A] for m in wrappers if m.get_base_layer() is module]
+    packed: list[Any] = [m for m in model.modules() if getattr(m, "parameter_name", None) in PACKED]
+    wrappers = [m for m in packed if m.get_base_layer() is module]
+    active = [[a for a in m.active_adapters if a in m.lora_A] for m in wrappers]
     layer = sys.modules.get("peft.tuners.lora.layer")
     proxy = getattr(layer, "_LoraFactorsProxy", None)  # older versions of PEFT have none, and none is for one expert
     others = {*PACKED} & {*getattr(module, "parametrizations", ())}  # PEFT's are there within its forward only
-    split = not others and module.num_experts > 1 and is_folded(getattr(proxy, "forward", None))
+    several = all(m.num_experts > 1 for m in wrappers)
+    split = not others and several and is_folded(getattr(proxy, "forward", None))
     return "" if not any(active) else ", LoRA" if split and all(len(a) < 2 for a in active) else ", LoRA added in full"
 
 

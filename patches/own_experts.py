@@ -82,8 +82,14 @@ def with_identities(self: Any, hidden_states: Tensor, top_k_index: Tensor, top_k
 
 def matches(module: Any, pattern: Callable[..., Any]) -> bool:
     """Return True if the forward of ``module`` is word for word that of ``pattern``."""
+    return _matches(original(type(module)), pattern)
+
+
+@torch.compiler.assume_constant_result
+def _matches(cls: Any, pattern: Callable[..., Any]) -> bool:
+    """Return ``matches`` for modules of ``cls``; torch.compile cannot trace how Python finds code."""
     try:
-        return code_of(original(type(module)).forward) == code_of(pattern)
+        return code_of(cls.forward) == code_of(pattern)
     except UnrecognisedError:
         return False
 
@@ -115,8 +121,13 @@ def rows_forward(self: Any, x: Tensor, index: Tensor, kernel: str) -> Tensor:
 
 def identities_forward(self: Any, x: Tensor, index: Tensor, weights: Tensor, kernel: str) -> Tensor:
     """Compute LongCat's experts; ``gate_up_proj`` also has rows for those that return their input."""
-    E, act = self.num_routed_experts, KERNELS[kernel]
-    out = moe_experts(x, self.gate_up_proj[:E], self.down_proj, index, weights, act=act)
+    E = self.num_routed_experts
+    (gate_up, lora), (down, down_lora) = (factored(self, name, transposed=False) for name in PACKED)
+    if lora is not None:
+        a, b, scale = lora
+        lora = a[:E], b[:E], scale
+    loras: dict[str, Any] = {"gate_up_lora": lora, "down_lora": down_lora}
+    out = moe_experts(x, gate_up[:E], down, index, weights, act=KERNELS[kernel], **loras)
     identity = weights.masked_fill(index < E, 0.0).sum(-1, keepdim=True)
     return (out + x * identity).to(x.dtype)
 
@@ -145,7 +156,7 @@ class OwnExperts(Recogniser):
         if experts is module and (type(module.identity_expert) is not nn.Identity or module.num_routed_experts == 0):
             raise UnrecognisedError("it has no routed experts, or its others do not return their input")
         check_weights(experts.gate_up_proj, experts.down_proj)
-        return kernel_of(experts.act_fn) + (adapters(experts, model) if experts is not module else "")
+        return kernel_of(experts.act_fn) + adapters(experts, model)
 
     def swaps(self, module: nn.Module, variant: str) -> list[tuple[nn.Module, str]]:
         """Return the module and its experts."""

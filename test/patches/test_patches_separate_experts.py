@@ -79,6 +79,64 @@ def test_the_live_activation_runs(family, defined, monkeypatch):
     assert not defined
 
 
+def test_compiled_whole(family, device, calls, monkeypatch):
+    """One graph, although the forward looks whether its parts still have the known code."""
+    original = build(family, monkeypatch, device)
+    patched, inputs = copy.deepcopy(original), {**batch(device, rows=1, length=10), "use_cache": False}
+    patch(patched, **OTHERS)
+    torch._dynamo.reset()
+    calls.clear()
+    loss = torch.compile(patched, fullgraph=True, backend="aot_eager")(**inputs).loss
+    loss.backward()
+    expected = results(original, inputs)
+    torch.testing.assert_close(loss, expected.pop("loss"))
+    for name, parameter in patched.named_parameters():
+        torch.testing.assert_close(parameter.grad, expected.get(name), rtol=1e-4, atol=1e-6)
+
+
+@pytest.mark.parametrize("reentrant", [True, False])
+def test_gradient_checkpointing_of_dbrx(reentrant, device, defined, monkeypatch):
+    original = build("Dbrx", monkeypatch, device)
+    patched = copy.deepcopy(original)
+    patch(patched, **OTHERS)
+    patched.gradient_checkpointing_enable({"use_reentrant": reentrant})
+    patched.enable_input_require_grads()
+    defined.clear()
+    assert_exact(patched, original, batch(device))
+    assert defined
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+def test_autocast(family, dtype, device, defined, monkeypatch):
+    """Beside the model in float64: DBRX of transformers raises under autocast, since its sums have another dtype."""
+    original = build(family, monkeypatch, device)
+    patched, inputs = copy.deepcopy(original), {**batch(device), "use_cache": False}
+    patch(patched, **OTHERS)
+    defined.clear()
+    with torch.autocast(device, dtype):
+        got = results(patched, inputs)
+    assert defined
+    exact = results(original.double(), inputs)
+    assert {t.dtype for t in got.values()} == {torch.float32}
+    for name, t in exact.items():
+        assert (got[name] - t).norm() <= 32 * torch.finfo(dtype).eps * t.norm(), name
+
+
+def test_generate(family, device, defined, monkeypatch):
+    """Few rows of DBRX run as before: the op would copy all weights."""
+    original = build(family, monkeypatch, device).eval()
+    patched, ids = copy.deepcopy(original), batch(device, length=7)["input_ids"]
+    patch(patched, **OTHERS)
+    options = {"max_new_tokens": 4, "do_sample": False, "return_dict_in_generate": True, "output_logits": True}
+    defined.clear()
+    got = patched.generate(ids, attention_mask=torch.ones_like(ids), **options)
+    blocks = len([m for m in experts_of(patched, family) if hasattr(m, FAMILIES[family][1])])
+    assert len(defined) == blocks * (1 if family == "Dbrx" else 4)
+    expected = original.generate(ids, attention_mask=torch.ones_like(ids), **options)
+    assert torch.equal(got.sequences, expected.sequences)
+    torch.testing.assert_close(got.logits, expected.logits)
+
+
 def squared(self, *args):
     return args[0] * args[0]
 
