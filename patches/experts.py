@@ -198,7 +198,7 @@ def register() -> None:
     ALL_EXPERTS_FUNCTIONS.register(NAME, run)
 
 
-def _is_run_by_transformers(cls: Any) -> bool:
+def is_run_by_transformers(cls: Any) -> bool:
     """Return True if transformers' decorator made the forward of ``cls``, with the interface of unquantised experts."""
     from transformers.integrations.moe import ALL_EXPERTS_FUNCTIONS
 
@@ -219,14 +219,12 @@ class Experts(Recogniser):
         return [] if foreign_forward(module).startswith("transformers.") else [module]
 
     def looks_like(self, module: nn.Module) -> bool:
-        """Return True for experts with a gate of their own or of transformers."""
-        return is_experts(module)
+        """Return True for experts with a gate of their own or of transformers, which its interface runs."""
+        return is_experts(module) and is_run_by_transformers(type(module))
 
     def variant(self, module: nn.Module, model: nn.Module) -> str:
         """Return the name of the kernel for the gate. Raises UnrecognisedError."""
         cls: Any = type(module)
-        if not _is_run_by_transformers(cls):
-            raise UnrecognisedError("its experts are not run by transformers' ALL_EXPERTS_FUNCTIONS")
         if not hasattr(getattr(module, "config", None), self.implementation):
             raise UnrecognisedError("it has no transformers config")
         if not module.has_gate:

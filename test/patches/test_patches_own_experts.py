@@ -139,8 +139,9 @@ def test_gradient_checkpointing(reentrant, device, defined, monkeypatch):
     assert defined
 
 
-def test_compiled_whole(device, calls, monkeypatch):
-    patched, original = pair(device, monkeypatch, "Llama4", num_hidden_layers=1)
+@pytest.mark.parametrize("family", FAMILIES)
+def test_compiled_whole(family, device, calls, monkeypatch):
+    patched, original = pair(device, monkeypatch, family, num_hidden_layers=1)
     inputs = {**batch(device, rows=1, length=10), "use_cache": False}
     torch._dynamo.reset()
     calls.clear()
