@@ -100,7 +100,7 @@ def test_there_are_many():
 
 
 def test_limits_behind_the_activation_are_left_alone(device, defined):
-    """They are, too, where the limit or the gate has changed since."""
+    """So are they where the limit, the gate or the activation has changed since."""
     model = nn.Sequential(build("Step3p7Experts", device, swiglu_limit=0.4), nn.LayerNorm(16, device=device))
     (row,) = rows(patch(model, **OTHERS | {"norm": True}), "experts")
     assert (row.status, row.reason) == ("skipped", "its gate is not known, or has a limit behind its activation")
@@ -113,5 +113,9 @@ def test_limits_behind_the_activation_are_left_alone(device, defined):
     torch.testing.assert_close(everything(model[0], device), everything(original, device), rtol=0, atol=0)
     for module in (model[0], original):
         module.limit, module._apply_gate = float("inf"), lambda z: z.chunk(2, -1)[0]
+    torch.testing.assert_close(everything(model[0], device), everything(original, device), rtol=0, atol=0)
+    for module in (model[0], original):
+        del module._apply_gate
+        module.act_fn = nn.Tanh()
     torch.testing.assert_close(everything(model[0], device), everything(original, device), rtol=0, atol=0)
     assert not defined
