@@ -126,10 +126,10 @@ def limited_behind(self: Any, gate_up: Tensor) -> Any:
 
 def matches(module: Any, pattern: Callable[..., Any]) -> bool:
     """Return True if the forward of ``module`` is word for word that of ``pattern``."""
-    return is_code(original(type(module)).forward, pattern)
+    return bool(is_code(original(type(module)).forward, pattern))
 
 
-@torch.compiler.assume_constant_result
+@torch.compiler.assume_constant_result  # type: ignore[untyped-decorator]
 def is_code(function: Any, pattern: Callable[..., Any]) -> bool:
     """Return True if ``function`` is word for word ``pattern``; torch.compile cannot trace how Python finds code."""
     try:
@@ -141,7 +141,7 @@ def is_code(function: Any, pattern: Callable[..., Any]) -> bool:
 def is_unlimited(module: Any) -> bool:
     """Return True if the gate of Step-3.7's experts is known, and has no limit."""
     known = "_apply_gate" not in vars(module) and is_code(original(type(module))._apply_gate, limited_behind)
-    return known and module.limit == math.inf
+    return bool(known and module.limit == math.inf)
 
 
 def experts_of(module: Any) -> Any:
