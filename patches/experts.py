@@ -147,12 +147,14 @@ def check_weights(*weights: Any) -> None:
 
 def adapters(module: Any, model: nn.Module) -> str:
     """Return how the report names PEFT's adapters of the packed weights of ``module``; empty without."""
-    wrappers: list[Any] = [m for m in model.modules() if getattr(m, "parameter_name", None) in PACKED]
-    active = [[a for a in m.active_adapters if a in m.lora_A] for m in wrappers if m.get_base_layer() is module]
+    packed: list[Any] = [m for m in model.modules() if getattr(m, "parameter_name", None) in PACKED]
+    wrappers = [m for m in packed if m.get_base_layer() is module]
+    active = [[a for a in m.active_adapters if a in m.lora_A] for m in wrappers]
     layer = sys.modules.get("peft.tuners.lora.layer")
     proxy = getattr(layer, "_LoraFactorsProxy", None)  # older versions of PEFT have none, and none is for one expert
     others = {*PACKED} & {*getattr(module, "parametrizations", ())}  # PEFT's are there within its forward only
-    split = not others and module.num_experts > 1 and is_folded(getattr(proxy, "forward", None))
+    several = all(m.num_experts > 1 for m in wrappers)
+    split = not others and several and is_folded(getattr(proxy, "forward", None))
     return "" if not any(active) else ", LoRA" if split and all(len(a) < 2 for a in active) else ", LoRA added in full"
 
 
@@ -196,7 +198,7 @@ def register() -> None:
     ALL_EXPERTS_FUNCTIONS.register(NAME, run)
 
 
-def _is_run_by_transformers(cls: Any) -> bool:
+def is_run_by_transformers(cls: Any) -> bool:
     """Return True if transformers' decorator made the forward of ``cls``, with the interface of unquantised experts."""
     from transformers.integrations.moe import ALL_EXPERTS_FUNCTIONS
 
@@ -217,14 +219,12 @@ class Experts(Recogniser):
         return [] if foreign_forward(module).startswith("transformers.") else [module]
 
     def looks_like(self, module: nn.Module) -> bool:
-        """Return True for experts with a gate of their own or of transformers."""
-        return is_experts(module)
+        """Return True for experts with a gate of their own or of transformers, which its interface runs."""
+        return is_experts(module) and is_run_by_transformers(type(module))
 
     def variant(self, module: nn.Module, model: nn.Module) -> str:
         """Return the name of the kernel for the gate. Raises UnrecognisedError."""
         cls: Any = type(module)
-        if not _is_run_by_transformers(cls):
-            raise UnrecognisedError("its experts are not run by transformers' ALL_EXPERTS_FUNCTIONS")
         if not hasattr(getattr(module, "config", None), self.implementation):
             raise UnrecognisedError("it has no transformers config")
         if not module.has_gate:

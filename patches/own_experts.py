@@ -1,11 +1,13 @@
-"""Recogniser for mixtures whose experts run by code of their own: Llama 4 and LongCat-Flash.
+"""Recogniser for mixtures whose experts run by code of their own: Llama 4, LongCat-Flash and Step-3.7.
 
 Llama 4 runs all tokens through all experts, times scores that are zero for all but the chosen ones. LongCat's experts
-from ``num_routed_experts`` on return their input. Their forwards have no form, so they are compared word for word.
+from ``num_routed_experts`` on return their input. Step-3.7 limits the gate behind its activation, in some layers, which
+no kernel does: these are left alone. Their forwards have no form, so they are compared word for word.
 """
 
 import copy
 import functools
+import math
 from collections.abc import Callable
 from typing import Any
 
@@ -15,9 +17,9 @@ from torch.nn import functional as F  # noqa: N812  # as transformers has it
 
 from liger_like.ops.experts import moe_experts
 from liger_like.patches import Recogniser, Trial, UnrecognisedError, bare, original, random_like, random_parameter
-from liger_like.patches.experts import PACKED, adapters, check_weights, factored
+from liger_like.patches.experts import PACKED, adapters, check_weights, factored, is_run_by_transformers
 from liger_like.patches.forms import code_of
-from liger_like.patches.glu_mlp import KERNELS, kernel_of, runs
+from liger_like.patches.glu_mlp import KERNELS, is_experts, kernel_of, runs
 from liger_like.runtime.support import use_kernel
 
 
@@ -80,12 +82,66 @@ def with_identities(self: Any, hidden_states: Tensor, top_k_index: Tensor, top_k
     return final_hidden_states
 
 
+def looped(self: Any, hidden_states: Tensor, top_k_index: Tensor, top_k_weights: Tensor) -> Any:
+    """Match Step-3.7's experts."""
+    final = torch.zeros_like(hidden_states)
+    with torch.no_grad():
+        mask = F.one_hot(top_k_index, num_classes=self.num_experts + 1).permute(2, 1, 0)
+        hit = torch.greater(mask.sum(dim=(-1, -2)), 0).nonzero()
+    for expert_idx in hit:
+        expert_idx = expert_idx[0]
+        if expert_idx == self.num_experts:
+            continue
+        top_k_pos, token_idx = torch.where(mask[expert_idx])
+        current = self._apply_gate(F.linear(hidden_states[token_idx], self.gate_up_proj[expert_idx]))
+        current = F.linear(current, self.down_proj[expert_idx]) * top_k_weights[token_idx, top_k_pos, None]
+        final.index_add_(0, token_idx, current.to(final.dtype))
+    return final
+
+
+def looped_all(self: Any, hidden_states: Tensor, top_k_index: Tensor, top_k_weights: Tensor) -> Any:
+    """Match the same in transformers 5.17, which has no id for nobody."""
+    final = torch.zeros_like(hidden_states)
+    with torch.no_grad():
+        mask = F.one_hot(top_k_index, num_classes=self.num_experts).permute(2, 1, 0)
+        hit = torch.greater(mask.sum(dim=(-1, -2)), 0).nonzero()
+    for expert_idx in hit:
+        expert_idx = expert_idx[0]
+        if expert_idx == self.num_experts:
+            continue
+        top_k_pos, token_idx = torch.where(mask[expert_idx])
+        current = self._apply_gate(F.linear(hidden_states[token_idx], self.gate_up_proj[expert_idx]))
+        current = F.linear(current, self.down_proj[expert_idx]) * top_k_weights[token_idx, top_k_pos, None]
+        final.index_add_(0, token_idx, current.to(final.dtype))
+    return final
+
+
+def limited_behind(self: Any, gate_up: Tensor) -> Any:
+    """Match the gate of Step-3.7's experts."""
+    gate, up = gate_up.chunk(2, dim=-1)
+    gate = self.act_fn(gate).clamp(max=self.limit)
+    up = up.clamp(min=-self.limit, max=self.limit)
+    return gate * up
+
+
 def matches(module: Any, pattern: Callable[..., Any]) -> bool:
     """Return True if the forward of ``module`` is word for word that of ``pattern``."""
+    return bool(is_code(original(type(module)).forward, pattern))
+
+
+@torch.compiler.assume_constant_result  # type: ignore[untyped-decorator]
+def is_code(function: Any, pattern: Callable[..., Any]) -> bool:
+    """Return True if ``function`` is word for word ``pattern``; torch.compile cannot trace how Python finds code."""
     try:
-        return code_of(original(type(module)).forward) == code_of(pattern)
+        return code_of(function) == code_of(pattern)
     except UnrecognisedError:
         return False
+
+
+def is_unlimited(module: Any) -> bool:
+    """Return True if the gate of Step-3.7's experts is known, and has no limit."""
+    known = "_apply_gate" not in vars(module) and is_code(original(type(module))._apply_gate, limited_behind)
+    return bool(known and module.limit == math.inf)
 
 
 def experts_of(module: Any) -> Any:
@@ -115,14 +171,29 @@ def rows_forward(self: Any, x: Tensor, index: Tensor, kernel: str) -> Tensor:
 
 def identities_forward(self: Any, x: Tensor, index: Tensor, weights: Tensor, kernel: str) -> Tensor:
     """Compute LongCat's experts; ``gate_up_proj`` also has rows for those that return their input."""
-    E, act = self.num_routed_experts, KERNELS[kernel]
-    out = moe_experts(x, self.gate_up_proj[:E], self.down_proj, index, weights, act=act)
+    E = self.num_routed_experts
+    (gate_up, lora), (down, down_lora) = (factored(self, name, transposed=False) for name in PACKED)
+    if lora is not None:
+        a, b, scale = lora
+        lora = a[:E], b[:E], scale
+    loras: dict[str, Any] = {"gate_up_lora": lora, "down_lora": down_lora}
+    out = moe_experts(x, gate_up[:E], down, index, weights, act=KERNELS[kernel], **loras)
     identity = weights.masked_fill(index < E, 0.0).sum(-1, keepdim=True)
     return (out + x * identity).to(x.dtype)
 
 
+def looped_forward(self: Any, x: Tensor, index: Tensor, weights: Tensor, kernel: str) -> Tensor:
+    """Compute Step-3.7's experts without a limit."""
+    (gate_up, lora), (down, down_lora) = (factored(self, name, transposed=False) for name in PACKED)
+    loras: dict[str, Any] = {"gate_up_lora": lora, "down_lora": down_lora}
+    return moe_experts(x, gate_up, down, index, weights, act=KERNELS[kernel], **loras)
+
+
 class OwnExperts(Recogniser):
-    """Recogniser for the block of Llama 4, and for the experts of LongCat."""
+    """Recogniser for the block of Llama 4, and for the experts of LongCat and Step-3.7.
+
+    It also reports all other experts with a gate that transformers' interface of experts does not run.
+    """
 
     pattern = "experts"
     options = ("mlp",)
@@ -132,20 +203,28 @@ class OwnExperts(Recogniser):
         return [module, experts_of(module), getattr(module, "router", module)]
 
     def looks_like(self, module: nn.Module) -> bool:
-        """Return True for known code."""
-        return matches(module, scored_block) or matches(module, with_identities)
+        """Return True for known code, and for experts with a gate but without the interface."""
+        own = is_experts(module) and not is_run_by_transformers(type(module))
+        return own or matches(module, scored_block) or matches(module, with_identities)
 
     def variant(self, module: nn.Module, model: nn.Module) -> str:
         """Return the name of the kernel for the activation. Raises UnrecognisedError."""
         if not self.looks_like(module):
             raise UnrecognisedError("its code is not known")
         experts: Any = experts_of(module)
+        if is_experts(module):
+            if not (matches(module, looped) or matches(module, looped_all)):
+                raise UnrecognisedError("its experts are not run by transformers' ALL_EXPERTS_FUNCTIONS")
+            if not is_unlimited(module):
+                raise UnrecognisedError("its gate is not known, or has a limit behind its activation")
         if experts is not module and not (matches(module.router, scored_router) and matches(experts, scored_experts)):
             raise UnrecognisedError(f"its router is a {type(module.router)}, its experts are a {type(experts)}")
-        if experts is module and (type(module.identity_expert) is not nn.Identity or module.num_routed_experts == 0):
+        if matches(module, with_identities) and (
+            type(module.identity_expert) is not nn.Identity or module.num_routed_experts == 0
+        ):
             raise UnrecognisedError("it has no routed experts, or its others do not return their input")
         check_weights(experts.gate_up_proj, experts.down_proj)
-        return kernel_of(experts.act_fn) + (adapters(experts, model) if experts is not module else "")
+        return kernel_of(experts.act_fn) + adapters(experts, model)
 
     def swaps(self, module: nn.Module, variant: str) -> list[tuple[nn.Module, str]]:
         """Return the module and its experts."""
@@ -171,13 +250,22 @@ class OwnExperts(Recogniser):
                 return cls.forward(self, hidden_states, top_k_index, top_k_weights)
             return identities_forward(self, hidden_states, top_k_index, top_k_weights, kernel)
 
+        def of_loop(self: Any, hidden_states: Tensor, top_k_index: Tensor, top_k_weights: Tensor) -> Any:
+            if not (is_unlimited(self) and runs(kernel, self.act_fn) and use_kernel(hidden_states)):
+                return cls.forward(self, hidden_states, top_k_index, top_k_weights)
+            return looped_forward(self, hidden_states, top_k_index, top_k_weights, kernel)
+
         forwards = {scored_block: of_block, scored_experts: of_rows, with_identities: of_identities}
+        forwards |= {looped: of_loop, looped_all: of_loop}
         return {"forward": next(forward for pattern, forward in forwards.items() if code == code_of(pattern))}
 
     def miniature(self, module: Any, variant: str) -> nn.Module:
-        """Return 4 experts of 8 features, 6 inside, in a block or with 2 identities."""
+        """Return 4 experts of 8 features, 6 inside, alone, in a block or with 2 identities."""
         experts = experts_of(module)
         own = {"act_fn": copy.deepcopy(experts.act_fn), "hidden_size": 8}
+        if is_experts(module):
+            weights = {"gate_up_proj": random_parameter(4, 12, 8), "down_proj": random_parameter(4, 8, 6)}
+            return bare(type(module), **own, num_experts=4, limit=module.limit, **weights)
         if experts is module:
             weights = {"gate_up_proj": random_parameter(6, 12, 8), "down_proj": random_parameter(4, 8, 6)}
             own |= {"identity_expert": nn.Identity(), "num_routed_experts": 4, "total_experts": 6}
@@ -194,15 +282,17 @@ class OwnExperts(Recogniser):
     def trial(self, module: Any, variant: str, methods: dict[str, Any]) -> Trial:
         """Return a trial of 6 rows. LongCat's have 2 experts each, one of the last of which some return their input."""
         experts, kernel = experts_of(module), next(kernel for kernel in KERNELS if kernel in variant)
-        x, forward = random_like(experts.down_proj, 6, experts.hidden_size), type(module).forward
+        width = experts.hidden_size if experts is not module else experts.down_proj.shape[1]
+        x, forward = random_like(experts.down_proj, 6, width), type(module).forward
         parameters, depth = tuple(module.parameters()), 3 * max(experts.down_proj.shape[1:])
         if experts is module:
-            row, total = torch.arange(6, device=x.device), module.total_experts
+            own = looped_forward if is_experts(module) else identities_forward
+            row, total = torch.arange(6, device=x.device), len(module.gate_up_proj)
             index = torch.stack((row % total, total - 1 - row % total), 1)
             weights = random_like(x, 6, 2).abs()
             return Trial(
                 lambda x, weights: forward(module, x, index, weights),
-                lambda x, weights: identities_forward(module, x, index, weights, kernel),
+                lambda x, weights: own(module, x, index, weights, kernel),
                 (x, weights),
                 parameters,
                 depth,

@@ -36,9 +36,9 @@ def expert_parallel(
     """Shard the experts of every mixture in ``model`` over ``mesh``, of one dimension, and return their parameters.
 
     Each of n processes keeps E / n experts of the modules that ``liger_like.patch`` has patched, except those of
-    Llama 4, LongCat-Flash, DBRX and JetMoE, and of ``liger_like.nn.Experts``. Their parameters become DTensors, with
-    the values of the mesh's first process. Each process has tokens of its own, and the other parameters as in data
-    parallelism: replicated, or sharded by FSDP.
+    Llama 4, LongCat-Flash, Step-3.7, DBRX and JetMoE, and of ``liger_like.nn.Experts``. Their parameters become
+    DTensors, with the values of the mesh's first process. Each process has tokens of its own, and the other parameters
+    as in data parallelism: replicated, or sharded by FSDP.
 
     ``exchange`` is how tokens reach the experts: "all_gather" sends each to n - 1 processes, and nothing waits for the
     GPU; "all_to_all" sends it to those that have experts of its own, and waits for the GPU once in each forward of a

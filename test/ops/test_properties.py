@@ -87,6 +87,23 @@ def test_load_balancing_loss(top_k, **shape):
     check("load_balancing_loss", shape, {"top_k": top_k})
 
 
+@given(
+    lead=leads,
+    H=st.integers(8, 70),
+    I=st.integers(8, 40),
+    E=st.integers(1, 9),
+    K=st.integers(1, 4),
+    elsewhere=st.integers(3, 5),  # so that a token may draw K of them
+    bias=flags,
+    rank=st.sampled_from([0, 0, 3, 16]),
+    gate=st.sampled_from([{}, {"act": "gelu", "limit": 1.0}, {"act": "gelu_tanh"}, {"alpha": 1.7, "limit": 2.0}]),
+    transposed=flags,
+    interleaved=flags,
+)
+def test_moe_experts(gate, transposed, interleaved, **shape):
+    check("moe_experts", shape, {**gate, "transposed": transposed, "interleaved": interleaved})
+
+
 losses = st.fixed_dictionaries(
     {"reduction": st.sampled_from(["mean", "sum", "none"])},
     optional={

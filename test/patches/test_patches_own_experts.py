@@ -139,8 +139,9 @@ def test_gradient_checkpointing(reentrant, device, defined, monkeypatch):
     assert defined
 
 
-def test_compiled_whole(device, calls, monkeypatch):
-    patched, original = pair(device, monkeypatch, "Llama4", num_hidden_layers=1)
+@pytest.mark.parametrize("family", FAMILIES)
+def test_compiled_whole(family, device, calls, monkeypatch):
+    patched, original = pair(device, monkeypatch, family, num_hidden_layers=1)
     inputs = {**batch(device, rows=1, length=10), "use_cache": False}
     torch._dynamo.reset()
     calls.clear()
@@ -207,16 +208,27 @@ def test_adapters(order, device, defined, monkeypatch):
     assert are_split(defined) == {(True, True)}
 
 
-def test_adapters_of_longcat(device, defined, monkeypatch):
-    models = []
-    for model in pair(device, monkeypatch, "LongcatFlash"):
+@pytest.mark.parametrize("order", ["before", "after"])
+def test_adapters_of_longcat(order, device, defined, monkeypatch):
+    """The op gets the factors of the experts that multiply, in place of sums of all weights."""
+    original = longcat(device, monkeypatch)
+    patched, models = copy.deepcopy(original), []
+    if order == "before":
+        patch(patched, **OTHERS)
+    for model in (patched, original):
         torch.manual_seed(1)
         targets = ["experts.gate_up_proj", "experts.down_proj"]
         config = peft.LoraConfig(r=4, target_modules=["q_a_proj"], target_parameters=targets, init_lora_weights=False)
         models.append(peft.get_peft_model(model, config))
+    (row,) = rows(patch(models[0], **OTHERS), "experts")
+    assert row.status == {"before": "already patched", "after": "patched"}[order]
+    if order == "after":
+        assert row.variant == "swiglu, LoRA"
     defined.clear()
     assert_exact(*models, batch(device))
-    assert defined
+    assert are_split(defined) == {(True, True)}
+    unpatch(models[0])
+    assert [type(m) for m in models[0].modules()] == [type(m) for m in models[1].modules()]
 
 
 def squared(self, hidden_states):

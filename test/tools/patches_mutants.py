@@ -2,6 +2,7 @@
 
 EXPERTS = "patches/experts.py"
 OWN = "patches/own_experts.py"
+SEPARATE = "patches/separate_experts.py"
 VIEWS = "patches/config_views.py"
 ROUTERS = "patches/routers.py"
 BALANCE = "patches/balance.py"
@@ -20,9 +21,33 @@ PATCHES = [
         "quantised experts with code of their own are taken for known",
     ),
     (OWN, " and runs(kernel, experts.act_fn)", "", "another activation of Llama 4's experts is not seen"),
-    (OWN, "runs(kernel, self.act_fn) and ", "", "another activation of LongCat's experts is not seen"),
+    (OWN, "(runs(kernel, self.act_fn) and ", "(", "another activation of LongCat's experts is not seen"),
+    (OWN, " and runs(kernel, self.act_fn) and", " and", "another activation of Step-3.7's experts is not seen"),
+    (OWN, "lora = a[:E], b[:E], scale", "pass", "factors of LongCat's experts that return their input"),
+    (OWN, " + adapters(experts, model)", "", "the report does not tell adapters of experts with code of their own"),
+    (OWN, "@torch.compiler.assume_constant_result", "", "a forward that looks at code breaks a compiled graph"),
+    (OWN, "bool(known and module.limit == math.inf)", "bool(known)", "a limit behind the activation is forgotten"),
+    (OWN, '"_apply_gate" not in vars(module) and ', "", "a gate that was replaced on the instance is not seen"),
+    (OWN, "matches(module, looped) or matches(module, looped_all)", "True", "another loop is taken for known"),
     (OWN, "index < E", "index < E - 1", "LongCat's last expert returns its input, too"),
     (OWN, "type(module.identity_expert) is not nn.Identity", "False", "any module is taken for an identity"),
+    (SEPARATE, "torch.cat((w1.mT, v1.mT), 2)", "torch.cat((v1.mT, w1.mT), 2)", "DBRX' gate is taken for up"),
+    (SEPARATE, "if torch.is_grad_enabled() and not", "if False and not", "DBRX keeps a copy of gate and up"),
+    (SEPARATE, "many and runs_kernel(", "runs_kernel(", "few rows of DBRX copy all weights"),
+    (SEPARATE, "and runs(variant, attribute(self, act))", "", "another activation of DBRX or JetMoE is not seen"),
+    (
+        SEPARATE,
+        "return index, None, weights.type_as(x), None, logits",
+        "return index, None, weights, None, x",
+        "JetMoE's router returns no logits",
+    ),
+    (SEPARATE, ".view(layer_input.shape) + self.bias", ".view(layer_input.shape)", "JetMoE's bias is left out"),
+    (
+        SEPARATE,
+        "if not matches(part := getattr(module, name), code)",
+        "if not (part := getattr(module, name))",
+        "parts with other code are taken for known",
+    ),
     (EXPERTS, '"gate_up_bias": module.gate_up_proj_bias, ', "", "the bias of gate and up is left out"),
     (
         EXPERTS,
