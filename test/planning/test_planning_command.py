@@ -16,6 +16,7 @@ from liger_like.planning._search import Candidate, needed, searched
 from liger_like.planning._tracer import KINDS
 
 H200 = GPUS["h200"]
+GPT2 = {"model_type": "gpt2", "n_positions": 16, "n_layer": 1, "n_embd": 64, "n_head": 2, "vocab_size": 64}
 pytestmark = pytest.mark.usefixtures("references")
 
 
@@ -202,6 +203,9 @@ def test_errors_take_one_line_and_name_the_field(run, options, message):
         ("{", "cannot be read"),
         ('{"model_type": "none_such"}', "no model_type 'none_such'"),
         ('{"model_type": "llama", "quantization_config": {}}', "quantization_config of"),
+        ('{"model_type": "llama", "num_hidden_layers": 0}', "num_hidden_layers must be at least 1, got 0"),
+        ('{"model_type": "llama", "intermediate_size": -1}', "transformers cannot make LlamaForCausalLM: "),
+        (json.dumps(GPT2), "seq must be at most the 16 positions of GPT2LMHeadModel, got 2048"),
     ],
 )
 def test_configs_that_are_refused(run, tmp_path, text, message):
@@ -211,6 +215,11 @@ def test_configs_that_are_refused(run, tmp_path, text, message):
     assert code == 2
     assert message in err
     assert err.count("\n") == 1
+
+
+def test_the_doctor_s_step_has_no_more_tokens_than_the_model_has_positions(tmp_path):
+    (tmp_path / "gpt2.json").write_text(json.dumps(GPT2))
+    assert " on 1 x 16 tokens takes " in _command.line(tmp_path / "gpt2.json")
 
 
 def test_a_model_that_reads_data_is_named(run, monkeypatch):
