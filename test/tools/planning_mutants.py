@@ -1,8 +1,12 @@
 """Bugs, as in mutants.py, in the plans of a step and in the stages that they name: file, old, new, why."""
 
 _PLAN = "planning/_{}.py".format
-CLOCK, LAYERS, PREDICTION, REPORT, SEARCH, SETTINGS, STAGES, STAND_INS, TRACER = map(
-    _PLAN, ("clock", "layers", "prediction", "report", "search", "settings", "stages", "stand_ins", "tracer")
+ALLOCATOR, CLOCK, COMMAND, LAYERS, PREDICTION, REPORT, SEARCH, SETTINGS, STAGES, STAND_INS, TRACER = map(
+    _PLAN,
+    (
+        *("allocator", "clock", "command", "layers", "prediction", "report", "search", "settings", "stages"),
+        *("stand_ins", "tracer"),
+    ),
 )
 SPREAD = "parallel/stages.py"
 
@@ -18,7 +22,21 @@ PLANNING = [
         "size + 0 * ",
         "shared keys need no workspace",
     ),
-    (CLOCK, "self.host, self.copies)", "self.copies)", "the host takes no time"),
+    (TRACER, 'mock.patch.object(machine, "own_modes", ', "contextlib.nullcontext((", "the trace changes what runs"),
+    (ALLOCATOR, "rest >= UNIT if small else rest > SMALL", "rest >= UNIT", "nothing is left of large blocks"),
+    (ALLOCATOR, "LARGE if size < MEDIUM else ", "", "segments are as small as their tensors"),
+    (ALLOCATOR, "before is not None and before.free", "False", "blocks do not merge with those before"),
+    (ALLOCATOR, "after is not None and after.free", "False", "blocks do not merge with those behind"),
+    (ALLOCATOR, "size > 0 and counts:", "size > 0:", "sums of gradients take memory of their own"),
+    (ALLOCATOR, "*(states if first else ())", "*()", "the optimizer has no states"),
+    (ALLOCATOR, "STEPS = 3", "STEPS = 1", "only the first step counts"),
+    (CLOCK, "max(given, done, self.copies)", "max(done, self.copies)", "the host takes no time"),
+    (CLOCK, "done = max(given, done) + gpu if", "done = done + gpu if", "the GPU begins before it is given work"),
+    (STAND_INS, "        listen()\n", "", "modes of checkpoints take no time"),
+    (STAND_INS, '"disabled", True', '"disabled", False', "torch logs what the trace raises"),
+    (_PLAN("models"), "0 <= table.num_embeddings - count <= OFFSET", "False", "positions have no end"),
+    (COMMAND, "seq = min(SEQ, ", "seq = max(SEQ, ", "the doctor's step has more tokens than positions"),
+    (LAYERS, "longer * gpu", "gpu", "the traced layers' update ends the step"),
     (CLOCK, "return 2 * self.sent / self.pcie", "return self.sent / self.pcie", "copies do not come back"),
     (CLOCK, "* (0.5 if causal else 1)\n", "\n", "torch's causal attention computes all pairs"),
     (CLOCK, "max(flops / rate, bytes_moved / self.copy)", "flops / rate", "thin products move no bytes"),
