@@ -43,7 +43,7 @@ PLANNING = [
     (CLOCK, "(sizes[1] - sizes[0]) / self.link", "sizes[1] / self.link", "a GPU sends to itself"),
     (LAYERS, "return self.kept - 1 - behind", "return self.kept - 1", "all layers near the end are the last"),
     (LAYERS, "one.outline() != other.outline()", "False", "periods may differ"),
-    (LAYERS, 'end.times["optimizer"] *= trained', "pass", "the optimizer updates the traced layers alone"),
+    (LAYERS, "factor * end.times", "end.times", "the optimizer updates the traced layers alone"),
     (LAYERS, "passes[1:2] * (setting.accumulation - len(passes))", "[]", "passes are left out"),
     (LAYERS, "margin, shared = 2 if", "margin, shared = 1 if", "copies lag one layer"),
     (PREDICTION, "(len(stages) - 1) / passes", "(len(stages) - 1) / len(stages)", "the bubble is of no micro-batches"),
