@@ -6,7 +6,9 @@ import sys
 
 import pytest
 import torch
+import typer
 
+from examples import parallel
 from examples.train import CONFIGS
 from liger_like import cli
 from liger_like.planning import GPUS, Prediction, Setting, _command, plan
@@ -146,6 +148,17 @@ def test_commands_that_start():
     )
     assert started() == "liger_like.patch(model), micro-batch 8, accumulation 1"
     assert "checkpoint_policy" in started(checkpoint="selective")
+
+
+@pytest.mark.parametrize("checkpoint", ["none", "selective", "full"])
+def test_the_example_takes_the_command_that_is_printed(checkpoint):
+    setting = Setting(2, 64, 4, checkpoint, fsdp=2, tp=2, cp=2, pp=2, dtype="fp32")
+    command = start(Candidate(setting, prediction(1.0, 1.0), 1.0, True))
+    launcher, options = command.split(" -m examples.parallel ")
+    context = typer.main.get_command(parallel.app).make_context("parallel", options.split())
+    assert launcher == "torchrun --nproc-per-node 16"
+    asked = {"fsdp": 2, "tp": 2, "cp": 2, "pp": 2, "batch": 16, "seq": 64, "checkpointing": checkpoint}
+    assert {name: context.params[name] for name in asked} == asked
 
 
 @pytest.mark.parametrize(

@@ -211,7 +211,7 @@ TESTS = {
     "planning/_stand_ins.py": "test_planning_clock or torch_does_not_log",
     "planning/_layers.py": "test_planning_layers",
     "planning/_prediction.py": "time_of_a_pipeline",
-    "planning/_report.py": "the_table_and or words_that_start",
+    "planning/_report.py": "the_table_and or words_that_start or the_example_takes",
     "planning/_search.py": "test_planning_command and not errors or savings_are_tried",
     "planning/_settings.py": "settings_that_contradict",
     "planning/_tracer.py": "states_are or moments_belong or peak_of_a_step or adapted_layers_run",

@@ -53,6 +53,7 @@ PLANNING = [
     (SEARCH, "room and needs <=", "needs <=", "the host has any memory"),
     (SEARCH, "CONTEXT + GROUP * groups", "CONTEXT", "groups of GPUs need no buffers"),
     (REPORT, 'str(index) if row.fits else "-"', "str(index)", "rows that do not fit look as if they did"),
+    (REPORT, "--checkpointing {s.checkpoint}", "--checkpoint {s.checkpoint}", "the example knows no such option"),
     (REPORT, "s.gpus > 1 and plain and known", "s.gpus > 1 and known", "the example is to do what it cannot"),
     (SETTINGS, 'if self.dtype == "fp32" and self.lora:', "if False:", "sharded adapters are guessed"),
     (STAGES, "if len(flying) == setting.pp - index:", "if len(flying) == setting.pp:", "each stage is the first"),
