@@ -25,6 +25,7 @@ from liger_like.patches import (
 from liger_like.patches.foreign import replaced_in_class
 from liger_like.patches.lm_head import LMHead
 from liger_like.runtime.autograd import is_differentiated, is_forward_only, once_differentiable
+from liger_like.runtime.machine import is_watched
 from liger_like.runtime.support import autocast_dtype, is_local, unhooked
 
 
@@ -99,7 +100,7 @@ def operands(layer: Any, x: Tensor) -> tuple[Any, ...] | None:
     """
     if layer._disable_adapters or layer.merged_adapters or torch.compiler.is_compiling():
         return None
-    if torch._C._len_torch_dispatch_stack() or not is_local(x) or x.layout is not torch.strided or x.is_nested:
+    if is_watched() or not is_local(x) or x.layout is not torch.strided or x.is_nested:
         return None
     parts = layer._modules  # attributes of a module that are no modules or parameters cost 0.1 us, others 1.5 us
     names = [name for name in layer.active_adapters if name in parts["lora_A"]._modules]

@@ -32,6 +32,7 @@ from liger_like.planning._models import build, model_class
 
 PATH = RESULTS / "plan.json"
 KEPT = "liger_like, attention kept"
+EXPANDABLE = "sharded", "long-context"  # results with expandable segments, of which nothing is left over
 NAMES: dict[str, dict[str, Any]] = {
     "transformers": {"patched": False},
     "liger_like": {},
@@ -167,7 +168,11 @@ def predicted(job: Job) -> Row:
         found = predict(job.config, job.setting, gpu_of(job.file))
     else:
         found = predict_model(lambda: patched_in_part(job), job.setting, gpu_of(job.file))
-    row = {"file": job.file, "text": job.text, "name": job.name, "gib": job.measured["gib"], "predicted": found.gib}
+    whole = job.file.startswith(EXPANDABLE)
+    row = {"file": job.file, "text": job.text, "name": job.name, "gib": job.measured["gib"]}
+    row |= {"predicted": found.gib if whole else found.allocated}
+    if "reserved" in job.measured and not whole:
+        row |= {"reserved": job.measured["reserved"], "predicted_reserved": found.reserved}
     if "ms" in job.measured:
         row |= {"ms": job.measured["ms"], "predicted_ms": 1e3 * found.seconds, "host_ms": 1e3 * found.times["host"]}
     row = {key: round(value, 4) if isinstance(value, float) else value for key, value in row.items()}

@@ -44,7 +44,7 @@ def cells(row: Row) -> list[str]:
 def wrong_pairs(rows: Sequence[Row]) -> tuple[int, int]:
     """Return of how many pairs of rows, whose times differ by more than 5 %, the order is predicted wrongly.
 
-    The pairs are contestants of the same setting and file whose steps wait for the GPU.
+    The pairs are contestants of the same setting and file.
     """
     pairs = [
         (a, b)
@@ -67,13 +67,20 @@ def gist(rows: Sequence[Row]) -> list[str]:
             errors = [abs(row["predicted"] / row["gib"] - 1) for row in several]
             median, worst = statistics.median(errors), max(errors)
             lines.append(f"* peak, {what}: {len(several)} rows, median error {median:.2%}, worst {worst:.2%}")
-    bound = [row for row in rows if is_bound(row)]
-    if bound:
-        each = [abs(row["predicted_ms"] / row["ms"] - 1) for row in bound]
-        wrong, pairs = wrong_pairs(bound)
-        errors = f"median error {statistics.median(each):.1%}, worst {max(each):.1%}"
-        order = f"of {pairs} pairs that differ by more than 5 %, {wrong} in the wrong order"
-        lines.append(f"* time, steps that wait for the GPU: {len(bound)} rows, {errors}; {order}")
+    held = [abs(row["predicted_reserved"] / row["reserved"] - 1) for row in rows if "reserved" in row]
+    if held:
+        lines.append(f"* reserved: {len(held)} rows, median error {statistics.median(held):.2%}, worst {max(held):.2%}")
+    timed = [row for row in rows if "ms" in row]
+    for what, several in (
+        ("steps that wait for the GPU", [row for row in timed if is_bound(row)]),
+        ("all steps", timed),
+    ):
+        if several:
+            each = [abs(row["predicted_ms"] / row["ms"] - 1) for row in several]
+            wrong, pairs = wrong_pairs(several)
+            errors = f"median error {statistics.median(each):.1%}, worst {max(each):.1%}"
+            order = f"of {pairs} pairs that differ by more than 5 %, {wrong} in the wrong order"
+            lines.append(f"* time, {what}: {len(several)} rows, {errors}; {order}")
     return lines
 
 

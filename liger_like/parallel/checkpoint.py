@@ -77,7 +77,7 @@ def _draws(op: OpOverload, args: Any, kwargs: Any) -> bool:
     return torch.Tag.nondeterministic_seeded in op.tags and ("dropout_p" not in names or probability > 0)
 
 
-class _Outwards(TorchDispatchMode):
+class Outwards(TorchDispatchMode):
     """Mode of a checkpoint's forward that gives the results of ``ops`` to the active ``offload_checkpoints``."""
 
     def __init__(self, ops: list[OpOverload], given: Given) -> None:
@@ -96,7 +96,7 @@ class _Outwards(TorchDispatchMode):
         return results
 
 
-class _Homewards(TorchDispatchMode):
+class Homewards(TorchDispatchMode):
     """Mode of the recomputation that takes results back, and computes those that were lost."""
 
     def __init__(self, ops: list[OpOverload], given: Given) -> None:
@@ -142,7 +142,7 @@ def _contexts(save: Names, host: Names) -> tuple[Any, Any]:
     if not host or torch.compiler.is_compiling():
         return contexts
     given: Given = {}
-    modes = (mode(_ops(host), given) for mode in (_Outwards, _Homewards))
+    modes = (mode(_ops(host), given) for mode in (Outwards, Homewards))
     return tuple(_Both(*pair) for pair in zip(contexts, modes, strict=True))  # type: ignore[return-value]
 
 

@@ -1,8 +1,8 @@
 """Time of a traced step by a roofline: for each op the larger of FLOPs and bytes over their rates.
 
-The rates are those of kernels measured alone on an H200, scaled by data sheets for other GPUs. The host's time for each
-op is counted beside, and that of copies between GPU and host; a step takes the longest of the three.
-Collectives of FSDP2 count as if nothing hid them.
+The rates are those of kernels measured alone on an H200, scaled by data sheets for other GPUs. The host gives the GPU
+one op after the other; an op begins once it is given and the one before has ended. Copies between GPU and host are
+counted beside. Collectives of FSDP2 count as if nothing hid them.
 """
 
 from collections import defaultdict
@@ -26,6 +26,7 @@ LOSS, TRITON, TORCH, ADAM = 0.89, 0.90, 0.78, 0.66
 LAUNCH = 2e-6  # seconds of the GPU for each kernel
 # seconds of the host for a view, an op of torch's, and an op of ours
 VIEW, OP, OWN = 7e-6, 22e-6, 110e-6
+MODE = 12e-6  # for an op that the mode of a selective checkpoint sees, even one that it leaves out
 VIEWS = {
     *("detach", "alias", "view", "_unsafe_view", "t", "transpose", "expand", "slice", "select", "unsqueeze", "squeeze"),
     *("permute", "as_strided", "split", "split_with_sizes", "chunk", "narrow", "unbind", "reshape", "lift_fresh"),
@@ -48,7 +49,8 @@ class Clock:
 
     def __init__(self, gpu: GPU) -> None:
         self.groups: dict[str, float] = defaultdict(float)
-        self.host, self.sent, self.flops, self.calibrated = 0.0, 0.0, 0, gpu.calibrated
+        self.ops: list[tuple[float, float]] = []  # seconds of the host and of the GPU for each op, in their order
+        self.sent, self.flops, self.calibrated = 0.0, 0, gpu.calibrated
         self.products, self.copy, self.link = gpu.tflops * 1e12, gpu.bandwidth * 1e12, gpu.link * 1e9
         self.pcie = gpu.pcie * 1e9
         self.attention = gpu.attention
@@ -56,21 +58,41 @@ class Clock:
     def __call__(self, func: Any, args: Any, kwargs: Any, out: Any) -> None:
         """Count an op."""
         packet, space, name = func._overloadpacket, func.namespace, func._schema.name.partition("::")[2]
+        before, host = self.gpu, 0.0
         if space in ("c10d", "_c10d_functional"):
             self._collective(name, args, out)
         elif name in VIEWS or space in ("prim", "profiler"):
-            self.host += VIEW
+            host = VIEW
         elif func in LAUNCHERS:
-            self.host += OWN
+            host = OWN
             self._own(packet, name, args, kwargs, out)
         else:
-            self.host += OP
+            host = OP
             self._torchs(packet, name, args, kwargs, out)
+        self.ops.append((host, self.gpu - before))
+
+    def listen(self) -> None:
+        """Count the host's time of a mode that sees an op."""
+        self.ops.append((MODE, 0.0))
+
+    @property
+    def gpu(self) -> float:
+        """Return the seconds of the GPU, without those in which it waits."""
+        return sum(self.groups.values())
+
+    @property
+    def host(self) -> float:
+        """Return the seconds of the host."""
+        return sum(host for host, _ in self.ops)
 
     @property
     def seconds(self) -> float:
-        """Return the time of the step: the GPU's, or the host's or the copies' where that is longer."""
-        return max(sum(self.groups.values()), self.host, self.copies)
+        """Return the time of the step, at least that of the copies."""
+        given = done = 0.0
+        for host, gpu in self.ops:
+            given += host
+            done = max(given, done) + gpu if gpu else done
+        return max(given, done, self.copies)
 
     @property
     def copies(self) -> float:

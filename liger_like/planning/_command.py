@@ -14,6 +14,9 @@ from liger_like.cli import missing
 from liger_like.doctor import NotExaminedError
 from liger_like.planning import NotTracedError, Setting, plan, predict
 from liger_like.planning._calibration import calibrated
+from liger_like.planning._models import model_class
+
+SEQ = 2048  # tokens of the doctor's step
 
 
 def fixed(texts: list[str]) -> dict[str, Any]:
@@ -77,10 +80,14 @@ def run(
 
 
 def line(config: Path) -> str:
-    """Return what one row of 2048 tokens takes, or why that is not known."""
+    """Return what a row of 2048 tokens takes, of fewer if the model has fewer positions, or why that is not known."""
     try:
         with warnings.catch_warnings(action="ignore"):
-            found = predict(config, Setting(1, 2048))
-    except (NotExaminedError, NotTracedError) as error:
+            read, _ = model_class(config)
+            seq = min(SEQ, getattr(read.get_text_config(), "max_position_embeddings", None) or SEQ)
+            found = predict(read, Setting(1, seq))
+    except (NotExaminedError, NotTracedError, TypeError, ValueError) as error:
         return f"memory: {error}"
-    return f"memory: a step with AdamW in bf16 on 1 x 2048 tokens takes {found.gib:.1f} GiB; `liger-like plan` searches"
+    return (
+        f"memory: a step with AdamW in bf16 on 1 x {seq} tokens takes {found.gib:.1f} GiB; `liger-like plan` searches"
+    )

@@ -15,9 +15,10 @@ from torch import nn
 from torch.optim.optimizer import register_optimizer_step_pre_hook
 
 from liger_like.planning import _models
+from liger_like.planning._allocator import Change
 from liger_like.planning._clock import Clock
 from liger_like.planning._machine import GPU
-from liger_like.planning._prediction import Change, Prediction, changes_of, predicted
+from liger_like.planning._prediction import Prediction, changes_of, predicted
 from liger_like.planning._settings import Setting
 from liger_like.planning._trace import traced
 from liger_like.planning._tracer import Tracer
@@ -28,10 +29,11 @@ Name = tuple[str, int]  # of a cut: what begins, and the layer or the pass
 
 
 class Mark(NamedTuple):
-    """Where a cut begins: the number of changes before it, and the clock's times then."""
+    """Where a cut begins: the numbers of changes and of ops before it, and the clock's times then."""
 
     name: Name
     changes: int
+    ops: int
     times: dict[str, float]
 
 
@@ -140,11 +142,11 @@ def trace_step(
 
 
 def _mark(name: Any, tracer: Tracer, clock: Clock) -> Mark:
-    return Mark(name, len(tracer.events), _times(clock))
+    return Mark(name, len(tracer.events), len(clock.ops), _times(clock))
 
 
 def _times(clock: Clock) -> dict[str, float]:
-    return {**clock.groups, "host": clock.host, "sent": clock.sent}
+    return {**clock.groups, "sent": clock.sent}
 
 
 def _marking(model: nn.Module, layers: list[nn.Module], mark: Callable[[str, int], None]) -> list[Any]:
@@ -178,6 +180,7 @@ class Segment(NamedTuple):
     """Events of a trace from one mark to the next."""
 
     changes: list[Change]
+    ops: list[tuple[float, float]]
     times: dict[str, float]
 
     def outline(self) -> tuple[int, int]:
@@ -221,11 +224,16 @@ def replayed(model: Any, setting: Setting, gpu: GPU | str | float) -> Prediction
         for layer in reversed(range(cuts.layers)):
             played.inside(segments, "backward", layer)
     if end := passes[-1].get(("end", 0)):  # absent if the optimizer steps in the backward
-        end.times["optimizer"] *= trained
-        played.outside(end)
-    clock.host, clock.sent = played.times.pop("host"), played.times.pop("sent")
-    clock.groups = played.times
+        played.outside(_scaled(end, trained))
+    clock.ops, clock.sent, clock.groups = played.ops, played.times.pop("sent"), played.times
     return predicted(_spread(start, cuts), played.changes, clock, setting.accumulation)
+
+
+def _scaled(end: Segment, factor: float) -> Segment:
+    """Return the optimizer's step for ``factor`` times as many parameters."""
+    times = end.times | {"optimizer": factor * end.times["optimizer"]}
+    longer = sum(times.values()) / sum(end.times.values())
+    return Segment(end.changes, [(host, longer * gpu) for host, gpu in end.ops], times)
 
 
 def _trained(model: nn.Module) -> float:
@@ -234,14 +242,15 @@ def _trained(model: nn.Module) -> float:
 
 def _segments(changes: list[Change], marks: list[Mark], clock: Clock) -> list[dict[Name, Segment]]:
     """Return the segments of each pass by name."""
-    last = Mark(("", 0), len(changes), _times(clock))
-    marks[0] = Mark(marks[0].name, 0, {})  # the inputs are made before the model runs
+    last = Mark(("", 0), len(changes), len(clock.ops), _times(clock))
+    marks[0] = Mark(marks[0].name, 0, 0, {})  # the inputs are made before the model runs
     passes: list[dict[Name, Segment]] = []
     for mark, then in zip(marks, [*marks[1:], last], strict=True):
         if mark.name[0] == "pass":
             passes.append({})
         times = {group: seconds - mark.times.get(group, 0.0) for group, seconds in then.times.items()}
-        passes[-1][mark.name] = Segment(changes[mark.changes : then.changes], times)
+        ops = clock.ops[mark.ops : then.ops]
+        passes[-1][mark.name] = Segment(changes[mark.changes : then.changes], ops, times)
     return passes
 
 
@@ -251,20 +260,22 @@ class _Played:
     def __init__(self, cuts: Cuts) -> None:
         self.cuts = cuts
         self.changes: list[Change] = []
-        self.times: dict[str, float] = {"host": 0.0, "sent": 0.0}
+        self.ops: list[tuple[float, float]] = []
+        self.times: dict[str, float] = {"sent": 0.0}
 
     def outside(self, segment: Segment) -> None:
-        self._add(_spread(segment.changes, self.cuts), segment.times)
+        self._add(_spread(segment.changes, self.cuts), segment)
 
     def inside(self, segments: dict[Name, Segment], name: str, layer: int) -> None:
         place = self.cuts.place(layer)
         if segment := segments.get((name, place)):
             by = layer - place
-            self._add([_moved(change, change.part.layer, by) for change in segment.changes], segment.times)
+            self._add([_moved(change, change.part.layer, by) for change in segment.changes], segment)
 
-    def _add(self, changes: list[Change], times: dict[str, float]) -> None:
+    def _add(self, changes: list[Change], segment: Segment) -> None:
         self.changes += changes
-        for group, seconds in times.items():
+        self.ops += segment.ops
+        for group, seconds in segment.times.items():
             self.times[group] = self.times.get(group, 0.0) + seconds
 
 

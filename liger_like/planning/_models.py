@@ -3,6 +3,7 @@
 import contextlib
 import copy
 import importlib.util
+import math
 from collections.abc import Callable, Iterator
 from functools import partial
 from pathlib import Path
@@ -24,6 +25,7 @@ from liger_like.planning._settings import Setting
 from liger_like.planning._stages import passes_of, spread_over
 from liger_like.runtime.checks import require_integer
 
+OFFSET = 2  # rows of OPT's positions before the first
 ENDLESS = 2.0**30  # GiB of the host: what a step sends there is counted, not limited
 KEPT = {"selective": (), "attention": (("attention", "loss"),)}
 
@@ -31,7 +33,8 @@ KEPT = {"selective": (), "attention": (("attention", "loss"),)}
 def model_class(config: Any) -> tuple[Any, Any]:
     """Return config and class of a path to a config.json, or of its folder; or of a config itself.
 
-    Raises ``liger_like.doctor.NotExaminedError`` for a file that cannot be read and a model that is not known.
+    Raises ``liger_like.doctor.NotExaminedError`` for a file that cannot be read and a model that is not known, and
+    TypeError or ValueError for a model without layers.
     """
     from liger_like.doctor import NotExaminedError, known, read
 
@@ -42,8 +45,23 @@ def model_class(config: Any) -> tuple[Any, Any]:
             raise NotExaminedError(f"quantization_config of {path} is not predicted: remove it to plan without it")
         if path.is_dir() and (path / "adapter_config.json").exists():
             raise NotExaminedError(f"adapter_config.json of {path} is not predicted: name its config.json alone")
-        return known(fields)
-    return config, known(config.to_dict())[1]
+        config, cls = known(fields)
+    else:
+        cls = known(config.to_dict())[1]
+    require_integer("num_hidden_layers", getattr(config.get_text_config(), "num_hidden_layers", None), 1)
+    return config, cls
+
+
+def made(config: Any, cls: Any, **options: Any) -> Any:
+    """Return the model on "meta". Raises ``liger_like.doctor.NotExaminedError`` if transformers cannot make it."""
+    from liger_like.doctor import NotExaminedError
+
+    try:
+        with torch.device("meta"):
+            return cls._from_config(config, **options)
+    except Exception as error:  # whatever a size of the config leads to
+        said = " ".join(str(error).split())[:200]
+        raise NotExaminedError(f"transformers cannot make {cls.__name__}: {type(error).__name__}: {said}") from error
 
 
 def shortened(config: Any, layers: int) -> Any:
@@ -63,12 +81,13 @@ def shortened(config: Any, layers: int) -> Any:
 def build(config: Any, cls: Any, setting: Setting) -> Any:
     """Return a model on "meta" in the dtype of its parameters, patched and checkpointed as ``setting`` says.
 
-    Raises ValueError if more layers share a checkpoint than there are.
+    Raises ValueError if more layers share a checkpoint than there are, and for a row of more tokens than positions.
     """
     attention = "sdpa" if cls._supports_sdpa else "eager"
     dtype = torch.bfloat16 if setting.dtype == "bf16" else torch.float32
-    with torch.device("meta"):
-        model = cls._from_config(config, attn_implementation=attention, dtype=dtype).train()
+    model = made(config, cls, attn_implementation=attention, dtype=dtype).train()
+    if setting.seq > (most := positions_of(model)):
+        raise ValueError(f"seq must be at most the {most} positions of {cls.__name__}, got {setting.seq}")
     if setting.checkpoint_layers > (count := len(layers_of(model))):
         raise ValueError(f"checkpoint_layers must be at most the model's {count}, got {setting.checkpoint_layers}")
     if setting.lora:
@@ -78,6 +97,14 @@ def build(config: Any, cls: Any, setting: Setting) -> Any:
     if setting.checkpoint != "none":
         model.gradient_checkpointing_enable({"use_reentrant": False, **policy_of(setting)})
     return model
+
+
+def positions_of(model: Any) -> float:
+    """Return how many positions ``model`` learned; infinity if it computes them."""
+    count: int = getattr(model.config.get_text_config(), "max_position_embeddings", None) or 0
+    tables = [m for m in model.modules() if isinstance(m, nn.Embedding) and m is not model.get_input_embeddings()]
+    learned = count and any(0 <= table.num_embeddings - count <= OFFSET for table in tables)
+    return count if learned else math.inf
 
 
 def policy_of(setting: Setting) -> dict[str, Any]:
@@ -102,8 +129,7 @@ def adapted(model: Any, rank: int) -> Any:
 
 def parameters_of(config: Any, cls: Any) -> int:
     """Return the number of parameters."""
-    with torch.device("meta"):
-        return sum(p.numel() for p in cls._from_config(config).parameters())
+    return sum(p.numel() for p in made(config, cls).parameters())
 
 
 def materialise(model: nn.Module, device: str = "cpu") -> None:

@@ -5,31 +5,16 @@ import re
 from collections import Counter
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
-from typing import Any, NamedTuple
+from typing import Any
 
 from liger_like.parallel.host_memory import SLAB
+from liger_like.planning._allocator import Change, Part, held
 from liger_like.planning._clock import Clock
 from liger_like.planning._machine import GIB
 from liger_like.planning._tracer import KINDS, Live, Tracer
 
 LAYER = re.compile(r"(?:^|\.)(\d+)(?:\.|$)")
 POINTS = 1000  # of a curve, at most
-
-
-class Part(NamedTuple):
-    """Whose memory it is: a kind, the layer (None outside of layers), and the module within it."""
-
-    kind: str
-    layer: int | None
-    module: str
-
-
-class Change(NamedTuple):
-    """A change of memory in bytes; ``counts`` if the new sum may be the peak."""
-
-    part: Part
-    size: int
-    counts: bool
 
 
 @dataclass(frozen=True)
@@ -40,7 +25,9 @@ class Prediction:
     ``resting``: what is held between steps. ``curve``: memory over the step by kind, in the order of ``KINDS``; a point
     is the highest of several changes. ``seconds``: time of the step, an estimate by a roofline; ``times``: seconds of
     the GPU by group, of the host, and of copies to it. ``host_gib``: memory of the host for checkpoints,
-    pinned in slabs of 1 GiB. ``calibrated``: whether the rates were measured on this GPU.
+    pinned in slabs of 1 GiB. ``calibrated``: whether the rates were measured on this GPU. ``allocated``: the peak as
+    torch counts it, with up to 1 MiB that a tensor leaves of its block; ``reserved``: what torch's allocator then holds
+    of the GPU. With expandable segments nothing is left, and torch counts ``gib``.
     """
 
     gib: float
@@ -53,6 +40,8 @@ class Prediction:
     times: dict[str, float]
     calibrated: bool
     host_gib: int = 0
+    allocated: float = 0.0
+    reserved: float = 0.0
 
     @property
     def limited_by(self) -> str:
@@ -86,20 +75,22 @@ def changes_of(tracer: Tracer) -> tuple[list[Change], list[Change]]:
 
 def predicted(start: Iterable[Change], changes: Sequence[Change], clock: Clock, passes: int = 1) -> Prediction:
     """Return the prediction of ``changes`` after ``start``, which take the time of ``clock`` in so many ``passes``."""
-    held: Counter[Part] = Counter()
+    start, before = [*start], Counter[Part]()
     for change in start:
-        held[change.part] += change.size
-    resting = sum(held.values())
+        before[change.part] += change.size
+    resting = sum(before.values())
     total, peak, at = resting, resting, -1
     for i, change in enumerate(changes):
         total += change.size
         if change.counts and total > peak:
             peak, at = total, i
-    made_of, curve = _made_of(held, changes[: at + 1]), _curve(held, changes)
+    made_of, curve = _made_of(before, changes[: at + 1]), _curve(before, changes)
     times = {name: clock.groups[name] for name in sorted(clock.groups)} | {"host": clock.host}
     times |= {"copies": clock.copies} if clock.sent else {}
     slabs = math.ceil(clock.sent / passes / SLAB)  # a pass sends all before any of it comes back
-    return Prediction(peak / GIB, *made_of, resting / GIB, curve, clock.seconds, times, clock.calibrated, slabs)
+    torchs = (size / GIB for size in held(start, changes))
+    result = peak / GIB, *made_of, resting / GIB, curve, clock.seconds, times, clock.calibrated, slabs
+    return Prediction(*result, *torchs)
 
 
 def of_pipeline(stages: Sequence[Prediction], passes: int) -> Prediction:

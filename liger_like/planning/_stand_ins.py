@@ -4,6 +4,7 @@ Each was found by running: tensors of a trace are on the CPU, without data. ``st
 """
 
 import contextlib
+import logging
 import math
 import sys
 from collections.abc import Callable, Iterable, Iterator
@@ -12,13 +13,17 @@ from unittest import mock
 
 import torch
 from torch import Tensor
+from torch.utils.checkpoint import _CachedTorchDispatchMode, _CachingTorchDispatchMode
 from triton.tools import tensor_descriptor
 
+from liger_like.parallel.checkpoint import Homewards, Outwards
 from liger_like.parallel.host_memory import ENGINES, PAGE
 from liger_like.runtime import gluon
 from liger_like.runtime.machine import Machine, pretended
 
 _aten = torch.ops.aten
+# of selective checkpoints, in the forward and in the recomputation
+MODES: Any = _CachingTorchDispatchMode, _CachedTorchDispatchMode, Outwards, Homewards
 
 
 def _mm(a: Tensor, b: Tensor, dtype: torch.dtype) -> Tensor:
@@ -102,20 +107,35 @@ class Copies:
         """Wait for nothing."""
 
 
+def _seen(original: Callable[..., Any], listen: Callable[[], None]) -> Callable[..., Any]:
+    def run(*args: Any, **kwargs: Any) -> Any:
+        listen()
+        return original(*args, **kwargs)
+
+    return run
+
+
 @contextlib.contextmanager
-def standing_in(machine: Machine, sent: Callable[[int], None]) -> Iterator[None]:
+def standing_in(machine: Machine, sent: Callable[[int], None], listen: Callable[[], None]) -> Iterator[None]:
     """Let ops, torch's attention and transformers' masks do within the context what they do on ``machine``.
 
-    Checkpoints call ``sent`` with the bytes that they take of the host.
+    Checkpoints call ``sent`` with the bytes that they take of the host, and selective ones ``listen`` for each op that
+    their modes see.
 
     transformers makes a mask for a tensor without data, and looks for packed documents in the data.
     """
     with contextlib.ExitStack() as stack:
         stack.enter_context(pretended(machine))
         stack.enter_context(mock.patch.dict(ENGINES, cpu=lambda device: Copies(sent)))
-        replaced: list[tuple[Any, str, Any]] = [(torch.nn.functional, "scaled_dot_product_attention", attention)]
+        replaced: list[tuple[Any, str, Any]] = [
+            (torch.nn.functional, "scaled_dot_product_attention", attention),
+            # it logs each failure, which the caller of a trace gets as an exception
+            (logging.getLogger("torch._subclasses.fake_tensor"), "disabled", True),
+        ]
         for kind in (gluon.TensorDescriptor, tensor_descriptor.TensorDescriptor):
             replaced.append((kind, "__post_init__", lambda self: None))  # it checks the address
+        for kind in MODES:
+            replaced.append((kind, "__torch_dispatch__", _seen(kind.__torch_dispatch__, listen)))
         masks = sys.modules.get("transformers.masking_utils")
         if masks is not None:
             replaced += [

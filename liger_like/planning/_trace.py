@@ -41,6 +41,11 @@ class Trace:
         """Count ``size`` bytes that checkpoints take of the host."""
         self._clock.sent += size
 
+    def _listen(self) -> None:
+        """Count the host's time of a mode that sees an op, except those within an op that the clock counts whole."""
+        if self._tracer.watch is not None:
+            self._clock.listen()
+
     @property
     def parts(self) -> tuple[Tracer, Clock]:
         """Return the tracer and the clock of the step."""
@@ -73,7 +78,11 @@ def traced(gpu: GPU | str | float = "h200") -> Iterator[Trace]:
     tracer = Tracer(of.workspace)
     trace = Trace(tracer, of)
     try:
-        with FakeTensorMode(allow_non_fake_inputs=True), standing_in(of, trace._sent), tracer.listening():
+        with (
+            FakeTensorMode(allow_non_fake_inputs=True),
+            standing_in(of, trace._sent, trace._listen),
+            tracer.listening(),
+        ):
             yield trace
             trace._prediction = trace.prediction
     except Exception as error:

@@ -19,6 +19,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
 from liger_like.planning._stand_ins import CUDA_ONLY, workspace_of
+from liger_like.runtime import machine
 from liger_like.runtime.registry import LAUNCHERS
 
 ROUND = 512  # bytes: the unit of torch's allocator
@@ -202,6 +203,7 @@ class Tracer(TorchDispatchMode):  # type: ignore[no-untyped-call]
             stack.enter_context(mock.patch.object(torch.UntypedStorage, "resize_", resized))
             stack.enter_context(self._quiet_inference())
             stack.enter_context(self)
+            stack.enter_context(mock.patch.object(machine, "own_modes", torch._C._len_torch_dispatch_stack()))
             yield self
 
     def know(self, model: nn.Module) -> None:

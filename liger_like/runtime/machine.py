@@ -8,6 +8,7 @@ import contextlib
 from collections.abc import Iterator
 from dataclasses import dataclass
 
+import torch
 from torch import Tensor
 
 
@@ -24,6 +25,7 @@ class Machine:
 
 
 current: Machine | None = None
+own_modes = 0  # dispatch modes of the trace itself, which must not change what runs
 
 
 @contextlib.contextmanager
@@ -35,6 +37,11 @@ def pretended(machine: Machine) -> Iterator[None]:
         yield
     finally:
         current = before
+
+
+def is_watched() -> bool:
+    """Return True if a dispatch mode sees each op, other than those of a trace."""
+    return torch._C._len_torch_dispatch_stack() > own_modes
 
 
 def on_gpu(x: Tensor) -> bool:

@@ -5,7 +5,7 @@ import json
 import pytest
 
 from benchmark.common import markdown
-from benchmark.training import plan, plan_report
+from benchmark.training import plan, plan_report, planned
 
 ROW = {"file": "sharded-nvidia-h200-2x", "text": "2 x 8 x 2048", "name": "liger_like, selective", "gib": 100.0}
 ROWS = [
@@ -37,12 +37,37 @@ def test_peaks_are_as_measured(key):
     assert row["predicted_ms"] == pytest.approx(job.measured["ms"], rel=0.08)
 
 
+@pytest.mark.usefixtures("references")
+def test_what_the_allocator_holds_is_as_measured():
+    """Adapters without patches: the allocator holds 7 % more than it gives."""
+    setting = planned.SETTINGS[1]
+    job = next(job for job in plan.jobs(["planned"]) if job.setting == setting)
+    row = plan.predicted(job)
+    assert row["predicted"] == pytest.approx(job.measured["gib"], rel=1e-3)
+    assert row["predicted_reserved"] == pytest.approx(job.measured["reserved"], rel=5e-3)
+
+
+def test_every_row_is_predicted_as_well_as_the_docs_say():
+    rows = json.loads(plan.PATH.read_text())["rows"]
+    for row in rows:
+        limit = 1e-3 if "sharded" in row["file"] else 4e-3
+        assert row["predicted"] == pytest.approx(row["gib"], rel=limit), row["text"]
+        assert row.get("predicted_reserved", 1) == pytest.approx(row.get("reserved", 1), rel=3e-3), row["text"]
+    timed = [row for row in rows if "ms" in row]
+    wrong, pairs = plan_report.wrong_pairs([row for row in timed if plan_report.is_bound(row)])
+    assert (wrong, pairs >= 50) == (0, True)
+    assert plan_report.wrong_pairs(timed)[0] <= 4  # NOTES says which
+
+
 def test_what_the_rows_say_together():
-    one, sharded, time = plan_report.gist(ROWS)
+    one, sharded, time, everything = plan_report.gist(ROWS)
     assert one == "* peak, one GPU: 3 rows, median error 0.00%, worst 0.20%"
     assert sharded == "* peak, sharded: 1 rows, median error 4.00%, worst 4.00%"
     assert time.startswith("* time, steps that wait for the GPU: 3 rows, median error 10.0%, worst 10.0%; of 1 pairs")
     assert time.endswith(" 1 in the wrong order")
+    assert everything.startswith("* time, all steps: 4 rows")
+    held = {"reserved": 10.0, "predicted_reserved": 10.1}
+    assert "* reserved: 1 rows, median error 1.00%, worst 1.00%" in plan_report.gist([ROWS[1] | held])
 
 
 def test_the_table_marks_rows():

@@ -1,5 +1,7 @@
 """The trace of a step without data: what it counts, what it leaves behind, and what it says of steps that read data."""
 
+import logging
+
 import pytest
 import torch
 from torch import nn
@@ -33,7 +35,7 @@ def state():
     hooks = [*nn.modules.module._global_forward_hooks, *nn.modules.module._global_forward_pre_hooks]
     steps = [*optimizer._global_optimizer_pre_hooks, *optimizer._global_optimizer_post_hooks]
     functions = torch.nn.functional.scaled_dot_product_attention, torch.UntypedStorage.resize_
-    return machine.current, _len_torch_dispatch_stack(), hooks, steps, functions, dict(tiles._CHOSEN)
+    return machine.current, machine.own_modes, _len_torch_dispatch_stack(), hooks, steps, functions, dict(tiles._CHOSEN)
 
 
 def test_a_step_that_reads_data_is_named_and_leaves_nothing():
@@ -49,6 +51,14 @@ def test_a_step_that_reads_data_is_named_and_leaves_nothing():
     with pytest.raises(NotTracedError, match=r"cannot be traced: aten::index.*, inner: "):
         trace()
     assert state() == before
+
+
+def test_torch_does_not_log_what_is_raised(monkeypatch):
+    logger, records = logging.getLogger("torch._subclasses.fake_tensor"), []
+    monkeypatch.setattr(logger, "handle", records.append)
+    with pytest.raises(NotTracedError, match="cannot be traced: aten::expand"), traced():
+        torch.ones(3).expand(2, 4)
+    assert not records
 
 
 def test_errors_of_the_step_itself_pass():

@@ -2,9 +2,11 @@
 
 import pytest
 import torch
+from torch.utils.checkpoint import checkpoint, noop_context_fn
 
-from liger_like.planning import GPUS
-from liger_like.planning._clock import LAUNCH, MASKED, OP, TORCHS, Clock
+from liger_like.parallel import checkpoint_policy
+from liger_like.planning import GPUS, traced
+from liger_like.planning._clock import LAUNCH, MASKED, MODE, OP, TORCHS, Clock
 from liger_like.planning._stand_ins import workspace_of
 
 aten = torch.ops.aten
@@ -33,11 +35,29 @@ def test_products_take_the_time_of_flops_or_bytes():
 
 def test_a_step_takes_the_longest_of_gpu_host_and_copies():
     clock, *_ = multiplied(8192)
-    assert clock.seconds == clock.groups["products"] > OP
-    clock.host = 1.0
-    assert clock.seconds == 1.0
+    products = clock.groups["products"]
+    assert clock.seconds == pytest.approx(OP + products)  # the GPU waits for its first op
+    assert (clock.host, clock.gpu) == (OP, products)
+    clock.ops += [(1.0, 0.0)]
+    assert clock.seconds == pytest.approx(OP + 1.0)
+    clock.ops += [(0.0, 0.5)]  # given last: the host has nothing to do beside it
+    assert clock.seconds == pytest.approx(OP + 1.5)
     clock.sent = 55_000_000_000
     assert clock.seconds == 2.0  # there and back
+
+
+def test_modes_of_selective_checkpoints_take_the_host_s_time():
+    """They see each op, in the forward and, even if they leave it out, in the recomputation."""
+
+    def listened(context):
+        with traced("h200") as t:
+            x = torch.empty(4, 4, requires_grad=True)
+            checkpoint(lambda x: x.sin().cos(), x, use_reentrant=False, context_fn=context).sum().backward()
+        return t.parts[1].ops.count((MODE, 0.0))
+
+    assert listened(noop_context_fn) == 0
+    assert listened(checkpoint_policy(())) >= 2 * 2 - 1  # the recomputation ends before its last op
+    assert listened(checkpoint_policy((), host=("attention",))) == 2 * listened(checkpoint_policy(()))
 
 
 @pytest.mark.parametrize("causal", [True, False])

@@ -6,7 +6,9 @@ import sys
 
 import pytest
 import torch
+import typer
 
+from examples import parallel
 from examples.train import CONFIGS
 from liger_like import cli
 from liger_like.planning import GPUS, Prediction, Setting, _command, plan
@@ -16,6 +18,7 @@ from liger_like.planning._search import Candidate, needed, searched
 from liger_like.planning._tracer import KINDS
 
 H200 = GPUS["h200"]
+GPT2 = {"model_type": "gpt2", "n_positions": 16, "n_layer": 1, "n_embd": 64, "n_head": 2, "vocab_size": 64}
 pytestmark = pytest.mark.usefixtures("references")
 
 
@@ -147,6 +150,17 @@ def test_commands_that_start():
     assert "checkpoint_policy" in started(checkpoint="selective")
 
 
+@pytest.mark.parametrize("checkpoint", ["none", "selective", "full"])
+def test_the_example_takes_the_command_that_is_printed(checkpoint):
+    setting = Setting(2, 64, 4, checkpoint, fsdp=2, tp=2, cp=2, pp=2, dtype="fp32")
+    command = start(Candidate(setting, prediction(1.0, 1.0), 1.0, True))
+    launcher, options = command.split(" -m examples.parallel ")
+    context = typer.main.get_command(parallel.app).make_context("parallel", options.split())
+    assert launcher == "torchrun --nproc-per-node 16"
+    asked = {"fsdp": 2, "tp": 2, "cp": 2, "pp": 2, "batch": 16, "seq": 64, "checkpointing": checkpoint}
+    assert {name: context.params[name] for name in asked} == asked
+
+
 @pytest.mark.parametrize(
     ("options", "message"),
     [
@@ -202,6 +216,9 @@ def test_errors_take_one_line_and_name_the_field(run, options, message):
         ("{", "cannot be read"),
         ('{"model_type": "none_such"}', "no model_type 'none_such'"),
         ('{"model_type": "llama", "quantization_config": {}}', "quantization_config of"),
+        ('{"model_type": "llama", "num_hidden_layers": 0}', "num_hidden_layers must be at least 1, got 0"),
+        ('{"model_type": "llama", "intermediate_size": -1}', "transformers cannot make LlamaForCausalLM: "),
+        (json.dumps(GPT2), "seq must be at most the 16 positions of GPT2LMHeadModel, got 2048"),
     ],
 )
 def test_configs_that_are_refused(run, tmp_path, text, message):
@@ -211,6 +228,11 @@ def test_configs_that_are_refused(run, tmp_path, text, message):
     assert code == 2
     assert message in err
     assert err.count("\n") == 1
+
+
+def test_the_doctor_s_step_has_no_more_tokens_than_the_model_has_positions(tmp_path):
+    (tmp_path / "gpt2.json").write_text(json.dumps(GPT2))
+    assert " on 1 x 16 tokens takes " in _command.line(tmp_path / "gpt2.json")
 
 
 def test_a_model_that_reads_data_is_named(run, monkeypatch):

@@ -49,6 +49,12 @@ def test_replayed_layers_are_the_whole_trace(config, setting, kept):
     assert few.seconds == pytest.approx(whole.seconds, rel=1e-3)
 
 
+def test_the_optimizer_s_step_is_that_of_all_layers():
+    """It takes the GPU three times as long for three times as many parameters, and the host no longer."""
+    end = layers._scaled(layers.Segment([], [(1.0, 2.0)], {"optimizer": 2.0, "memory": 0.0, "sent": 0}), 3.0)
+    assert (end.ops, end.times["optimizer"]) == ([(1.0, 6.0)], 6.0)
+
+
 def test_layers_that_do_not_repeat_are_traced_whole(monkeypatch):
     outline = layers.Segment.outline
     sizes = iter(range(10**6))

@@ -8,7 +8,8 @@ from test_planning_command import H200, prediction
 from transformers import LlamaConfig
 
 from examples.train import CONFIGS
-from liger_like.planning import Setting, _models, predict
+from liger_like.patches import lora
+from liger_like.planning import Setting, _models, predict, predict_model
 from liger_like.planning._optimizers import AdamW8bit
 from liger_like.planning._report import start
 from liger_like.planning._search import Candidate, searched
@@ -78,6 +79,31 @@ def test_adapters_are_what_is_trained():
     rounded = [-(-size // 512) * 512 for size in each]
     assert bytes_of(found, "optimizer") == 2 * sum(rounded) + 512 * len(each)  # and AdamW's counts of steps
     assert found.resting < predict(TINY, Setting(2, 64)).resting
+
+
+@pytest.mark.parametrize(("checkpoint", "fused"), [("none", True), ("selective", False)])
+def test_adapted_layers_run_as_on_a_gpu(monkeypatch, checkpoint, fused):
+    """The trace's own mode changes nothing; that of a selective checkpoint leaves the layers to PEFT."""
+    peft = pytest.importorskip("peft")
+    setting = Setting(2, 64, lora=4, checkpoint=checkpoint)
+
+    def in_bf16(model, config):
+        return get_peft_model(model, config, autocast_adapter_dtype=False)
+
+    get_peft_model, calls = peft.get_peft_model, []
+    monkeypatch.setattr(peft, "get_peft_model", in_bf16)
+    model = _models.build(*_models.model_class(TINY), setting)
+    monkeypatch.setattr(lora._AdaptedLinear, "apply", spied(lora._AdaptedLinear.apply, calls))
+    predict_model(lambda: model, setting)
+    assert bool(calls) is fused
+
+
+def spied(function, calls):
+    def run(*args):
+        calls.append(args)
+        return function(*args)
+
+    return run
 
 
 def rough(setting):

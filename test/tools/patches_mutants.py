@@ -255,7 +255,7 @@ PATCHES = [
     (LORA, "u if needs_db else None", "u", "a product is kept for a frozen B"),
     (
         LORA,
-        "torch._C._len_torch_dispatch_stack() or ",
+        "is_watched() or ",
         "",
         "a checkpoint that keeps products sees them change in place",
     ),

@@ -1,8 +1,12 @@
 """Bugs, as in mutants.py, in the plans of a step and in the stages that they name: file, old, new, why."""
 
 _PLAN = "planning/_{}.py".format
-CLOCK, LAYERS, PREDICTION, REPORT, SEARCH, SETTINGS, STAGES, STAND_INS, TRACER = map(
-    _PLAN, ("clock", "layers", "prediction", "report", "search", "settings", "stages", "stand_ins", "tracer")
+ALLOCATOR, CLOCK, COMMAND, LAYERS, PREDICTION, REPORT, SEARCH, SETTINGS, STAGES, STAND_INS, TRACER = map(
+    _PLAN,
+    (
+        *("allocator", "clock", "command", "layers", "prediction", "report", "search", "settings", "stages"),
+        *("stand_ins", "tracer"),
+    ),
 )
 SPREAD = "parallel/stages.py"
 
@@ -18,14 +22,28 @@ PLANNING = [
         "size + 0 * ",
         "shared keys need no workspace",
     ),
-    (CLOCK, "self.host, self.copies)", "self.copies)", "the host takes no time"),
+    (TRACER, "torch._C._len_torch_dispatch_stack()))", "0))", "the trace changes what runs"),
+    (ALLOCATOR, "rest >= UNIT if small else rest > SMALL", "rest >= UNIT", "nothing is left of large blocks"),
+    (ALLOCATOR, "LARGE if size < MEDIUM else ", "", "segments are as small as their tensors"),
+    (ALLOCATOR, "before is not None and before.free", "False", "blocks do not merge with those before"),
+    (ALLOCATOR, "after is not None and after.free", "False", "blocks do not merge with those behind"),
+    (ALLOCATOR, "size > 0 and counts:", "size > 0:", "sums of gradients take memory of their own"),
+    (ALLOCATOR, "*(states if first else ())", "*()", "the optimizer has no states"),
+    (ALLOCATOR, "STEPS = 3", "STEPS = 1", "only the first step counts"),
+    (CLOCK, "max(given, done, self.copies)", "max(done, self.copies)", "the host takes no time"),
+    (CLOCK, "done = max(given, done) + gpu if", "done = done + gpu if", "the GPU begins before it is given work"),
+    (STAND_INS, "        listen()\n", "", "modes of checkpoints take no time"),
+    (STAND_INS, '"disabled", True', '"disabled", False', "torch logs what the trace raises"),
+    (_PLAN("models"), "0 <= table.num_embeddings - count <= OFFSET", "False", "positions have no end"),
+    (COMMAND, "seq = min(SEQ, ", "seq = max(SEQ, ", "the doctor's step has more tokens than positions"),
+    (LAYERS, "longer * gpu", "gpu", "the traced layers' update ends the step"),
     (CLOCK, "return 2 * self.sent / self.pcie", "return self.sent / self.pcie", "copies do not come back"),
     (CLOCK, "* (0.5 if causal else 1)\n", "\n", "torch's causal attention computes all pairs"),
     (CLOCK, "max(flops / rate, bytes_moved / self.copy)", "flops / rate", "thin products move no bytes"),
     (CLOCK, "(sizes[1] - sizes[0]) / self.link", "sizes[1] / self.link", "a GPU sends to itself"),
     (LAYERS, "return self.kept - 1 - behind", "return self.kept - 1", "all layers near the end are the last"),
     (LAYERS, "one.outline() != other.outline()", "False", "periods may differ"),
-    (LAYERS, 'end.times["optimizer"] *= trained', "pass", "the optimizer updates the traced layers alone"),
+    (LAYERS, "factor * end.times", "end.times", "the optimizer updates the traced layers alone"),
     (LAYERS, "passes[1:2] * (setting.accumulation - len(passes))", "[]", "passes are left out"),
     (LAYERS, "margin, shared = 2 if", "margin, shared = 1 if", "copies lag one layer"),
     (PREDICTION, "(len(stages) - 1) / passes", "(len(stages) - 1) / len(stages)", "the bubble is of no micro-batches"),
@@ -35,6 +53,7 @@ PLANNING = [
     (SEARCH, "room and needs <=", "needs <=", "the host has any memory"),
     (SEARCH, "CONTEXT + GROUP * groups", "CONTEXT", "groups of GPUs need no buffers"),
     (REPORT, 'str(index) if row.fits else "-"', "str(index)", "rows that do not fit look as if they did"),
+    (REPORT, "--checkpointing {s.checkpoint}", "--checkpoint {s.checkpoint}", "the example knows no such option"),
     (REPORT, "s.gpus > 1 and plain and known", "s.gpus > 1 and known", "the example is to do what it cannot"),
     (SETTINGS, 'if self.dtype == "fp32" and self.lora:', "if False:", "sharded adapters are guessed"),
     (STAGES, "if len(flying) == setting.pp - index:", "if len(flying) == setting.pp:", "each stage is the first"),
