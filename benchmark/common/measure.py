@@ -38,6 +38,7 @@ PACKAGES = {  # contestant: the package it needs
     "flash-attn-4": "flash-attn-4",
     "transformers": "transformers",
     "TRL": "trl",
+    "verl": "verl",
 }
 WARMUP = 3
 GPU_STATE = ("driver_version", "clocks.sm", "clocks.max.sm", "clocks.mem", "power.limit")  # as nvidia-smi names them

@@ -214,7 +214,7 @@ def main() -> None:
     if not options.report:
         if not GPU and not options.quick:
             parser.error("needs a GPU (all but --quick and --report)")
-        result = environment("TRL", "Liger", "CCE") | {"parts": {}}
+        result = environment("TRL", "verl", "Liger", "CCE") | {"parts": {}}
         shapes = QUICK if options.quick else {name: SHAPES[name] for name in options.shapes}
         measure_all(shapes, options.cases, options.contestants or names, result)
         print(tables(merged({}, rounded(result), ORDER)))

@@ -1,12 +1,17 @@
-"""The contestants of ``post_training``: ours, those of TRL, Liger and CCE, and plain torch, by case.
+"""The contestants of ``post_training``: ours, those of TRL, verl, Liger and CCE, and plain torch, by case.
 
 Each builds a step on ``Data``. A per-token function takes x [T, H], weight [V, H], target [T] and whether the entropy
 is asked for, and returns the log-probability and the entropy of each token, 0 for ignored tokens. No library is
 imported before its step is built or run.
 """
 
+import functools
+import importlib.util
+import sys
+import types
 from collections.abc import Callable, Mapping
 from functools import partial
+from pathlib import Path
 from typing import Any, NamedTuple
 
 import torch
@@ -112,6 +117,23 @@ def trl(x: Tensor, weight: Tensor, target: Tensor, entropy: bool) -> tuple[Tenso
     outputs = ("entropy",) if entropy else ()
     logprob, entropies, *_ = ChunkedLogProbFunction.apply(x, weight, None, target, 1.0, TRL_WORDS, None, 1.0, outputs)
     return logprob, entropies
+
+
+def verl(x: Tensor, weight: Tensor, target: Tensor, entropy: bool) -> tuple[Tensor, Tensor]:
+    """Call verl's kernels, which always compute the entropy and its gradient."""
+    logprob, entropies = verl_function()(x, weight, target)
+    return logprob, entropies
+
+
+@functools.cache
+def verl_function() -> Any:
+    """Return verl's function without a run of verl's packages, which import Ray and much else: the wheel suffices."""
+    (folder,) = importlib.util.find_spec("verl").submodule_search_locations  # type: ignore[union-attr, misc]
+    for name in ("verl", "verl.utils", "verl.utils.kernel"):
+        package = types.ModuleType(name)
+        package.__path__ = [str(Path(folder, *name.split(".")[1:]))]
+        sys.modules.setdefault(name, package)
+    return importlib.import_module("verl.utils.kernel.linear_cross_entropy").linear_cross_entropy
 
 
 def liger(name: str) -> TokenFunction:
@@ -287,6 +309,7 @@ WITH_ENTROPY: dict[str, TokenFunction] = {
     "liger_like": ours(),
     "liger_like, logits in 16 bits": ours(rounded=True),
     "TRL": of_kept(trl),
+    "verl": of_kept(verl),
     "Liger": liger("LigerFusedLinearScaledCrossEntropyFunction"),
     "Liger, torch": liger("_FusedLinearPPOFallbackFunction"),
     "torch, chunks": of_kept(in_chunks(whole_logits)),

@@ -55,9 +55,25 @@ def test_cases_and_shapes():
         "torch",
         "torch.compile",
         "TRL",
+        "verl",
         "Liger",
         "CCE",
     }
+
+
+def test_verl_without_what_its_packages_import(tmp_path, monkeypatch):
+    """Its wheel without dependencies suffices."""
+    folder = tmp_path / "verl" / "utils" / "kernel"
+    folder.mkdir(parents=True)
+    for package in (folder.parents[1], folder.parent):
+        (package / "__init__.py").write_text("import ray")
+    (folder / "linear_cross_entropy.py").write_text("def linear_cross_entropy(x, weight, target): return x, weight")
+    monkeypatch.syspath_prepend(tmp_path)
+    contestants.verl_function.cache_clear()
+    assert contestants.verl(1, 2, 3, False) == (1, 2)
+    for name in [name for name in sys.modules if name.partition(".")[0] == "verl"]:
+        monkeypatch.delitem(sys.modules, name)
+    contestants.verl_function.cache_clear()
 
 
 @pytest.mark.parametrize("shape", [TINY, PART], ids=["all", "part"])
