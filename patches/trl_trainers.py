@@ -39,8 +39,9 @@ def plan_of(trainer: Any) -> Plan | None:
     if not any(base.__module__.partition(".")[0] == "trl" for base in cls.__mro__) or _mentions(cls, "fused_lm_head"):
         return None
     method = getattr(cls, "_compute_loss", None)
-    if isinstance(method, FunctionType) and DIVERGENCE in method.__code__.co_names:
-        return _distillation(trainer, method)
+    compares = isinstance(method, FunctionType) and DIVERGENCE in method.__code__.co_names
+    if compares and trainer.teacher_model is not None:  # a teacher on a server has no head here
+        return _distillation(trainer, method)  # type: ignore[arg-type]
     if hasattr(cls, trl_pairs.METHOD):
         reason = trl_pairs.refusal(trainer)
         return Plan({}, reason) if reason else Plan(trl_pairs.methods(trainer), tokens=True)

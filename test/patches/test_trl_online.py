@@ -1,17 +1,19 @@
-"""TRL's online trainers of models that the trainers make themselves: AsyncGRPO, and the reference model of GRPO."""
+"""TRL's trainers of models that they make themselves or that are on a server: AsyncGRPO, GRPO's reference, teachers."""
 
 import queue
 
 import numpy
 import pytest
 import torch
+import trl
 import trl_trainers
 from test_trainer import LOSS_AND_NORMS
 from test_trl import assert_learnt, assert_original, head_rows, learnt, made, ran  # noqa: F401  # fixtures
 from tiny_models import tiny
-from trl.experimental import async_grpo
+from trl.experimental import async_grpo, server_distillation
 from trl.experimental.async_grpo import async_grpo_trainer
 from trl.experimental.async_grpo.async_rollout_worker import RolloutSample
+from trl.generation import vllm_client
 from trl.trainer import grpo_trainer
 
 from liger_like.trainer import patch_trainer
@@ -114,3 +116,22 @@ def test_reference_model_of_grpo(made, ran, device, monkeypatch):  # noqa: F811
     trainer.models.append(trainer.ref_model)
     trainer.patching.report.unpatch()
     assert_original(trainer)
+
+
+def test_teacher_on_a_server(device, tmp_path, monkeypatch):
+    """The student's logits are compared with a few numbers: the head is left alone, and reported."""
+    monkeypatch.setattr(vllm_client, "VLLMClient", nothing)
+    common = {"report_to": [], "use_cpu": device == "cpu", "bf16": False, "max_completion_length": 5}
+    trainer = server_distillation.ServerDistillationTrainer(
+        tiny("Llama", device, num_hidden_layers=1),
+        server_distillation.ServerDistillationConfig(
+            str(tmp_path), per_device_train_batch_size=2, teacher_model_server_url="http://localhost", **common
+        ),
+        train_dataset=trl_trainers.datasets.Dataset.from_list(trl_trainers.PROMPTS * 6),
+        processing_class=trl_trainers.tokenizer(),
+    )
+    report = patch_trainer(trainer, **LOSS_AND_NORMS)
+    (row,) = head_rows(report)
+    reason = f"the loss of TRL {trl.__version__}'s ServerDistillationTrainer reads the logits"
+    assert (row.status, row.reason) == ("skipped", reason)
+    assert {row.pattern for row in report.patched} == {"rms_norm"}

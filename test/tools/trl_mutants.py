@@ -33,6 +33,7 @@ TRL = [
     (PAIRS, "mean_logit[:chosen, :-1]", "mean_logit[:chosen]", "ORPO's mean of logits counts the last position"),
     (TRAINERS, '"super" not in code.co_names', "False", "a method that is overridden is taken for called"),
     (TRAINERS, '"super" not in code.co_names', "True", "a method that is called by super is not seen"),
+    (TRAINERS, "compares and trainer.teacher_model is not None", "compares", "a teacher on a server has no head"),
     (TRAINERS, "beta=beta", "beta=0.0", "any divergence is taken for the forward KL"),
     (TRAINER, '== "nll"', '== "dft"', "DFT expects equal gradients"),
     (TRAINER, '("model", "ref_model", "teacher_model")', '("model",)', "the reference is not patched"),
