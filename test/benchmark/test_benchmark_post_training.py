@@ -41,10 +41,11 @@ def plain_torch(references, monkeypatch):
 
 
 def test_cases_and_shapes():
-    assert [shape[:3] for shape in post_training.SHAPES.values()][:3] == [
+    assert [shape[:3] for shape in post_training.SHAPES.values()][:4] == [
         (8192, 4096, 151936),
         (16384, 2048, 248320),
         (32768, 2880, 201088),
+        (8192, 4096, 128256),
     ]
     assert post_training.SHAPES["S1-25"] == (*post_training.SHAPES["S1"][:4], 0.25)
     assert all(list(case)[:2] == [GEMMS, "liger_like"] for case in contestants.CASES.values())
