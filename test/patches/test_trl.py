@@ -180,12 +180,13 @@ def test_arguments(kind, arguments, made, ran):
     assert_original(trainer)
 
 
-def test_accumulation(made, ran):
+@pytest.mark.parametrize("kind", ["SFT", "DPO"])  # others of TRL weigh batches by themselves
+def test_accumulation(kind, made, ran):
     """Eight rows at once or one by one."""
     runs = []
     for rows, steps in ((8, 1), (1, 8)):
         sizes = {"per_device_train_batch_size": rows, "gradient_accumulation_steps": steps, "max_steps": 3}
-        runs.append(made("SFT", "callback", num_train_epochs=3, **sizes))
+        runs.append(made(kind, "callback", num_train_epochs=3, **sizes))
     expected = learnt(runs[0])
     logs, weights = learnt(runs[1])
     for entry, other in zip(logs, expected[0], strict=True):
