@@ -111,6 +111,7 @@ FILES = (
     "test/patches/test_generation.py",
     "test/patches/test_tokens.py",
     "test/patches/test_trl.py",
+    "test/patches/test_trl_edges.py",
     "test/parallel/test_parallel_moe.py",
     "test/parallel/test_parallel_divergence.py",
     "test/parallel/test_parallel_logprobs.py",
