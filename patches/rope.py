@@ -89,14 +89,13 @@ def _undecorated(cls: Any) -> tuple[FunctionType, Callable[..., Any]]:
     """
     decorate = functools.partial(rewrapped, cls.forward)
     forward = without_renames(cls.forward)
-    if not hasattr(forward, "__wrapped__"):
-        return forward, decorate
-    context = inspect.getclosurevars(forward).nonlocals.get("ctx_factory")
-    if isinstance(getattr(context, "__self__", None), torch.no_grad) and not hasattr(
-        forward.__wrapped__, "__wrapped__"
-    ):
-        return forward.__wrapped__, decorate
-    raise UnrecognisedError(f"{where(forward)} is decorated")
+    if hasattr(forward, "__wrapped__"):
+        context = inspect.getclosurevars(forward).nonlocals.get("ctx_factory")
+        if isinstance(getattr(context, "__self__", None), torch.no_grad):
+            forward = without_renames(forward.__wrapped__)
+    if hasattr(forward, "__wrapped__"):
+        raise UnrecognisedError(f"{where(cls.forward)} is decorated")
+    return forward, decorate
 
 
 def functions_of(cls: type[Any]) -> dict[str, Callable[..., Any]]:

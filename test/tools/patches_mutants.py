@@ -271,4 +271,16 @@ PATCHES = [
         "decorate = lambda function: function",
         "RoPE's patch ends an old name of an argument, and torch.no_grad()",
     ),
+    (
+        "patches/rope.py",
+        "forward = without_renames(forward.__wrapped__)",
+        "forward = forward.__wrapped__",
+        "RoPE of an indexer is left out",
+    ),
+    (
+        "patches/rope.py",
+        'if isinstance(getattr(context, "__self__", None), torch.no_grad):',
+        "if context is not None:",
+        "any context is taken for torch.no_grad()",
+    ),
 ]
