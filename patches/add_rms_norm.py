@@ -14,7 +14,7 @@ from torch import Tensor, nn
 from liger_like.ops.rms_norm import add_rms_norm
 from liger_like.patches import Recogniser, Trial, UnrecognisedError, bare, random_like, where, with_methods
 from liger_like.patches.forms import definition_of
-from liger_like.patches.rewriting import compiled, plain_forward, with_names
+from liger_like.patches.rewriting import compiled, plain_forward, with_names, with_renames
 from liger_like.patches.rms_norm import MODES, RMSNorm, fusible
 
 NAME = "_liger_like_add_and_normalise"
@@ -49,7 +49,7 @@ class AddRMSNorm(Recogniser):
     def methods(self, cls: Any, variant: str) -> dict[str, Any]:
         """Return the forward of ``cls`` with one call for each addition and norm."""
         forward: Any = plain_forward(cls)
-        return {"forward": with_names(forward, {NAME: _add_and_normalise}, _sites(cls).code)}
+        return {"forward": with_renames(cls, with_names(forward, {NAME: _add_and_normalise}, _sites(cls).code))}
 
     def miniature(self, module: nn.Module, variant: str) -> nn.Module:
         """Return a layer that has only its norms, over 8 features."""

@@ -16,7 +16,7 @@ from torch import Tensor, nn
 from liger_like.ops.qk_norm_rope import qk_norm_rope
 from liger_like.patches import Recogniser, Trial, UnrecognisedError, bare, random_like, where, with_methods
 from liger_like.patches.forms import definition_of
-from liger_like.patches.rewriting import compiled, plain_forward, with_names
+from liger_like.patches.rewriting import compiled, plain_forward, with_names, with_renames
 from liger_like.patches.rms_norm import MODES, RMSNorm, fusible
 from liger_like.patches.rope import BY_NAME, Rope, adapter, functions_of, replacement, tables_of
 
@@ -55,7 +55,8 @@ class QKNormRope(Recogniser):
         """Return the forward of ``cls`` without the norms and with another rotary function."""
         sites: Sites = _sites(cls)
         changed = {NAME: _norm_and_rotate(functions_of(cls)[sites.rotary])}
-        return {"forward": with_names(cls.forward, changed, sites.code)}
+        forward: Any = plain_forward(cls)
+        return {"forward": with_renames(cls, with_names(forward, changed, sites.code))}
 
     def miniature(self, module: nn.Module, variant: str) -> nn.Module:
         """Return an attention that has only its norms, over 8 features."""

@@ -82,9 +82,29 @@ def compiled(function: FunctionType, definition: ast.FunctionDef, *names: str) -
 
 
 def plain_forward(cls: Any) -> FunctionType | None:
-    """Return the forward that a family wrote, without transformers' checkpointing wrapper; None if it is decorated."""
+    """Return the forward that a family wrote, without transformers' wrappers; None if it has other decorators."""
+    forward = without_renames(_unchecked(cls))
+    plain = isinstance(forward, FunctionType) and not forward.__closure__ and not hasattr(forward, "__wrapped__")
+    return forward if plain else None
+
+
+def with_renames(cls: Any, forward: FunctionType) -> FunctionType:
+    """Return ``forward`` with the decorators of the forward of ``cls`` that ``plain_forward`` left out.
+
+    Subclasses of a layer get the checkpointing wrapper by themselves.
+    """
+    return rewrapped(_unchecked(cls), forward)
+
+
+def _unchecked(cls: Any) -> Any:
     forward = cls.forward
     if isinstance(forward, FunctionType) and forward.__code__.co_name == "forward_with_checkpointing":
         forward = forward.__wrapped__  # type: ignore[attr-defined]
-    plain = isinstance(forward, FunctionType) and not forward.__closure__ and not hasattr(forward, "__wrapped__")
-    return forward if plain else None
+    return forward
+
+
+def without_renames(forward: Any) -> Any:
+    """Return ``forward`` without the decorators by which transformers takes an argument by its old name, too."""
+    while isinstance(forward, FunctionType) and forward.__globals__.get("__name__") == "transformers.utils.deprecation":
+        forward = forward.__wrapped__  # type: ignore[attr-defined]
+    return forward

@@ -17,7 +17,7 @@ from torch import Tensor, nn
 from liger_like.ops.rope import rope
 from liger_like.patches import Recogniser, Trial, UnrecognisedError, bare, random_like, where
 from liger_like.patches.forms import match
-from liger_like.patches.rewriting import with_names
+from liger_like.patches.rewriting import rewrapped, with_names, without_renames
 from liger_like.patches.rotary_functions import KINDS, PATTERNS, Kind
 
 BY_NAME = {pattern.__name__: kind for pattern, kind in KINDS.items()}
@@ -83,19 +83,19 @@ class Rope(Recogniser):
 
 
 def _undecorated(cls: Any) -> tuple[FunctionType, Callable[..., Any]]:
-    """Return the forward of ``cls`` without its decorator, and the decorator: torch.no_grad() or the identity.
+    """Return the forward of ``cls`` without its decorators, and a function that decorates another forward so.
 
-    Raises UnrecognisedError for any other decorator.
+    Raises UnrecognisedError for a decorator other than torch.no_grad() and new names of arguments.
     """
-    forward = cls.forward
-    if not hasattr(forward, "__wrapped__"):
-        return forward, lambda function: function
-    context = inspect.getclosurevars(forward).nonlocals.get("ctx_factory")
-    if isinstance(getattr(context, "__self__", None), torch.no_grad) and not hasattr(
-        forward.__wrapped__, "__wrapped__"
-    ):
-        return forward.__wrapped__, torch.no_grad()
-    raise UnrecognisedError(f"{where(forward)} is decorated")
+    decorate = functools.partial(rewrapped, cls.forward)
+    forward = without_renames(cls.forward)
+    if hasattr(forward, "__wrapped__"):
+        context = inspect.getclosurevars(forward).nonlocals.get("ctx_factory")
+        if isinstance(getattr(context, "__self__", None), torch.no_grad):
+            forward = without_renames(forward.__wrapped__)
+    if hasattr(forward, "__wrapped__"):
+        raise UnrecognisedError(f"{where(cls.forward)} is decorated")
+    return forward, decorate
 
 
 def functions_of(cls: type[Any]) -> dict[str, Callable[..., Any]]:

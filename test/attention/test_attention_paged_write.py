@@ -189,6 +189,38 @@ def test_values(message, changed, monkeypatch):
         ops.flash_attention_paged(**given | changed)
 
 
+LOST = torch.tensor([[0, 5, -1], [-1, 4, 2]], dtype=torch.int32)
+LENGTHS_OF_LOST = torch.tensor([3, 11])
+
+
+@pytest.mark.parametrize(
+    ("got", "changed"),
+    [
+        (None, {"window": (6, 0)}),  # of 11 keys the last 7
+        (-1, {"window": (7, 0)}),
+        (-1, {}),
+        (5, {"lengths": torch.tensor([5, 3])}),
+        (None, {"lengths": torch.tensor([5, 11]), "window": (6, 0), "k": K[:2], "v": K[:2]}),  # its key is new
+        (5, {"lengths": torch.tensor([6, 11]), "window": (6, 0), "k": K[:2], "v": K[:2]}),
+        (None, {"lengths": torch.tensor([3, 0])}),
+        (None, {"lengths": torch.tensor([9, 4]), "cu_seqlens_q": torch.tensor([0, 0, 0])}),  # no row
+        (-1, {"pages": torch.tensor([3, -1, 19, 20]), "lengths": torch.tensor([0, 2, 3])}),
+        (20, {"pages": torch.tensor([3, 7, 19, 20]), "lengths": torch.tensor([0, 2, 4])}),
+        (None, {"pages": torch.tensor([-1, 7, 19, 20]), "lengths": torch.tensor([0, 2, 3]), "window": (0, 0)}),
+        (None, {"pages": torch.tensor([1, 7, 19, -1]), "lengths": torch.tensor([0, 2, 4]), "k": K[:2], "v": K[:2]}),
+    ],
+)
+def test_pages_of_keys_that_are_seen(got, changed, monkeypatch):
+    """Pages behind the length, before the window and where new keys go may be anything; others are in the cache."""
+    monkeypatch.setattr(checks, "VALUES", True)
+    given = {"q": Q[:2], "k_cache": CACHE, "v_cache": CACHE, "pages": LOST, "lengths": LENGTHS_OF_LOST} | changed
+    if got is None:
+        ops.flash_attention_paged(**given)
+        return
+    with pytest.raises(ValueError, match=rf"pages must be at least 0 and less than \d+ .*, got {got}$"):
+        ops.flash_attention_paged(**given)
+
+
 def test_wrong_values_stay_within_the_tensors(device, poisoned):
     """Pages out of range, lengths beyond the pages, offsets that fall: results are wrong, but finite where keys are."""
     caches = torch.ones(5, 4, 2, 16, device=device), torch.ones(5, 4, 2, 16, device=device)

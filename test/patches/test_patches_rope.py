@@ -8,6 +8,7 @@ import torch
 from tiny_models import assert_exact, batch, rows, tiny
 from transformers.models.llama import modeling_llama
 from transformers.models.llama.modeling_llama import apply_rotary_pos_emb
+from transformers.utils.deprecation import deprecate_kwarg
 
 from liger_like.patches import rope
 from liger_like.patches.rotary_functions import KINDS
@@ -119,18 +120,26 @@ class WithoutGrad(modeling_llama.LlamaAttention):
         return self, apply_rotary_pos_emb(q, k, cos, sin)
 
 
+class Renamed(modeling_llama.LlamaAttention):
+    @torch.no_grad()
+    @deprecate_kwarg("heads", "99", new_name="q")
+    def forward(self, q, k, cos, sin):
+        return self, apply_rotary_pos_emb(q, k, cos, sin)
+
+
 class Decorated(modeling_llama.LlamaAttention):
     @torch.enable_grad()
     def forward(self, q, k, cos, sin):
         return apply_rotary_pos_emb(q, k, cos, sin)
 
 
-def test_a_forward_without_gradients_stays_so(device, monkeypatch):
+@pytest.mark.parametrize("cls", [WithoutGrad, Renamed])
+def test_a_forward_without_gradients_stays_so(cls, device, monkeypatch):
     model = tiny("Llama", device)
     first, second = (layer.self_attn for layer in model.model.layers)
-    first.__class__, second.__class__ = WithoutGrad, Decorated
+    first.__class__, second.__class__ = cls, Decorated
     found = {row.cls: row for row in rows(patch(model, verify="numeric"), "rope")}
-    assert found["WithoutGrad"].status == "patched"
+    assert found[cls.__name__].status == "patched"
     assert found["Decorated"].reason.endswith("Decorated.forward is decorated")
     calls = counted(monkeypatch)
     q, k = (torch.randn(2, h, 5, 8, device=device, requires_grad=True) for h in (4, 2))
@@ -139,6 +148,9 @@ def test_a_forward_without_gradients_stays_so(device, monkeypatch):
     torch.testing.assert_close(turned, apply_rotary_pos_emb(q, k, cos, sin))
     assert calls
     assert not any(x.requires_grad for x in turned)
+    if cls is Renamed:
+        with pytest.warns(FutureWarning, match="`heads` is deprecated"):
+            first(heads=q, k=k, cos=cos, sin=sin)
 
 
 def test_tables_of_unequal_neighbours_are_left_alone(device, monkeypatch):

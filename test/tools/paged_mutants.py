@@ -204,4 +204,15 @@ PAGED = [
     ),
     (CHECKS, "if least < 0 or most > capacity", "if least < 0", "lengths beyond the pages pass the check of values"),
     (CHECKS, "if slots.shape != k.shape[:1]", "if slots.dim() != 1", "fewer slots than rows pass"),
+    (CHECKS, "(at >= starts + first)", "(at >= starts)", "slots before a window must be in the cache"),
+    (CHECKS, "(lengths - count if new else lengths)", "lengths", "pages of new keys must be in the cache"),
+    (CHECKS, ".masked_fill(count == 0, 0)", "", "pages of a sequence without rows must be in the cache"),
+    (CHECKS, "(at + P > first[:, None])", "(at >= first[:, None])", "a page before a window's end may be anything"),
+    (CHECKS, "(pages >= highest)", "(pages > highest)", "the page behind the last one passes"),
+    (
+        PUBLIC,
+        "check_places(where, k_cache, q.shape[0], left, k is not None)",
+        "pass",
+        "pages out of range pass the check of values",
+    ),
 ]

@@ -7,6 +7,7 @@ VIEWS = "patches/config_views.py"
 ROUTERS = "patches/routers.py"
 BALANCE = "patches/balance.py"
 LORA = "patches/lora.py"
+REWRITING = "patches/rewriting.py"
 
 PATCHES = [
     (OWN, "(x[:, None] * scores[..., None])", "(x[:, None] + 0 * scores[..., None])", "Llama 4's scores are left out"),
@@ -286,4 +287,25 @@ PATCHES = [
     (LORA, "None if args or kwargs else operands(self, x)", "operands(self, x)", "other arguments are ignored"),
     (LORA, "module in owner.get_output_embeddings().modules()", "False", "the head's adapter is patched apart"),
     (LORA, "        if all(reasons", "        if False and all(reasons", "other adapters are reported as patched"),
+    (REWRITING, "return rewrapped(_unchecked(cls), forward)", "return forward", "an old name of an argument is lost"),
+    (REWRITING, "forward = without_renames(_unchecked(cls))", "forward = _unchecked(cls)", "new names end patching"),
+    ("patches/rope.py", "forward = without_renames(cls.forward)", "forward = cls.forward", "RoPE is left out"),
+    (
+        "patches/rope.py",
+        "decorate = functools.partial(rewrapped, cls.forward)",
+        "decorate = lambda function: function",
+        "RoPE's patch ends an old name of an argument, and torch.no_grad()",
+    ),
+    (
+        "patches/rope.py",
+        "forward = without_renames(forward.__wrapped__)",
+        "forward = forward.__wrapped__",
+        "RoPE of an indexer is left out",
+    ),
+    (
+        "patches/rope.py",
+        'if isinstance(getattr(context, "__self__", None), torch.no_grad):',
+        "if context is not None:",
+        "any context is taken for torch.no_grad()",
+    ),
 ]

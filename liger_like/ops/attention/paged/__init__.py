@@ -14,6 +14,7 @@ from liger_like.ops.attention.checks import VALUES, check_options
 from liger_like.ops.attention.paged.checks import (
     check_caches,
     check_pages,
+    check_places,
     check_queries,
     check_rows,
     check_slots,
@@ -157,7 +158,8 @@ def flash_attention_paged(
     features must be dense. Kernels take bf16, fp16 and fp32 with D and Dv up to 256, and with ``qv`` bf16 and fp16 with
     D up to 64 and Dv up to 512; other inputs and devices run the plain-torch reference. Inference only.
 
-    Pages out of range and lengths beyond M * P give wrong results, but read nothing outside the caches.
+    Pages out of range and lengths beyond M * P give wrong results, but read nothing outside the caches; with
+    ``LIGER_LIKE_CHECK=1`` they raise ValueError.
 
     Raises TypeError or ValueError for arguments that do not fit, and RuntimeError if one requires a gradient in grad
     mode. See Kwon et al., arXiv:2309.06180.
@@ -175,13 +177,14 @@ def flash_attention_paged(
         if k is not None:
             raise ValueError("with qv the keys of the rows must be in the caches: k and v must be None")
     max_seqlen_q = require_integer("max_seqlen_q", max_seqlen_q, 1)
-    check_pages(Pages(pages, lengths, cu_seqlens_q), k_cache, q.shape[0], max_seqlen_q)
+    where, left = Pages(pages, lengths, cu_seqlens_q), _window(True, window)["left"]
+    check_pages(where, k_cache, q.shape[0], max_seqlen_q)
+    check_places(where, k_cache, q.shape[0], left, k is not None)
     refuse_gradients(q=q, k_cache=k_cache, v_cache=v_cache, k=k, v=v, qv=qv, sinks=sinks)
     if not (_use_kernel(q, v_cache) if qv is None else _use_latent_kernel(q, v_cache)):
         options = {"cu_seqlens_q": cu_seqlens_q, "max_seqlen_q": max_seqlen_q, "k": k, "v": v, "qv": qv, "scale": scale}
         options |= {"window": window, "softcap": softcap, "sinks": sinks, "return_lse": return_lse}
         return flash_attention_paged_ref(q, k_cache, v_cache, pages, lengths, **options)
-    left = _window(True, window)["left"]
     tensors = q, k_cache, v_cache, pages, lengths, cu_seqlens_q, k, v, qv, sinks
     width = q.shape[-1] + (0 if qv is None else qv.shape[-1])
     out, lse = paged_attention_fwd(*tensors, max_seqlen_q, _scale(width, scale), softcap, left)

@@ -100,3 +100,27 @@ def _check_values(where: Pages, cache: Tensor, rows: int) -> None:
     least, most = (int(n) for n in lengths.aminmax()) if lengths.numel() else (0, 0)
     if least < 0 or most > capacity:
         raise ValueError(f"lengths must be at least 0 and at most {capacity}, got {least if least < 0 else most}")
+
+
+def check_places(where: Pages, cache: Tensor, rows: int, left: int, new: bool) -> None:
+    """Raise if a key that a row sees has a page that is not in ``cache`` [N, P, Hk, D], where values are checked.
+
+    ``left``: keys before a row that it sees, -1: all. ``new``: the rows bring their own keys.
+    """
+    pages, lengths, cu = where
+    if pages is None or lengths is None or not _readable(lengths):
+        return
+    N, P = cache.shape[:2]
+    starts, lengths = (lengths[:-1], lengths.diff()) if where.starts(rows) else (lengths * 0, lengths)
+    count = torch.ones_like(lengths) if cu is None else cu.diff()
+    first = (lengths - count - left).clamp(min=0) if left >= 0 else lengths * 0
+    end = (lengths - count if new else lengths).masked_fill(count == 0, 0)
+    if where.slots:
+        at = torch.arange(len(pages), device=pages.device)[:, None]
+        seen = ((at >= starts + first) & (at < starts + end)).any(1)
+    else:
+        at = torch.arange(pages.shape[1], device=pages.device) * P
+        seen = (at + P > first[:, None]) & (at < end[:, None]) & (first < end)[:, None]
+    highest = N * P if where.slots else N
+    if (wrong := pages[seen & ((pages < 0) | (pages >= highest))]).numel():
+        raise ValueError(f"pages must be at least 0 and less than {highest} where a row sees keys, got {int(wrong[0])}")
