@@ -211,6 +211,8 @@ class _Substitute(ast.NodeTransformer):
         match node:
             case ast.Call(func=ast.Attribute(value=x, attr="float"), args=[]):
                 return ast.Call(ast.Attribute(x, "to"), [ast.Attribute(ast.Name("torch"), "float32")], [])
+            case ast.Call(func=ast.Attribute(value=x, attr="square"), args=[]):
+                return ast.Call(ast.Attribute(x, "pow"), [ast.Constant(2)], [])
             case ast.Call(
                 func=ast.Attribute(value=x, attr="to"), args=[], keywords=[ast.keyword(arg="dtype", value=y)]
             ):

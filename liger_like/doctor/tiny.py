@@ -28,7 +28,7 @@ SIZES = {
     r"\w*(ffn|feed_?forward|intermediate|inner|mlp)\w*(dim|size)\w*|d_ff|n_inner": INNER,
     r"(\w+_)?(hidden_size|hidden_dim|d_model|embed_dim|n_embd|projection_dim|embedding_size|word_embed_proj_dim)|"
     r"hidden_size_\w+|dim|embedding_dim|condition_dim|(vision_)?output_dim|attention_dim|lru_width": HIDDEN,
-    r"(\w+_)?vocab(ulary)?_size(_\w+)?|codebook_size|num_embeddings": VOCABULARY,
+    r"(\w+_)?vocab(ulary)?(_size(_\w+)?)?|codebook_size|num_embeddings": VOCABULARY,
     r"\w*experts_per_tok\w*|moe_topk?|moe_k|top_?k_experts|num_selected_experts|num_experts_per_\w+": 2,
     r"n_shared_experts|\w*num_shared_experts": 1,
     r"(\w+_)?experts|moe_num_experts|num_local_experts": EXPERTS,

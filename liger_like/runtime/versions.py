@@ -4,7 +4,7 @@ import importlib.metadata
 import re
 import sys
 
-TESTED = {"torch": ("2.11", "2.15"), "triton": ("3.6", "3.9"), "transformers": ("5.17", "5.23")}  # oldest, newest
+TESTED = {"torch": ("2.11", "2.15"), "triton": ("3.6", "3.9"), "transformers": ("5.17", "5.24")}  # oldest, newest
 NEWER = {
     "torch": "the tests have not run with it",
     "triton": "Gluon kernels that do not compile fall back to the portable ones, with a warning",

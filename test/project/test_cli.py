@@ -45,7 +45,7 @@ def test_env_says_what_follows_from_the_versions(monkeypatch, capsys):
     assert "torch 2.10.1+cu130: older than allowed: install torch 2.11 or newer (tested range: 2.11 to 2.15)" in said
     newer = "newer than tested: Gluon kernels that do not compile fall back to the portable ones, with a warning"
     assert f"triton 3.10.0: {newer} (tested range: 3.6 to 3.9)" in said
-    assert f"transformers {versions.installed('transformers')}: tested (tested range: 5.17 to 5.23)" in said
+    assert f"transformers {versions.installed('transformers')}: tested (tested range: 5.17 to 5.24)" in said
     assert "no_such_package not installed (tested range: 1.0 to 1.9)" in said
 
 
