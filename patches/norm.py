@@ -20,7 +20,7 @@ from liger_like.patches import (
 from liger_like.patches.forms import match
 
 VECTORS = ("weight", "bias")
-NO_KERNEL = (nn.modules.batchnorm._NormBase, nn.GroupNorm)
+NO_KERNEL = (nn.modules.batchnorm._NormBase, nn.GroupNorm, nn.utils.parametrizations._WeightNorm)
 
 
 class Norm(Recogniser):

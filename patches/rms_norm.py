@@ -79,6 +79,14 @@ def gated(self: Any, x: Tensor, gate: Tensor) -> Tensor:
     return (self.weight * h.to(x.dtype) * ACT2FN[self.act](gate.to(torch.float32))).to(x.dtype)  # type: ignore[no-any-return]
 
 
+def gated_once(self: Any, x: Tensor, gate: Tensor) -> Tensor:
+    """Match ``helium`` times an activation of another tensor; it rounds once, at the end."""
+    h = x.to(torch.float32)
+    h = h * torch.rsqrt(h.pow(2).mean(-1, keepdim=True) + self.eps)
+    h = self.weight.to(torch.float32) * h
+    return (h * ACT2FN[self.act](gate.to(torch.float32))).to(x.dtype)  # type: ignore[no-any-return]
+
+
 def grouped(self: Any, x: Tensor, gate: Tensor | None = None) -> Tensor:
     """Match ``llama`` over groups of features, of x times SiLU of another tensor if given."""
     h = x.to(torch.float32)
@@ -107,13 +115,18 @@ def _gated(x: Tensor, gate: Tensor, weight: Tensor, bias: None, eps: float) -> T
     return swiglu(gate.to(h.dtype), h).to(x.dtype)
 
 
+def _gated_once(x: Tensor, gate: Tensor, weight: Tensor, bias: None, eps: float) -> Tensor:
+    h = rms_norm(x.to(torch.float32), weight.to(torch.float32), eps)
+    return swiglu(gate.to(torch.float32), h).to(x.dtype)
+
+
 def _grouped(x: Tensor, gate: Tensor | None, weight: Tensor, bias: None, eps: float, size: int) -> Tensor:
     h = x.to(torch.float32)
     h = h if gate is None else swiglu(gate.to(torch.float32), h)
     return weight * rms_norm(h.reshape(*x.shape[:-1], -1, size), None, eps).flatten(-2).to(x.dtype)
 
 
-PATTERNS = (llama, t5, olmo, helium, gemma, gemma3n, weightless, rounded_scale, gated, grouped)
+PATTERNS = (llama, t5, olmo, helium, gemma, gemma3n, weightless, rounded_scale, gated, gated_once, grouped)
 KERNELS: dict[str, Callable[..., Tensor]] = {
     "llama": lambda x, weight, bias, eps: rms_norm(x, weight, eps, offset=0.0, casting_mode="llama"),
     "t5": _t5,
@@ -124,6 +137,7 @@ KERNELS: dict[str, Callable[..., Tensor]] = {
     "weightless": _rounds_once,
     "rounded_scale": _rounds_once,
     "gated": _gated,
+    "gated_once": _gated_once,
     "grouped": _grouped,
 }
 # offset and casting mode of the patterns that a fused kernel (add_rms_norm, qk_norm_rope) can compute

@@ -133,7 +133,8 @@ def known(fields: dict[str, Any]) -> tuple[Any, Any]:
         raise NotExaminedError(f"transformers refuses the config: {_said(error)}") from error
     heads: list[Any] = [mapping[type(config)] for mapping in MAPPINGS if type(config) in mapping]
     classes = [cls for head in heads for cls in (head if isinstance(head, tuple) else (head,))]
-    classes = [cls for cls in classes if cls.config_class is type(config)]  # leaves out the class of a sub-config
+    # a model_type may run the class of another family, as InternLM3 runs Llama's
+    classes = [cls for cls in classes if cls.config_class not in config.sub_configs.values()]
     named = [cls for cls in classes if cls.__name__ in (config.architectures or ())]
     if not classes:
         raise NotExaminedError(f"transformers has no {model_type} model with a language-model head")

@@ -65,10 +65,23 @@ COMPASS = {"rope_parameters": {"full_attention": {"rope_type": "default", "rope_
 HALVES = {"image_grid_pinpoints": [[32, 64]]}
 SIDES = {"vision_config": {"image_size": [32, 32], "patch_size": [8, 8]}}
 OVERRIDES: dict[str, dict[str, Any]] = {
+    "Apertus1p5ForConditionalGeneration": {
+        "image_token_offset": VOCABULARY,
+        "audio_token_offset": 2 * VOCABULARY,
+        "text_config": {"vocab_size": 3 * VOCABULARY},
+        "audio_config": {"codebook_dim": HIDDEN},
+    },
     "AriaForConditionalGeneration": {"projector_patch_to_query_dict": {16: 4}},
     "CohereCompassForCausalLM": COMPASS,
     "CohereCompassForConditionalGeneration": {"text_config": COMPASS},
     "DbrxForCausalLM": {"attn_config": {"rope_theta": 1e4, "clip_qkv": 8.0}},
+    "DoryForCausalLM": {
+        "num_hidden_layers": 3,
+        "n_input_layers": 1,
+        "n_recurrent_layers": 1,
+        "n_output_layers": 1,
+        "layer_types": ["sliding_attention", "full_attention", "sliding_attention"],
+    },
     "Dots3NoteForCausalLM": {"head_dim": 2 * HEAD},
     "FalconH1ForCausalLM": {"mamba_d_head": HEAD, "mlp_multipliers": [0.5, 2.0]},
     "Florence2ForConditionalGeneration": {"vision_config": {"depths": [1, 1, 1, 1]}},  # depth amplifies rounding
@@ -231,7 +244,7 @@ def build(cls: Any, config: Any, dropout: bool = False) -> nn.Module:
     torch.manual_seed(0)
     fields = merged(shrunk(config.to_dict(), {}, {}), OVERRIDES.get(cls.__name__, {}))
     fields = merged(fields, dropouts(config.to_dict())) if dropout else fields
-    small = cls.config_class.from_dict(fields)
+    small = type(config).from_dict(fields)
     small.use_cache = False
     model: nn.Module = cls._from_config(small, attn_implementation="eager").float().train()
     with torch.no_grad():

@@ -205,6 +205,7 @@ CODE = {"AutoConfig": "evil.Config", "AutoModelForCausalLM": "evil.Model"}
         ({"model_type": "no_such"}, "has no model_type 'no_such'"),
         ({}, "has no model_type None"),
         ({"model_type": "vit"}, "has no vit model with a language-model head"),
+        ({"model_type": "musicgen"}, "has no musicgen model with a language-model head"),  # only of its decoder
         ({"model_type": "llama", "hidden_size": "wide"}, "transformers refuses the config"),
         ({"model_type": "llama", "rope_parameters": {"rope_type": "no", "rope_theta": 1.0}}, "no tiny LlamaForC"),
         ("[]", "must hold a JSON object, got list"),
@@ -218,6 +219,13 @@ def test_refused(run, tmp_path, fields, why):
     assert error.startswith("liger-like: ")
     assert why in error
     assert not (tmp_path / "ran").exists()
+
+
+def test_a_family_that_runs_the_class_of_another(run):
+    code, out, _ = run(transformers.InternLM3Config().to_dict(), "--json")
+    assert (code, parsed(out)["model"]) == (0, "LlamaForCausalLM")
+    config = transformers.InternLM3Config()
+    assert type(tiny.build(transformers.LlamaForCausalLM, config).config) is type(config)
 
 
 def test_no_such_file(run):
@@ -304,6 +312,16 @@ def test_real_sizes_with_few_layers():
     fields = {"num_hidden_layers": 6, "layer_types": ["a", "a", "b", "a", "a", "b"], "hidden_size": 4096}
     small = {"num_hidden_layers": 2, "layer_types": ["a", "b"], "hidden_size": 4096}
     assert tiny.with_few_layers({"text_config": fields, "id": 7}) == {"text_config": small, "id": 7}
+
+
+def test_tables_are_small():
+    tables = {
+        "vocab_size_per_layer_input": 500,
+        "encoder_hash_byte_group_vocab": 500,
+        "vocab": 500,
+        "vocab_offset": 500,
+    }
+    assert [*tiny.shrunk(tables, {}, {}).values()] == [128, 128, 128, 500]
 
 
 @pytest.mark.gpu

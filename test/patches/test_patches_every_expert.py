@@ -27,6 +27,7 @@ FIELDS = {  # of a config: pattern of its name -> value
 }
 SKIPPED = {  # class: its reason
     "Inkling2Experts": "_apply_gate matches no known form",
+    "Inkling2LoopExperts": "_apply_gate matches no known form",
     "MuseSparkExperts": "it normalises the outputs of its experts",
     "NemotronHExperts": "has no gate",
 }

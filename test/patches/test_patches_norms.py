@@ -9,6 +9,7 @@ from torch import nn
 from transformers.models.cohere.modeling_cohere import CohereLayerNorm
 from transformers.models.gemma3n.modeling_gemma3n import Gemma3nRMSNorm
 from transformers.models.helium.modeling_helium import HeliumRMSNorm
+from transformers.models.kimi_linear.modeling_kimi_linear import KimiLinearRMSNormGated
 from transformers.models.llama4.modeling_llama4 import Llama4TextL2Norm
 from transformers.models.olmo.modeling_olmo import OlmoLayerNorm
 from transformers.models.qwen3_next.modeling_qwen3_next import Qwen3NextRMSNormGated
@@ -31,8 +32,10 @@ NORMS = {
     "rms_norm gemma3n, no weight": Gemma3nRMSNorm(N, with_scale=False),
     "rms_norm weightless": Llama4TextL2Norm(1e-5),
     "rms_norm gated": Qwen3NextRMSNormGated(N),
+    "rms_norm gated_once": KimiLinearRMSNormGated(N),
     "rms_norm grouped": Zamba2RMSNormGated(N, 8),
 }
+NORMS["rms_norm gated_once"].activation = "silu"
 
 
 def norm(name, device, dtype):
@@ -72,7 +75,8 @@ def test_norms_are_what_they_were(name, data, weights, device, monkeypatch):
     assert {row.pattern for row in report.patched} == {pattern}
     calls.clear()
     inputs = [
-        torch.randn(2, 5, N, device=device).to(data) * 3 + 1 for _ in range(1 + (variant in ("gated", "grouped")))
+        torch.randn(2, 5, N, device=device).to(data) * 3 + 1
+        for _ in range(1 + (variant in ("gated", "gated_once", "grouped")))
     ]
     got, expected = outcome(model[0], inputs), outcome(original, inputs)
     assert calls
@@ -111,7 +115,10 @@ def test_norms_that_are_left_alone(reason):
     assert (row.cls, row.reason) == (type(LEFT[reason]).__name__, reason)
 
 
-@pytest.mark.parametrize("norm", [nn.GroupNorm(2, N), nn.BatchNorm1d(N), nn.InstanceNorm2d(N)])
+WEIGHT_NORM = nn.utils.parametrizations.weight_norm(nn.Linear(N, N)).parametrizations.weight[0]
+
+
+@pytest.mark.parametrize("norm", [nn.GroupNorm(2, N), nn.BatchNorm1d(N), nn.InstanceNorm2d(N), WEIGHT_NORM])
 def test_norms_of_other_dimensions_are_nothing_to_patch(norm):
     (row,) = (row for row in patch(nn.Sequential(norm), strict=True).rows if row.cls)
     assert (row.cls, row.status, row.reason) == (type(norm).__name__, "absent", "does not normalise the last dimension")

@@ -234,6 +234,14 @@ def scoped(self, x):
     return sum(y * self.a for y in x)
 
 
+def squared(self, x):
+    return x / x.float().square().sum() + self.a
+
+
+def squared_spelt_otherwise(self, x):
+    return self.shift + x / x.to(torch.float32).pow(2).sum()
+
+
 def test_forms():
     class Owner:
         pass
@@ -254,6 +262,7 @@ def test_forms():
         {"a": "shift", "flag": "scaled"},
     )
     assert match(starred, Owner, (spelt_out,))[0] == "spelt_out"
+    assert match(squared, Owner, (squared_spelt_otherwise,))[1] == {"shift": "a"}
     for function in (
         branching,
         attribute,

@@ -202,6 +202,8 @@ TESTS = {
     **{file: "test_tokens or test_trl" for file, *_ in TRL},
     "patches/lm_head.py": "test_patches_balance or test_tokens or test_trl",
     "patches/forms.py": "recognition",
+    **dict.fromkeys(("patches/norm.py", "patches/rms_norm.py"), "test_patches_norms"),
+    **dict.fromkeys(("doctor/__init__.py", "doctor/tiny.py"), "test_doctor"),
     **{file: "test_parallel_moe" for file, *_ in PARALLEL},
     **{
         f"parallel/{file}.py": "(test_parallel_offload or test_parallel_host_memory) and not fsdp2"

@@ -206,6 +206,33 @@ PATCHES = [
     (ROUTERS, 'lambda p: {"normalize": bool(p["normalize"])}', "lambda p: {}", "always normalised"),
     ("patches/forms.py", "or texts.count(texts[0]) != 2", "", "a value with two names is changed in place"),
     ("patches/forms.py", "name in inspect.signature(function).parameters or ", "", "an argument is changed in place"),
+    (
+        "patches/rms_norm.py",
+        "x.to(torch.float32), weight.to(torch.float32), eps",
+        "x, None, eps",
+        "a gated norm has no weight",
+    ),
+    ("patches/norm.py", ", nn.utils.parametrizations._WeightNorm)", ")", "torch's weight norm is taken for an RMSNorm"),
+    (
+        "doctor/__init__.py",
+        "cls.config_class not in config.sub_configs.values()",
+        "cls.config_class is type(config)",
+        "a family that runs the class of another is refused",
+    ),
+    (
+        "doctor/__init__.py",
+        " if cls.config_class not in config.sub_configs.values()]",
+        "]",
+        "the class of a sub-config is taken for the model's",
+    ),
+    (
+        "doctor/tiny.py",
+        "small = type(config)",
+        "small = cls.config_class",
+        "a tiny model has the config of another family",
+    ),
+    ("doctor/tiny.py", "vocab(ulary)?(_size", "vocab(ulary)_size(_size", "Blt's table of hashes keeps its size"),
+    ("patches/forms.py", 'attr="square"', 'attr="squared"', "square() is not the power of two"),
     ("patches/forms.py", 'or ast.Name("unset")', "or ast.Constant(0)", "a name that may be unset counts as 0"),
     (
         ROUTERS,
