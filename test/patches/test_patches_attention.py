@@ -357,10 +357,9 @@ def test_parts_of_a_config_have_their_own_implementation(device, tmp_path):
 
 def test_paged_caches_are_refused(device):
     """A cache of pages adds itself to the keywords of attention."""
-    patched, _ = pair("Llama", device)
-    q, k, v = (torch.randn(1, heads, 3, 8, device=device) for heads in (4, 2, 2))
+    module = tiny("Llama", device).model.layers[0].self_attn
     with pytest.raises(TypeError, match="takes no cache: unpatch"):
-        attention.attend(patched.model.layers[0].self_attn, q, k, v, cache=object())
+        attention.attend(module, *torch.randn(3, 1, 4, 3, 8, device=device), cache=object())
 
 
 def test_padding_comes_before_documents(device):
