@@ -103,7 +103,8 @@ class Held(NamedTuple):
 def held(start: Sequence[Change], changes: Sequence[Change]) -> Held:
     """Return what ``changes`` after ``start`` take of the allocator in the last of several steps.
 
-    The optimizer makes its states at the end of the first step, in the blocks that activations left.
+    The optimizer makes its states at the end of the first step, in the blocks that activations left. Changes that leave
+    memory behind, such as those that make a model, happen once.
     """
     allocator = Allocator()
     blocks: dict[tuple[Part, int], list[Block]] = defaultdict(list)
@@ -128,7 +129,7 @@ def held(start: Sequence[Change], changes: Sequence[Change]) -> Held:
     behind = (i for i in range(last + 1, len(changes)) if changes[i].part.kind == "gradients")
     stepped = next(behind, len(changes))  # an optimizer's step finds the gradients, but no activations
     states = [each for each in start if each.part.kind == "optimizer"]
-    for number in range(STEPS):
+    for number in range(1 if sum(each.size for each in changes) else STEPS):
         allocator.peak = allocator.allocated
         first = number == 0
         for each in (*changes[:stepped], *(states if first else ()), *changes[stepped:]):

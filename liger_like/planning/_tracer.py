@@ -162,7 +162,7 @@ class Tracer(TorchDispatchMode):  # type: ignore[no-untyped-call]
             within = workspace_of(name, args)
             entry = Live(within, name, *self.place(name)) if within else None
             if entry:
-                self.grow(entry, within, False)
+                self.grow(entry, within)
             out = func(*args, **kwargs)
             if entry:
                 for t in tree_leaves(out):

@@ -1,7 +1,11 @@
 """torch's allocator as a plan models it: segments, splitting, merging, and the memory of later steps."""
 
 import pytest
+import torch
+from torch import nn
+from transformers import LlamaConfig
 
+from liger_like.planning import Setting, predict, traced
 from liger_like.planning._allocator import MIB, Allocator, Change, Part, held
 
 GIVEN = {kind: Part(kind, 0, "x") for kind in ("activations", "gradients", "optimizer")}
@@ -71,3 +75,26 @@ def test_states_are_made_in_what_activations_left():
 def test_a_sum_in_place_takes_the_block_of_its_term():
     steps = [change(30), change(30), change(30, counts=False), change(-30), change(-30), change(-30)]
     assert held([], steps).allocated == 60 * MIB
+
+
+def test_a_step_that_makes_its_model_happens_once():
+    assert held([], [change(30), change(30), change(-30)]) == (60 * MIB, 60 * MIB)
+
+
+def test_torch_counts_at_least_the_tensors():
+    """Attention's backward in torch has a workspace, which is most of this model's peak."""
+    config = LlamaConfig(
+        vocab_size=256,
+        hidden_size=128,
+        head_dim=128,
+        intermediate_size=128,
+        num_hidden_layers=2,
+        num_attention_heads=32,
+        num_key_value_heads=4,
+    )
+    found = predict(config, Setting(1, 4096, checkpoint="full", patched=False))
+    assert found.gib <= found.allocated <= found.reserved
+    with traced() as own:
+        layer = nn.Linear(1024, 1024)
+        layer(torch.empty(4096, 1024)).sum().backward()
+    assert own.gib <= own.allocated <= 1.01 * own.gib

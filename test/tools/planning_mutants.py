@@ -30,6 +30,8 @@ PLANNING = [
     (ALLOCATOR, "size > 0 and counts:", "size > 0:", "sums of gradients take memory of their own"),
     (ALLOCATOR, "*(states if first else ())", "*()", "the optimizer has no states"),
     (ALLOCATOR, "STEPS = 3", "STEPS = 1", "only the first step counts"),
+    (ALLOCATOR, "1 if sum(each.size for each in changes) else STEPS", "STEPS", "a model is made several times"),
+    (TRACER, "self.grow(entry, within)", "self.grow(entry, within, False)", "torch's workspaces take no block"),
     (CLOCK, "max(given, done, self.copies)", "max(done, self.copies)", "the host takes no time"),
     (CLOCK, "done = max(given, done) + gpu if", "done = done + gpu if", "the GPU begins before it is given work"),
     (STAND_INS, "        listen()\n", "", "modes of checkpoints take no time"),
