@@ -211,6 +211,15 @@ def test_adapters_of_unknown_code_are_added_in_full(proxy, device, defined, monk
     assert are_split(defined) == {(False, False)}
 
 
+def test_peft_keeps_no_factors_of_a_single_expert(device, defined):
+    sizes = {"num_experts": 1, "num_local_experts": 1, "num_experts_per_tok": 1, "num_hidden_layers": 1}
+    models = pair("Qwen3Moe", device, sizes)
+    assert variant_of(models[0]) == "swiglu, LoRA added in full"
+    defined.clear()
+    assert_exact(*models, batch(device))
+    assert are_split(defined) == {(False, False)}
+
+
 def test_peft_that_keeps_no_factors(device, defined, monkeypatch):
     model, _ = pair("Qwen3Moe", device)
     monkeypatch.delattr(LAYER, "_LoraFactorsProxy")

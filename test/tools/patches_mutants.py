@@ -84,6 +84,7 @@ PATCHES = [
         "an activation of experts that changed after patching is not seen",
     ),
     (EXPERTS, "torch.is_grad_enabled() or ", "", "a few rows are trained by batched_mm"),
+    (EXPERTS, "several = all(m.num_experts > 1 for m in wrappers)", "several = True", "one expert's factors are kept"),
     (EXPERTS, "top_k_index.numel() > module.num_experts", "True", "decoding never runs batched_mm"),
     (
         EXPERTS,
