@@ -103,8 +103,10 @@ def transformers_sdpa(shape: Shape) -> Step:
         mask[b, b * S : (b + 1) * S] = 0
     places["block_table"] = None
 
-    def step() -> Any:  # the cache changes the dictionary
-        return sdpa_attention_forward(module, *new, mask[None, None], cache=cache, **places)
+    def step() -> Any:  # as models of transformers 5.24 do; the cache changes the dictionary
+        options = {**places}
+        keys, values = cache.update(*new[1:], module.layer_idx, kwargs=options)
+        return sdpa_attention_forward(module, new[0], keys, values, mask[None, None], **options)
 
     return step
 
