@@ -1,8 +1,8 @@
 """What torch's allocator makes of the memory of a step: the bytes that it counts, and those that it holds of the GPU.
 
 It gives each tensor the smallest free block that is large enough, else a new segment. A block keeps what is left of
-it, up to 1 MiB, and then counts as a whole. Settings such as expandable segments, which leave nothing over, are not
-modelled, nor what it gives back to a GPU whose memory is full.
+it, up to 1 MiB, and then counts as a whole. Not modelled: expandable segments, which leave nothing over, blocks of
+further streams, as FSDP2's gathers have, and what it gives back to a GPU whose memory is full.
 """
 
 import bisect
@@ -39,7 +39,8 @@ class Block:
     __slots__ = ("address", "after", "before", "free", "size", "small")
 
     def __init__(self, address: int, size: int, small: bool, before: "Block | None", after: "Block | None") -> None:
-        self.address, self.size, self.small, self.before, self.after, self.free = address, size, small, before, after, 0
+        self.address, self.size, self.small = address, size, small
+        self.before, self.after, self.free = before, after, False
 
 
 class Allocator:

@@ -100,11 +100,15 @@ def build(config: Any, cls: Any, setting: Setting) -> Any:
 
 
 def positions_of(model: Any) -> float:
-    """Return how many positions ``model`` learned; infinity if it computes them."""
+    """Return how many positions ``model`` learned; infinity if it computes them.
+
+    Tables with a row for padding, as RoBERTa's, have their first position behind it.
+    """
     count: int = getattr(model.config.get_text_config(), "max_position_embeddings", None) or 0
     tables = [m for m in model.modules() if isinstance(m, nn.Embedding) and m is not model.get_input_embeddings()]
-    learned = count and any(0 <= table.num_embeddings - count <= OFFSET for table in tables)
-    return count if learned else math.inf
+    learned = [table for table in tables if count and 0 <= table.num_embeddings - count <= OFFSET]
+    skipped = (0 if table.padding_idx is None else table.padding_idx + 1 for table in learned)
+    return count - max(skipped) if learned else math.inf
 
 
 def policy_of(setting: Setting) -> dict[str, Any]:

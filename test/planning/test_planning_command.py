@@ -19,6 +19,8 @@ from liger_like.planning._tracer import KINDS
 
 H200 = GPUS["h200"]
 GPT2 = {"model_type": "gpt2", "n_positions": 16, "n_layer": 1, "n_embd": 64, "n_head": 2, "vocab_size": 64}
+ROBERTA = {"model_type": "roberta", "is_decoder": True, "max_position_embeddings": 18, "num_hidden_layers": 1}  # 2 pad
+ROBERTA |= {"hidden_size": 64, "num_attention_heads": 2, "intermediate_size": 64, "vocab_size": 64}
 pytestmark = pytest.mark.usefixtures("references")
 
 
@@ -219,6 +221,7 @@ def test_errors_take_one_line_and_name_the_field(run, options, message):
         ('{"model_type": "llama", "num_hidden_layers": 0}', "num_hidden_layers must be at least 1, got 0"),
         ('{"model_type": "llama", "intermediate_size": -1}', "transformers cannot make LlamaForCausalLM: "),
         (json.dumps(GPT2), "seq must be at most the 16 positions of GPT2LMHeadModel, got 2048"),
+        (json.dumps(ROBERTA), "seq must be at most the 16 positions of RobertaForCausalLM, got 2048"),
     ],
 )
 def test_configs_that_are_refused(run, tmp_path, text, message):

@@ -37,6 +37,7 @@ PLANNING = [
     (STAND_INS, "        listen()\n", "", "modes of checkpoints take no time"),
     (STAND_INS, '"disabled", True', '"disabled", False', "torch logs what the trace raises"),
     (_PLAN("models"), "0 <= table.num_embeddings - count <= OFFSET", "False", "positions have no end"),
+    (_PLAN("models"), "return count - max(skipped)", "return count", "rows for padding count as positions"),
     (COMMAND, "seq = min(SEQ, ", "seq = max(SEQ, ", "the doctor's step has more tokens than positions"),
     (LAYERS, "longer * gpu", "gpu", "the traced layers' update ends the step"),
     (CLOCK, "return 2 * self.sent / self.pcie", "return self.sent / self.pcie", "copies do not come back"),
