@@ -68,7 +68,7 @@ def test_floor(monkeypatch):
     """A copy reads and writes; the floor reads the weights of the layers and the head, and the keys halfway."""
     monkeypatch.setattr(generation, "times", lambda step, n: [4.0, 2.0, 1.0])
     with torch.device(generation.DEVICE):
-        model = generation.AutoModelForCausalLM.from_config(MODELS["tiny"].config)
+        model = generation.AutoModelForCausalLM.from_config(MODELS["tiny"].config, dtype=torch.float32)
     setting, config = generation.Setting("tiny", 3, 20, 6), model.config
     size = generation.COPIED if generation.GPU else 1 << 20
     keys = 3 * 23 * 2 * config.num_hidden_layers * config.num_key_value_heads * 4
