@@ -1,14 +1,10 @@
 """Every class of experts in transformers: patched, with the results and gradients that it had, or reported."""
 
 import copy
-import importlib
-import inspect
-import re
-from pathlib import Path
 
 import pytest
 import torch
-import transformers
+from classes_of_transformers import Config, classes_in
 from test_patches_experts import OTHERS
 from tiny_models import rows
 from torch import nn
@@ -33,33 +29,17 @@ SKIPPED = {  # class: its reason
 }
 
 
-class Fields(transformers.PreTrainedConfig):
-    """A config of any family."""
-
-    def __getattr__(self, name):
-        for pattern, value in FIELDS.items():
-            if not name.startswith("_") and re.fullmatch(pattern, name):
-                return value
-        raise AttributeError(name)
+def mentions(text):
+    return "def _apply_gate" in text or "use_experts_implementation" in text
 
 
-def classes():
-    found = {}
-    for path in sorted(Path(transformers.models.__file__).parent.glob("*/modeling_*.py")):
-        if "def _apply_gate" in (text := path.read_text()) or "use_experts_implementation" in text:
-            module = importlib.import_module(f"transformers.models.{path.parent.name}.{path.stem}")
-            own = (cls for cls in vars(module).values() if inspect.isclass(cls) and cls.__module__ == module.__name__)
-            found |= {cls.__name__: cls for cls in own if hasattr(cls, "_apply_gate")}
-    return found
-
-
-CLASSES = classes()
+CLASSES = {cls.__name__: cls for cls in classes_in(mentions) if hasattr(cls, "_apply_gate")}
 
 
 def build(name, device, **attributes):
     """Experts with random weights."""
     torch.manual_seed(0)
-    module = CLASSES[name](Fields(experts_implementation="batched_mm"), **attributes)
+    module = CLASSES[name](Config(FIELDS, experts_implementation="batched_mm"), **attributes)
     for parameter in module.parameters():
         nn.init.normal_(parameter, std=0.3)
     return module.to(device)

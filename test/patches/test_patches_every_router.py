@@ -1,14 +1,12 @@
 """Every class of routers in transformers whose forward has a known form: patched, with the outputs that it had."""
 
 import copy
-import importlib
 import inspect
 import re
-from pathlib import Path
 
 import pytest
 import torch
-import transformers
+from classes_of_transformers import Config, classes_in
 from tiny_models import rows
 from torch import nn
 
@@ -28,16 +26,6 @@ FIELDS = {  # of a config: pattern of its name -> value
 }
 
 
-class Fields(transformers.PreTrainedConfig):
-    """A config of any family."""
-
-    def __getattr__(self, name):
-        for pattern, value in FIELDS.items():
-            if not name.startswith("_") and re.fullmatch(pattern, name):
-                return value
-        raise AttributeError(name)
-
-
 def is_known(cls):
     try:
         return bool(routers._known(cls))
@@ -45,18 +33,12 @@ def is_known(cls):
         return False
 
 
-def classes():
-    found = {}
-    for path in sorted(Path(transformers.models.__file__).parent.glob("*/modeling_*.py")):
-        if re.search(r"class \w*(Router|Gate|Gating)\(", text := path.read_text()) and "topk" in text:
-            module = importlib.import_module(f"transformers.models.{path.parent.name}.{path.stem}")
-            own = [cls for cls in vars(module).values() if inspect.isclass(cls) and cls.__module__ == module.__name__]
-            named = (cls for cls in own if re.search("(Router|Gate|Gating)$", cls.__name__))
-            found |= {cls.__name__: cls for cls in named if is_known(cls)}
-    return found
+def mentions(text):
+    return re.search(r"class \w*(Router|Gate|Gating)\(", text) and "topk" in text
 
 
-CLASSES = classes()
+NAMED = (cls for cls in classes_in(mentions) if re.search("(Router|Gate|Gating)$", cls.__name__))
+CLASSES = {cls.__name__: cls for cls in NAMED if is_known(cls)}
 
 
 def by_expert(outputs):
@@ -72,7 +54,7 @@ def test_routers(name, device, references, monkeypatch):
     monkeypatch.setattr(routers, "use_kernel", lambda x: True)
     monkeypatch.setattr(routers, "moe_route", lambda *args, **options: made.append(args) or op(*args, **options))
     torch.manual_seed(0)
-    original = CLASSES[name](Fields())
+    original = CLASSES[name](Config(FIELDS))
     for t in (*original.parameters(), *original.buffers()):
         nn.init.normal_(t)
     patched = copy.deepcopy(original.to(device))
