@@ -1,4 +1,4 @@
-"""What torch's allocator makes of the memory of a step: the bytes that it counts, and those that it holds of the GPU.
+"""Model torch's caching allocator in a step: the bytes that it counts as allocated, and those that it reserves.
 
 It gives each tensor the smallest free block that is large enough, else a new segment. A block keeps what is left of
 it, up to 1 MiB, and then counts as a whole. Not modelled: expandable segments, which leave nothing over, blocks of
