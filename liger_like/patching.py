@@ -18,13 +18,14 @@ from torch import nn
 from liger_like._options import SWITCHES, check_options, checks_options
 from liger_like._subclasses import become, origin_of, swap
 from liger_like.patches import (
+    NAME,
     NothingToDoError,
     Recogniser,
     UnrecognisedError,
-    attention,
     generation,
     latents,
     trl_head,
+    unpacked,
     where,
 )
 from liger_like.patches.catalogue import ATTENTION, INTERFACES, RECOGNISERS
@@ -171,6 +172,8 @@ def patch(
             vars(module).update(recogniser.methods(type(module), variant))
     if any(found_there.patched for _, found_there in interfaces):
         give_views(model, {recogniser.implementation: found_there.configs for recogniser, found_there in interfaces})
+        for module in model.modules():
+            unpacked.hook(module)
     with_latents = [m for _, found in interfaces for m, variant in found.running.items() if latents.VARIANT in variant]
     for module in (*with_latents, *(module for module, row in generating.items() if row.status != SKIPPED)):
         generation.hook(module)
@@ -201,6 +204,7 @@ def unpatch(model: nn.Module) -> None:
         become(module, origin.cls)
         RECOGNISERS[origin.pattern].forget(module)
     for module in model.modules():
+        unpacked.unhook(module)
         trl_head.unhook(module)
         for interface in INTERFACES:
             interface.forget(module)
@@ -348,7 +352,7 @@ def _examine_interface(recogniser: Recogniser, model: nn.Module, verify: str) ->
             for part in recogniser.depends_on(module, model):
                 _require_own_forward(part)
             variant = recogniser.variant(module, model)
-            named = getattr(module.config, recogniser.implementation) == attention.NAME
+            named = getattr(module.config, recogniser.implementation) == NAME
             if named and vars(module).keys() >= {*recogniser.state}:
                 row = fate(variant, 1, ALREADY)
             else:
@@ -393,7 +397,7 @@ def _examine_generation(model: nn.Module, interfaces: list[tuple[Recogniser, _Fo
         text = generation.text_config(module)
         if id(text) not in found[0].configs:  # there is attention in other parts alone
             continue
-        named = found[0].configs[id(text)] or text._attn_implementation == attention.NAME
+        named = found[0].configs[id(text)] or text._attn_implementation == NAME
         status = SKIPPED if not named else ALREADY if generation.is_hooked(type(module)) else PATCHED
         reason = "" if named else "its attention runs no kernel"
         rows[module] = Row(generation.PATTERN, type(module).__name__, generation.VARIANT, 1, status, reason)

@@ -9,6 +9,8 @@ import torch
 from torch import Tensor, nn
 from torch.distributed.fsdp import FSDPModule
 
+NAME = "liger_like"  # of our functions among transformers' implementations
+
 
 class UnrecognisedError(Exception):
     """Signal that a module is left alone; the message is the reason in the report."""

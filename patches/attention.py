@@ -14,7 +14,7 @@ import torch
 from torch import Tensor, nn
 
 from liger_like.ops.attention import flash_attention
-from liger_like.patches import Recogniser, Trial, UnrecognisedError, bare, random_like, random_parameter, where
+from liger_like.patches import NAME, Recogniser, Trial, UnrecognisedError, bare, random_like, random_parameter, where
 from liger_like.patches.attention_source import (
     eager_function,
     keywords_of,
@@ -24,9 +24,9 @@ from liger_like.patches.attention_source import (
 )
 from liger_like.patches.latents import EXPANDED, Latents, absorbs, decode_seen, has_latents, is_plain, seen_by
 from liger_like.patches.latents import VARIANT as LATENTS
+from liger_like.patches.unpacked import Unpacked
 from liger_like.runtime.support import autocast_dtype, in_graph
 
-NAME = "liger_like"
 # keywords that a family may pass: SCORES change the scores, the others repeat what the mask and the shapes say
 SCORES = {"dropout", "s_aux", "scaling", "softcap"}
 KEYWORDS = SCORES | {
@@ -109,6 +109,10 @@ def make_mask(
     if isinstance(attention_mask, Mask):
         return attention_mask
     mask = _recognised(mask_function)
+    if isinstance(attention_mask, Unpacked):  # without a cache, transformers takes its shape for the number of keys
+        attention_mask, kv_length = None, kv_length or q_length
+        if mask is None and "allow_is_bidirectional_skip" not in options and not options.get("use_vmap"):
+            mask = Mask(options["local_size"] - 1, 0)  # a graph cannot read the window from the function
     if context is not None:
         return _across_processes(mask, attention_mask)
     layer_types = getattr(options.get("config"), "layer_types", None) or ()

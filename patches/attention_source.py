@@ -13,6 +13,9 @@ from torch import nn
 
 from liger_like.patches import UnrecognisedError, bare, where
 
+# functions of transformers that make a mask; others look for padding, as for chunks
+MAKERS = {"create_causal_mask", "create_sliding_window_causal_mask", "create_recurrent_attention_mask"}
+
 
 def eager_function(cls: type[Any]) -> Callable[..., Any] | None:
     """Return the eager function that the forward of ``cls`` passes to transformers' interface, or None."""
@@ -67,6 +70,50 @@ def looks_into_a_mask_it_makes(cls: Any) -> bool:
     }
     uses = [node.value for node in code if isinstance(node, ast.Attribute | ast.Subscript)]
     return any(isinstance(use, ast.Name) and use.lineno > made.get(use.id, use.lineno) for use in uses)
+
+
+@functools.cache
+def only_makes_masks(cls: Any) -> bool:
+    """Return True if the forward of ``cls`` counts positions that it is not given, and only makes masks of its mask.
+
+    It does so by MAKERS, which look at no more of a mask than that it does not have two dimensions.
+    """
+    forward = inspect.unwrap(cls.forward)
+    names = [*inspect.signature(forward).parameters]
+    if not isinstance(forward, FunctionType) or not {"attention_mask", "position_ids"} <= {*names[2:]}:
+        return False
+    code = [*ast.walk(tree_of(forward))]
+    counted = [node for node in code if isinstance(node, ast.If) and ast.unparse(node.test) == "position_ids is None"]
+    above = {part: node for node in code for part in ast.iter_child_nodes(node)}
+    assigned = [node for node in code if isinstance(node, ast.Assign) and isinstance(node.targets[0], ast.Name)]
+    makers, passed = {*MAKERS}, {"attention_mask"}
+    for node in assigned:
+        match node.value:
+            case ast.IfExp(body=ast.Name(id=one), orelse=ast.Name(id=other)) if {one, other} <= MAKERS:
+                makers.add(ast.unparse(node.targets[0]))
+            case ast.Dict(keys=keys) if "'attention_mask'" in map(ast.unparse, filter(None, keys)):
+                passed.add(ast.unparse(node.targets[0]))
+    read = [
+        node for node in code if isinstance(node, ast.Name) and isinstance(node.ctx, ast.Load) and node.id in passed
+    ]
+    made = bool(counted) and all("torch.arange(" in ast.unparse(node) for node in counted)
+    return made and all(_is_for_a_mask(node, above, makers) for node in read)
+
+
+def _is_for_a_mask(node: ast.AST, above: dict[ast.AST, ast.AST], makers: set[str]) -> bool:
+    """Return True if ``node`` is an argument of ``makers``, or of the question whether it is a dict."""
+    match above[node]:
+        case ast.Dict() as together:
+            return isinstance(above[together], ast.Assign)
+        case ast.NamedExpr() as named:
+            return _is_for_a_mask(named, above, makers)
+        case ast.keyword(arg=None | "attention_mask") as keyword:
+            call: Any = above[keyword]
+            overlaid = any(each.arg == "block_sequence_ids" for each in call.keywords)
+            return ast.unparse(call.func) in makers and not overlaid
+        case ast.Call(func=ast.Name(id="isinstance"), args=[_, ast.Name(id="dict")]):
+            return True
+    return False
 
 
 @functools.cache

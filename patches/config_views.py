@@ -6,8 +6,7 @@ from typing import Any
 
 from torch import nn
 
-from liger_like.patches import attention, experts, paged
-from liger_like.patches.attention import NAME
+from liger_like.patches import NAME, attention, experts, paged
 
 ATTRIBUTES = tuple(cls.implementation for cls in (attention.Attention, experts.Experts))
 

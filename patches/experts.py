@@ -17,6 +17,7 @@ from torch.nn import functional as F  # noqa: N812  # as transformers has it
 from liger_like.ops.experts import moe_experts
 from liger_like.ops.experts.lora import Lora
 from liger_like.patches import (
+    NAME,
     NothingToDoError,
     Recogniser,
     Trial,
@@ -26,7 +27,6 @@ from liger_like.patches import (
     random_parameter,
     where,
 )
-from liger_like.patches.attention import NAME
 from liger_like.patches.foreign import foreign_forward
 from liger_like.patches.forms import code_of, match
 from liger_like.patches.glu_mlp import KERNELS, is_experts, kernel_of, runs

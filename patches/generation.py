@@ -16,8 +16,7 @@ from typing import Any
 
 from torch import Tensor, nn
 
-from liger_like.patches import latents, paged
-from liger_like.patches.attention import NAME
+from liger_like.patches import NAME, latents, paged
 from liger_like.runtime.support import unhooked
 
 PATTERN, VARIANT = "generation", "paged cache"

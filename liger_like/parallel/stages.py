@@ -16,7 +16,7 @@ from torch.distributed.tensor.parallel import (
 )
 
 from liger_like.parallel.vocab_parallel import VocabParallelHead
-from liger_like.patches.attention import NAME
+from liger_like.patches import NAME
 
 EMBEDDINGS = RowwiseParallel(input_layouts=Replicate(), output_layouts=Shard(1), use_local_output=False)
 LAYER = {"self_attn", "mlp", "input_layernorm", "post_attention_layernorm"}

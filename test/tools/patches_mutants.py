@@ -8,8 +8,44 @@ ROUTERS = "patches/routers.py"
 BALANCE = "patches/balance.py"
 LORA = "patches/lora.py"
 REWRITING = "patches/rewriting.py"
+UNPACKED = "patches/unpacked.py"
+SOURCE = "patches/attention_source.py"
 
 PATCHES = [
+    (
+        UNPACKED,
+        '"attention_mask", "position_ids"',
+        '"attention_mask", "positions"',
+        "given positions are not looked at",
+    ),
+    (UNPACKED, " if module.config._attn_implementation == NAME else kwargs", "", "eager attention gets no mask"),
+    (UNPACKED, "and not hooked ", "", "each call of patch adds a hook"),
+    (UNPACKED, "if named and", "if", "a model without our attention gets the hook"),
+    (UNPACKED, "and not foreign_forward(module) ", "", "a forward that nobody has read gets something else"),
+    (UNPACKED, " and only_makes_masks(cls)", "", "a forward that reads its mask gets something else"),
+    ("patches/attention.py", "None, kv_length or q_length", "None, kv_length", "a mask has no keys"),
+    (
+        "patches/attention.py",
+        'Mask(options["local_size"] - 1, 0)',
+        'Mask(options["local_size"], 0)',
+        "a window is larger",
+    ),
+    (
+        "patches/attention.py",
+        'if mask is None and "allow_is_bidirectional_skip" not in options and',
+        "if mask is None and",
+        "a window to both sides is causal in a graph",
+    ),
+    (SOURCE, "return ast.unparse(call.func) in makers and not overlaid", "return not overlaid", "any function gets it"),
+    (SOURCE, " in makers and not overlaid", " in makers", "blocks get a placeholder in place of the padding"),
+    (SOURCE, "passed.add(ast.unparse(node.targets[0]))", "pass", "a mask in a dict is read unseen"),
+    (
+        SOURCE,
+        'all("torch.arange(" in ast.unparse(node) for node in counted)',
+        "True",
+        "other positions are taken for counted",
+    ),
+    (SOURCE, "<= {*names[2:]}", "<= {*names}", "a positional mask is given twice"),
     (OWN, "(x[:, None] * scores[..., None])", "(x[:, None] + 0 * scores[..., None])", "Llama 4's scores are left out"),
     (OWN, ".sum(1))", "[:, 0])", "a token of Llama 4 has one expert"),
     (OWN, "matches(module.router, scored_router) and ", "", "another router than Llama 4's is taken for known"),

@@ -1,0 +1,46 @@
+"""Spare models the search for packed sequences in positions that they count themselves.
+
+transformers looks whether a sequence starts anew in the positions, also in those that the model has just counted
+from 0. To do so it waits for the GPU as each forward begins. In a graph it cannot wait, and takes all rows for packed.
+"""
+
+from typing import Any
+
+from torch import nn
+
+from liger_like.patches import NAME
+from liger_like.patches.attention_source import only_makes_masks
+from liger_like.patches.foreign import foreign_forward
+
+GIVEN = "attention_mask", "position_ids", "past_key_values", "cache"
+
+
+class Unpacked:
+    """Stands for no attention_mask where positions count from 0: then transformers does not look at them."""
+
+    ndim, shape = 4, (0,) * 4  # as those of a Mask
+
+
+UNPACKED = Unpacked()
+
+
+def hook(module: nn.Module) -> None:
+    """Hook the forward of ``module`` if it makes masks for our attention; do nothing where that is done."""
+    cls: Any = type(module)
+    named = getattr(vars(module).get("config"), "_attn_implementation", None) == NAME
+    hooked = before_forward in module._forward_pre_hooks.values()
+    if named and not hooked and not foreign_forward(module) and only_makes_masks(cls):
+        module.register_forward_pre_hook(before_forward, with_kwargs=True)
+
+
+def unhook(module: nn.Module) -> None:
+    """Remove the hook, if there is one."""
+    for key in [key for key, each in module._forward_pre_hooks.items() if each is before_forward]:
+        del module._forward_pre_hooks[key], module._forward_pre_hooks_with_kwargs[key]
+
+
+def before_forward(module: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    """Return the arguments, with ``UNPACKED`` as attention_mask if they have no mask, no positions and no cache."""
+    if len(args) > 1 or any(kwargs.get(name) is not None for name in GIVEN):
+        return args, kwargs
+    return args, kwargs | {"attention_mask": UNPACKED} if module.config._attn_implementation == NAME else kwargs

@@ -1,0 +1,216 @@
+"""Patched models do not search positions that they count themselves for packed sequences."""
+
+import copy
+import pickle
+
+import pytest
+import torch
+import transformers
+from test_patches_attention import pair
+from tiny_models import batch, results
+from transformers import masking_utils
+
+import liger_like
+from liger_like.patches import NAME, attention
+from liger_like.patches.attention_source import only_makes_masks
+from liger_like.patches.unpacked import UNPACKED, before_forward
+
+
+@pytest.fixture
+def searches(monkeypatch):
+    """Positions that transformers searches."""
+    found, search = [], masking_utils.find_packed_sequence_indices
+
+    def find_packed_sequence_indices(position_ids):
+        found.append(position_ids)
+        return search(position_ids)
+
+    monkeypatch.setattr(masking_utils, "find_packed_sequence_indices", find_packed_sequence_indices)
+    return found
+
+
+def hooks(model):
+    return [hook for module in model.modules() for hook in module._forward_pre_hooks.values()]
+
+
+@pytest.mark.parametrize("embedded", [False, True])
+@pytest.mark.parametrize("use_cache", [False, True])
+@pytest.mark.parametrize("family", ["Llama", "Mistral", "Gemma2", "GptOss", "DeepseekV3"])
+def test_no_search_for_positions_that_the_model_counts(family, use_cache, embedded, searches, device):
+    patched, original = pair(family, device)
+    inputs = batch(device) | {"use_cache": use_cache}
+    if embedded:
+        inputs |= {"inputs_embeds": original.get_input_embeddings()(inputs.pop("input_ids")).detach()}
+    expected = results(original, inputs)
+    searches.clear()
+    got = results(patched, inputs)
+    assert not searches
+    for name, t in expected.items():
+        torch.testing.assert_close(got[name], t)
+
+
+@pytest.mark.parametrize("family", ["Llama", "Mistral"])
+def test_given_positions_are_searched(family, searches, device):
+    patched, original = pair(family, device)
+    inputs = batch(device) | {"use_cache": False}
+    whole = results(original, inputs)
+    rows, tokens = inputs["input_ids"].shape
+    inputs["position_ids"] = (torch.arange(tokens, device=device) % 5).expand(rows, -1)
+    expected = results(original, inputs)
+    assert any(not torch.allclose(expected[name], t) for name, t in whole.items())
+    searches.clear()
+    got = results(patched, inputs)
+    assert searches
+    for name, t in expected.items():
+        torch.testing.assert_close(got[name], t)
+
+
+def test_another_implementation_gets_no_placeholder(searches, device):
+    patched, original = pair("Llama", device)
+    inputs = batch(device) | {"use_cache": False}
+    expected = results(original, inputs)
+    patched.set_attn_implementation("eager")
+    searches.clear()
+    for name, t in results(patched, inputs).items():
+        torch.testing.assert_close(t, expected[name])
+    assert searches
+
+
+def test_the_hook_comes_once_is_copied_and_goes(searches, device):
+    patched, _ = pair("Llama", device)
+    liger_like.patch(patched)
+    assert hooks(patched) == [before_forward]
+    for model in (copy.deepcopy(patched), pickle.loads(pickle.dumps(patched))):
+        model(**batch(device), use_cache=False)
+        assert hooks(model) == [before_forward]
+    assert not searches
+    liger_like.unpatch(patched)
+    assert not hooks(patched)
+    patched(**batch(device), use_cache=False)
+    assert searches
+
+
+def test_a_model_whose_forward_was_replaced_has_no_hook(device):
+    _, original = pair("Llama", device)
+    forward = original.model.forward
+    original.model.forward = lambda *args, **kwargs: forward(*args, **kwargs)
+    liger_like.patch(original)
+    assert not hooks(original)
+
+
+def test_without_our_attention_there_is_no_hook(device):
+    _, original = pair("Llama", device)
+    liger_like.patch(original, attention=False)
+    assert not hooks(original)
+
+
+@pytest.mark.gpu
+def test_a_forward_does_not_wait_for_the_gpu():
+    patched, _ = pair("Mistral", "cuda")
+    tokens = batch("cuda")["input_ids"]
+    patched(input_ids=tokens, use_cache=False)
+    torch.cuda.set_sync_debug_mode("error")
+    try:
+        patched(input_ids=tokens, use_cache=False)
+    finally:
+        torch.cuda.set_sync_debug_mode("default")
+
+
+def create_causal_mask(**_):
+    """Stand for transformers' function."""
+
+
+create_sliding_window_causal_mask = create_causal_mask
+
+
+class Whole:
+    def forward(self, x, attention_mask=None, position_ids=None):
+        if position_ids is None:
+            position_ids = torch.arange(3)
+        return create_causal_mask(attention_mask=attention_mask, position_ids=position_ids)
+
+
+class Together:
+    def forward(self, x, attention_mask=None, position_ids=None):
+        if position_ids is None:
+            position_ids = torch.arange(3)
+        create = create_causal_mask if self.config.sliding_window is None else create_sliding_window_causal_mask
+        if not isinstance(masks := attention_mask, dict):
+            kwargs = {"attention_mask": attention_mask, "position_ids": position_ids}
+            masks = {"full": create(**kwargs)}
+        return masks
+
+
+class Reads:
+    def forward(self, x, attention_mask=None, position_ids=None):
+        if position_ids is None:
+            position_ids = torch.arange(3)
+        if attention_mask is not None:
+            x = x * attention_mask
+        return create_causal_mask(attention_mask=attention_mask, position_ids=position_ids)
+
+
+class HandsOn:
+    def forward(self, x, attention_mask=None, position_ids=None):
+        if position_ids is None:
+            position_ids = torch.arange(3)
+        kwargs = {"attention_mask": attention_mask, "position_ids": position_ids}
+        return create_causal_mask(**kwargs), self.other(**kwargs)
+
+
+class Changes:
+    def forward(self, x, attention_mask=None, position_ids=None):
+        if position_ids is None:
+            position_ids = torch.arange(3)
+        kwargs = {"attention_mask": attention_mask, "position_ids": position_ids}
+        kwargs["attention_mask"].sum()
+        return create_causal_mask(**kwargs)
+
+
+class Overlays:
+    def forward(self, x, attention_mask=None, position_ids=None):
+        if position_ids is None:
+            position_ids = torch.arange(3)
+        return create_causal_mask(attention_mask=attention_mask, position_ids=position_ids, block_sequence_ids=x)
+
+
+class Counts:
+    def forward(self, x, attention_mask=None, position_ids=None):
+        if position_ids is None:
+            position_ids = self.positions_of(x)
+        return create_causal_mask(attention_mask=attention_mask, position_ids=position_ids)
+
+
+class First:
+    def forward(self, attention_mask, position_ids=None, x=None):
+        if position_ids is None:
+            position_ids = torch.arange(3)
+        return create_causal_mask(attention_mask=attention_mask, position_ids=position_ids)
+
+
+@pytest.mark.parametrize(
+    ("cls", "only"),
+    [(Whole, True), (Together, True)] + [(cls, False) for cls in (Reads, HandsOn, Changes, Overlays, Counts, First)],
+)
+def test_forwards_that_look_into_the_mask_are_left_alone(cls, only):
+    assert only_makes_masks(cls) is only
+
+
+@pytest.mark.parametrize("is_causal", [True, False])
+@pytest.mark.parametrize("name", ["create_causal_mask", "create_sliding_window_causal_mask"])
+def test_masks_of_graphs_are_those_of_eager_code(name, is_causal, device):
+    attention.register()
+    config = transformers.MistralConfig(sliding_window=4, attn_implementation=NAME)
+    config.is_causal = is_causal
+    x = torch.zeros(2, 9, 4, device=device)
+
+    def seen():
+        mask = getattr(masking_utils, name)(config, x, UNPACKED, None)
+        return mask.seen(9, 9, x.device).expand(2, 1, 9, 9), torch.tensor(mask.spans is None)
+
+    seen_in_graph, _ = torch.compile(seen, fullgraph=True, backend="eager")()
+    in_eager_code, plain = seen()
+    assert plain
+    assert torch.equal(seen_in_graph, in_eager_code)
+    above = in_eager_code.triu(1)
+    assert above.any() != is_causal
