@@ -66,7 +66,7 @@ def test_sizes_of_the_models(model, millions):
 
 
 def is_patched(model):
-    return model.config._attn_implementation == patching.attention.NAME
+    return model.config._attn_implementation == patching.NAME
 
 
 @pytest.mark.parametrize("name", PREPARED)

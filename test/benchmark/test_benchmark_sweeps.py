@@ -83,7 +83,7 @@ def test_variants(monkeypatch):
         def step(tokens):
             origins = (getattr(type(module), "_liger_like", None) for module in model.modules())
             patched = {patching.RECOGNISERS[origin.pattern].options[0] for origin in origins if origin}
-            if model.model.layers[0].self_attn.config._attn_implementation == patching.attention.NAME:
+            if model.model.layers[0].self_attn.config._attn_implementation == patching.NAME:
                 patched.add("attention")
             seen.append(patched)
 
