@@ -6,6 +6,7 @@ import copy
 import importlib.util
 
 import datasets
+import pytest
 import torch
 from distributed import as_accelerate_launches, run
 from test_accelerate import FOLDER
@@ -17,10 +18,9 @@ from torch.distributed.fsdp import FSDPModule, fully_shard
 from transformers import Trainer, TrainingArguments
 from trl import SFTConfig, SFTTrainer
 from trl.trainer.utils import add_fused_lm_head
-from trl_trainers import tokenizer
+from trl_trainers import spy, tokenizer
 
 from liger_like import patch, token_logprobs
-from liger_like.patches import trl_code
 from liger_like.trainer import PatchCallback
 
 SETTINGS = {
@@ -77,31 +77,18 @@ def learnt(cls, model, folder, *callbacks):
 def compare(rank, folder, saved):
     """Patched before the trainer shards the model, and by the callback after it."""
     as_accelerate_launches(FOLDER / "fsdp2.yaml", "--mixed_precision", "no")
-    made_by_ours = counted()
+    ran = spy(pytest.MonkeyPatch())
     quantised = [(Trainer, LORA, saved)] if saved else []
     for cls, *how in [*CASES, *quantised]:
         expected = learnt(cls, made(*how), folder)
-        assert not made_by_ours
+        assert not ran.ours
         model = made(*how)
         patch(model, strict=True)
         for this, *callbacks in ((model,), (made(*how), PatchCallback(strict=True))):
             assert_same(learnt(cls, this, folder, *callbacks), expected)
-            assert bool(made_by_ours) == (cls is SFTTrainer)
-            made_by_ours.clear()
+            assert bool(ran.ours) == (cls is SFTTrainer)
+            ran.ours.clear()
     a_head_of_its_own_unit()
-
-
-def counted():
-    """Options of the calls that TRL's fused head makes."""
-    calls, op = [], trl_code.fused_linear_logprobs
-
-    def noted(x, *args, **options):
-        if x.shape[-1] == 32:  # not the trial
-            calls.append(options)
-        return op(x, *args, **options)
-
-    trl_code.fused_linear_logprobs = noted
-    return calls
 
 
 def a_head_of_its_own_unit():
