@@ -4,6 +4,7 @@ unpatched ones, and our ops run in the place of TRL's.
 
 import copy
 
+import peft
 import pytest
 import torch
 import trl_trainers
@@ -28,6 +29,7 @@ CASES = [
     ("Distillation", {}, 3),
     ("ORPO", {}, 3),
 ]
+SAVED = {"adapters": peft.LoraConfig(r=4, target_modules=["q_proj"], modules_to_save=["lm_head"])}
 
 
 def made(kind, how, folder, **arguments):
@@ -52,6 +54,12 @@ def learnt(trainer):
     return logs, {name: full(p) for name, p in weights.items()}
 
 
+def in_one_process(rank, folder):
+    as_accelerate_launches(FOLDER / "single.yaml", "--cpu", "--mixed_precision", "no")
+    trainer = made("DPO", "unpatched", folder, per_device_train_batch_size=4, **SAVED)
+    torch.save(learnt_by_shards(trainer), folder / "one")
+
+
 def compare(rank, folder):
     a_head_of_its_own_unit(rank)
     sharded_heads_of_a_distillation(rank)
@@ -67,6 +75,9 @@ def compare(rank, folder):
             assert len(ran.ours) == calls
             assert not ran.theirs
         ran.ours.clear()
+    # TRL's own head gives each shard of a trained copy the gradient of the tokens of its process alone
+    assert_same_run(learnt(made("DPO", "callback", folder, **SAVED)), torch.load(folder / "one"))
+    assert not ran.theirs
 
 
 def a_head_of_its_own_unit(rank):
@@ -120,4 +131,5 @@ def sharded_heads_of_a_distillation(rank):
 
 def test_fsdp(monkeypatch, tmp_path):
     monkeypatch.delenv("TRITON_INTERPRET", raising=False)  # interpreted kernels take a hundred times as long
+    run(in_one_process, 1, tmp_path)
     run(compare, 2, tmp_path)
