@@ -130,7 +130,7 @@ def operands(x: Tensor, *tensors: Any) -> list[Any]:
 def gathered(*tensors: Any) -> list[Any]:
     """Return tensors, of which some may be None, as a whole, if they are sharded.
 
-    Their gradient is the mean over processes, as that of a module's parameters under FSDP2, which this goes around.
+    Their gradient is the mean over processes, as FSDP2 takes it for the weights that it gathers itself.
     """
     return [_whole(t) if hasattr(t, "full_tensor") else t for t in tensors]
 
