@@ -128,8 +128,18 @@ def operands(x: Tensor, *tensors: Any) -> list[Any]:
 
 
 def gathered(*tensors: Any) -> list[Any]:
-    """Return tensors, of which some may be None, as a whole, if they are sharded."""
-    return [t.full_tensor() if hasattr(t, "full_tensor") else t for t in tensors]
+    """Return tensors, of which some may be None, as a whole, if they are sharded.
+
+    Their gradient is the mean over processes, as FSDP2 takes it for the weights that it gathers itself.
+    """
+    return [_whole(t) if hasattr(t, "full_tensor") else t for t in tensors]
+
+
+def _whole(t: Any) -> Tensor:
+    from torch.distributed.tensor import Partial  # only where it is used: it imports all of torch.distributed.tensor
+
+    whole: Tensor = t.full_tensor(grad_placements=[Partial("avg")] * t.device_mesh.ndim)
+    return whole
 
 
 def token_numbers(

@@ -10,11 +10,10 @@ import torch.distributed as dist
 from distributed import as_torchrun_does, run
 from test_parallel_fsdp import assert_same, gradients, shares
 from test_parallel_mixtures import counted, mixture
-from test_parallel_trainers import counted as counted_of_trl
 from test_patches_peft import adapted
 from tiny_models import batch, tiny
 from trl.trainer.utils import add_fused_lm_head
-from trl_trainers import experimental
+from trl_trainers import experimental, spy
 
 from liger_like import patch, token_logprobs
 from liger_like.patches.trl_trainers import plan_of
@@ -72,7 +71,7 @@ def compare_tokens(rank):
     logprobs.square().sum().backward()
     expected = {f"gradient of {name}": p.grad for name, p in original.named_parameters()}
     expected |= {"logprob": logprobs[2 * rank : 2 * rank + 2].detach()}
-    made = counted_of_trl()
+    made = spy(pytest.MonkeyPatch()).ours
     for stage in (1, 2, 3):
         zero = {"stage": stage} if stage < 3 else {"stage": stage, "stage3_param_persistence_threshold": 0}
         config = {"train_micro_batch_size_per_gpu": 2, "zero_optimization": zero, "zero_allow_untested_optimizer": True}

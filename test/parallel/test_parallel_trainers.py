@@ -2,25 +2,23 @@
 they do with unpatched ones.
 """
 
-import copy
 import importlib.util
 
 import datasets
+import pytest
 import torch
 from distributed import as_accelerate_launches, run
 from test_accelerate import FOLDER
 from test_parallel_fsdp import assert_same, full
 from test_patches_peft import adapted, in_four_bits
 from test_trainer import collate, examples
-from tiny_models import batch, tiny
-from torch.distributed.fsdp import FSDPModule, fully_shard
+from tiny_models import tiny
+from torch.distributed.fsdp import FSDPModule
 from transformers import Trainer, TrainingArguments
 from trl import SFTConfig, SFTTrainer
-from trl.trainer.utils import add_fused_lm_head
-from trl_trainers import tokenizer
+from trl_trainers import spy, tokenizer
 
-from liger_like import patch, token_logprobs
-from liger_like.patches import trl_code
+from liger_like import patch
 from liger_like.trainer import PatchCallback
 
 SETTINGS = {
@@ -77,58 +75,17 @@ def learnt(cls, model, folder, *callbacks):
 def compare(rank, folder, saved):
     """Patched before the trainer shards the model, and by the callback after it."""
     as_accelerate_launches(FOLDER / "fsdp2.yaml", "--mixed_precision", "no")
-    made_by_ours = counted()
+    ran = spy(pytest.MonkeyPatch())
     quantised = [(Trainer, LORA, saved)] if saved else []
     for cls, *how in [*CASES, *quantised]:
         expected = learnt(cls, made(*how), folder)
-        assert not made_by_ours
+        assert not ran.ours
         model = made(*how)
         patch(model, strict=True)
         for this, *callbacks in ((model,), (made(*how), PatchCallback(strict=True))):
             assert_same(learnt(cls, this, folder, *callbacks), expected)
-            assert bool(made_by_ours) == (cls is SFTTrainer)
-            made_by_ours.clear()
-    a_head_of_its_own_unit()
-
-
-def counted():
-    """Options of the calls that TRL's fused head makes."""
-    calls, op = [], trl_code.fused_linear_logprobs
-
-    def noted(x, *args, **options):
-        if x.shape[-1] == 32:  # not the trial
-            calls.append(options)
-        return op(x, *args, **options)
-
-    trl_code.fused_linear_logprobs = noted
-    return calls
-
-
-def a_head_of_its_own_unit():
-    """TRL's head, and token_logprobs, where FSDP2 gathers the head's weight in its forward alone."""
-    torch.manual_seed(1)
-    whole = tiny("Llama", num_hidden_layers=1)
-    ids = batch()["input_ids"]
-    model = copy.deepcopy(whole)
-    add_fused_lm_head(model, outputs=("log_probs", "entropy"))
-    patch(model, strict=True)
-    for part in (model.model.layers[0], model.lm_head, model):
-        fully_shard(part)
-    logits = whole(input_ids=ids).logits[:, :-1]
-    expected = logits.log_softmax(-1).gather(-1, ids[:, 1:, None])[..., 0]
-    expected.square().sum().backward()
-    for fused in (True, False):
-        model.zero_grad()
-        if fused:
-            found = model(input_ids=ids, labels=ids, fused_lm_head=True).log_probs
-        else:
-            found = token_logprobs(model, input_ids=ids, labels=ids).logprob
-        found.square().sum().backward()
-        grads = {f"gradient of {name}": full(p.grad) for name, p in model.named_parameters()}
-        assert_same(
-            {"logprob": found.detach(), **grads},
-            {"logprob": expected.detach(), **{f"gradient of {name}": p.grad for name, p in whole.named_parameters()}},
-        )
+            assert bool(ran.ours) == (cls is SFTTrainer)
+            ran.ours.clear()
 
 
 def test_fsdp(monkeypatch, tmp_path):

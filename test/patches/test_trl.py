@@ -12,8 +12,6 @@ import trl
 import trl_trainers
 from test_trainer import LOSS_AND_NORMS, assert_same
 from tiny_models import tiny
-from trl.kernels.chunked_divergence import ChunkedDivergenceFunction
-from trl.kernels.chunked_logprob import ChunkedLogProbFunction
 from trl.trainer import utils
 
 from liger_like.patches import trl_code, trl_head, trl_pairs
@@ -29,34 +27,7 @@ METHODS = {"Distillation": "_compute_loss", "ORPO": "concatenated_forward", "CPO
 
 @pytest.fixture
 def ran(monkeypatch):
-    """Counts of calls on a model: ours with their options, and TRL's."""
-    counts = types.SimpleNamespace(ours=[], theirs=0)
-
-    def spy(module, name):
-        function = getattr(module, name)
-
-        def noted(x, *args, **options):
-            if x.shape[-1] == 32:  # not the trial
-                counts.ours.append(options)
-            return function(x, *args, **options)
-
-        monkeypatch.setattr(module, name, noted)
-
-    def spy_on_theirs(cls):
-        forward = cls.forward
-
-        @functools.wraps(forward)
-        def noted(ctx, hidden, *args):
-            counts.theirs += hidden.shape[-1] == 32
-            return forward(ctx, hidden, *args)
-
-        monkeypatch.setattr(cls, "forward", staticmethod(noted))
-
-    spy(trl_code, "fused_linear_logprobs")
-    spy(plans, "fused_linear_divergence")
-    spy_on_theirs(ChunkedLogProbFunction)
-    spy_on_theirs(ChunkedDivergenceFunction)
-    return counts
+    return trl_trainers.spy(monkeypatch)
 
 
 @pytest.fixture
@@ -97,10 +68,13 @@ def learnt(trainer):
 
 
 def assert_learnt(trainer, expected):
-    logs, weights = learnt(trainer)
-    assert_same(logs, expected[0], rtol=2e-4, atol=2e-5)
+    assert_same_run(learnt(trainer), expected)
+
+
+def assert_same_run(got, expected):
+    assert_same(got[0], expected[0], rtol=2e-4, atol=2e-5)
     # Adam divides by the gradient's size: where the gradient is a rounding error, so is the step's direction
-    close = [torch.isclose(weights[name], p, atol=1e-4) for name, p in expected[1].items()]
+    close = [torch.isclose(got[1][name], p, atol=1e-4) for name, p in expected[1].items()]
     assert torch.cat([x.flatten() for x in close]).float().mean() > 0.99
 
 

@@ -1,11 +1,19 @@
 """TRL's trainers on tiny models, with a tokenizer and data made here."""
 
+import functools
+import types
+
 import datasets
 import trl
 from tokenizers import Tokenizer
 from tokenizers.models import WordLevel
 from tokenizers.pre_tokenizers import Whitespace
 from transformers import PreTrainedTokenizerFast
+from trl.kernels.chunked_divergence import ChunkedDivergenceFunction
+from trl.kernels.chunked_logprob import ChunkedLogProbFunction
+
+from liger_like.patches import trl_code
+from liger_like.patches import trl_trainers as plans
 
 PAIRS = [
     {"prompt": "w3 w4", "chosen": " w5 w6 w7", "rejected": " w8"},
@@ -82,3 +90,34 @@ def make(kind, model, folder, other=None, callbacks=(), adapters=None, **argumen
         callbacks=[*callbacks],
         **{name: given[name] for name in (*takes, *["peft_config"] * bool(adapters))},
     )
+
+
+def spy(monkeypatch):
+    """Return counts of the calls on models made here: ours with their options, and TRL's."""
+    counts = types.SimpleNamespace(ours=[], theirs=0)
+
+    def spy_on(module, name):
+        function = getattr(module, name)
+
+        def noted(x, *args, **options):
+            if x.shape[-1] == 32:  # not the trial
+                counts.ours.append(options)
+            return function(x, *args, **options)
+
+        monkeypatch.setattr(module, name, noted)
+
+    def spy_on_theirs(cls):
+        forward = cls.forward
+
+        @functools.wraps(forward)
+        def noted(ctx, hidden, *args):
+            counts.theirs += hidden.shape[-1] == 32
+            return forward(ctx, hidden, *args)
+
+        monkeypatch.setattr(cls, "forward", staticmethod(noted))
+
+    spy_on(trl_code, "fused_linear_logprobs")
+    spy_on(plans, "fused_linear_divergence")
+    spy_on_theirs(ChunkedLogProbFunction)
+    spy_on_theirs(ChunkedDivergenceFunction)
+    return counts
