@@ -270,7 +270,7 @@ def _sum_block(
         dv, dk = sums[: len(dv)], sums[len(dv) :]
         mbarrier.arrive(bars.empty.index(s), count=1)
         mbarrier.wait(bars.full.index(t), (use + 1) // STAGES & 1, pred=use + 1 < end_use)
-        q = columns_of(parts_of(bufs.q, t, STAGES), WIDTHS)
+        q = columns_of(parts_of(bufs.q, here(t), STAGES), WIDTHS)
         s_acc = start_contract(k, q, no_scores)
         _end_turn(g, D, BLOCK_D)
         dq = warpgroup_mma_wait(len(q), deps=(dq,))
