@@ -28,6 +28,7 @@ __all__ = [
     "gl",
     "gluon",
     "group_barrier",
+    "here",
     "mbarrier",
     "reinterpret",
     "sync_at",
@@ -85,3 +86,22 @@ def sync_at(barrier, THREADS: gl.constexpr):
     gl.inline_asm_elementwise(
         f"bar.sync $1, {THREADS}; mov.b32 $0, 0;", "=r,r", [barrier], dtype=gl.int32, is_pure=False, pack=1
     )
+
+
+if hasattr(gl.shared_memory_descriptor, "reinterpret"):  # from Triton 3.9 on
+
+    @gluon.jit
+    def here(x):
+        """Return the int32 ``x``. Code that needs the result stays behind the calls before.
+
+        LLVM else moves the addresses of later products to the first one, where they exceed the uniform registers of a
+        warp. Each address then takes an instruction more and registers of all threads.
+        """
+        return gl.inline_asm_elementwise("mov.b32 $0, $1;", "=r,r", [x], dtype=gl.int32, is_pure=False, pack=1)
+
+else:
+
+    @gluon.jit
+    def here(x):
+        """Return ``x``: these versions compute addresses before the product that needs them."""
+        return x

@@ -93,6 +93,7 @@ MAY_SPILL = {
     ("_attention_dkv_192_hopper_kernel", 90): 40,
     ("_attention_dkv_kernel", 90): 7,
 }
+MOST_MOVES = 8  # from registers of threads to uniform ones, in a loop of products of a warp group
 # N for kernels that multiply no matrices: ptxas spills a register or two so that one more program fits on a
 # multiprocessor. The norms of width 256 then use 96 of 255 registers, and they are memory-bound anyway.
 BOUND_BY_MEMORY = 32
@@ -167,6 +168,24 @@ def cost(kernel: Any) -> Cost:
     return Cost(registers, stack if stack and spills(dump(kernel, "-sass"), one_in) else 0, shared)
 
 
+def instructions(sass: str) -> list[tuple[int, str]]:
+    """Return address and text of each instruction."""
+    return [(int(at, 16), text) for at, text in re.findall(r"/\*([0-9a-f]{4,})\*/\s+(.*?);", sass)]
+
+
+def inner_loops(sass: str) -> list[range]:
+    """Return the addresses of each loop that is not around another one, and multiplies where warps have their parts."""
+    code = instructions(sass)
+    jumps = ((at, re.search(r"\bBRA\b.*?0x([0-9a-f]+)", text)) for at, text in code)
+    loops = [range(int(to[1], 16), at) for at, to in jumps if to and int(to[1], 16) < at]
+    if "USETMAXREG" in sass:
+        ends = [at for at, text in code if re.search(r"\bEXIT\b", text)]  # loops after EXIT only retry waits
+        products = [at for at, text in code if PRODUCT.search(text)]
+        loops = [loop for loop in loops if any(at in loop for at in products) and not any(at in loop for at in ends)]
+    around = [a for a, b in itertools.permutations(loops, 2) if b[0] in a and b[-1] in a]
+    return [loop for loop in loops if loop not in around]
+
+
 def spills(sass: str, one_in: int) -> bool:
     """Return True if too many instructions move a register to memory or back.
 
@@ -176,18 +195,11 @@ def spills(sass: str, one_in: int) -> bool:
     Where warps have parts of their own, what the parts share is kept from the start, and the one with the fewest
     registers has no room for it: there, of a loop that multiplies.
     """
-    code = [(int(at, 16), text) for at, text in re.findall(r"/\*([0-9a-f]{4,})\*/\s+(.*?);", sass)]
+    code = instructions(sass)
     moves = [at for at, text in code if re.search(r"\b(STL|LDL)\b", text)]
     if not any(PRODUCT.search(text) for _, text in code):
         return len(moves) > len(code) // BOUND_BY_MEMORY
-    jumps = ((at, re.search(r"\bBRA\b.*?0x([0-9a-f]+)", text)) for at, text in code)
-    loops = [range(int(to[1], 16), at) for at, to in jumps if to and int(to[1], 16) < at]
-    if "USETMAXREG" in sass:
-        ends = [at for at, text in code if re.search(r"\bEXIT\b", text)]  # loops after EXIT only retry waits
-        products = [at for at, text in code if PRODUCT.search(text)]
-        loops = [loop for loop in loops if any(at in loop for at in products) and not any(at in loop for at in ends)]
-    around = [a for a, b in itertools.permutations(loops, 2) if b[0] in a and b[-1] in a]
-    inner = [loop for loop in loops if loop not in around]
+    inner = inner_loops(sass)
     return any(sum(at in loop for at in moves) > sum(at in loop for at, _ in code) // one_in for loop in inner)
 
 
@@ -317,9 +329,13 @@ def compile_for(index: int, gpu: str) -> Cost:
         missing = [part for part in ("cp.async.bulk.tensor", "wgmma", "setmaxnreg") if part not in kernel.asm["ptx"]]
         if missing:
             raise RuntimeError(f"no {', '.join(missing)}")
-        products = re.findall(r"\bHGMMA\b.*?;", dump(kernel, "-sass"))
+        sass = dump(kernel, "-sass")
+        products = re.findall(r"\bHGMMA\b.*?;", sass)
         if 2 * sum("gsb0" in product for product in products) > len(products):  # for example, too few registers
             raise RuntimeError("each product waits for the one before it")
+        moves = [at for at, text in instructions(sass) if "R2UR" in text]
+        if any(sum(at in loop for at in moves) > MOST_MOVES for loop in inner_loops(sass)):
+            raise RuntimeError("addresses of products exceed the uniform registers of a warp")
         steps = re.findall(r"wgmma\.wait_group|\bbar\.(?:warp\.)?sync|mbarrier\.arrive\.shared", kernel.asm["ptx"])
         if ("wgmma.wait_group", "mbarrier.arrive.shared") in itertools.pairwise(steps):
             raise RuntimeError("a warp says for its group that a buffer is empty, while products of the others read it")

@@ -59,6 +59,7 @@ from liger_like.runtime.gluon import (
     gl,
     gluon,
     group_barrier,
+    here,
     mbarrier,
     reinterpret,
     sync_at,
@@ -264,12 +265,12 @@ def _sum_block(
         mbarrier.arrive(bars.ds_full.index(next_ds % 2), count=1)
         dk = start_add_product(dk, ds, q)
         mbarrier.wait(bars.ds_full.index(last_ds % 2), last_ds // 2 & 1)
-        dq = _start_dq(bufs, last_ds, zero, first_row, first_col, zeros)
+        dq = _start_dq(bufs, last_ds, here(zero), first_row, first_col, zeros)
         sums = warpgroup_mma_wait(1, deps=dv + dk)
         dv, dk = sums[: len(dv)], sums[len(dv) :]
         mbarrier.arrive(bars.empty.index(s), count=1)
         mbarrier.wait(bars.full.index(t), (use + 1) // STAGES & 1, pred=use + 1 < end_use)
-        q = columns_of(parts_of(bufs.q, t, STAGES), WIDTHS)
+        q = columns_of(parts_of(bufs.q, here(t), STAGES), WIDTHS)
         s_acc = start_contract(k, q, no_scores)
         _end_turn(g, D, BLOCK_D)
         dq = warpgroup_mma_wait(len(q), deps=(dq,))

@@ -24,6 +24,7 @@ from liger_like.runtime.gluon import (
     fence_async_shared,
     gl,
     gluon,
+    here,
     mbarrier,
     reinterpret,
     warpgroup_mma,
@@ -118,7 +119,7 @@ def _sum(
         m = gl.where(m < end, m, start)
         t = (use + 1) % STAGES
         mbarrier.wait(q_ring.full.index(t), (use + 1) // STAGES & 1, pred=use + 1 < steps)
-        k = rows_of(_parts(shared.k, zero), g * ROWS)
+        k = rows_of(_parts(shared.k, here(zero)), g * ROWS)
         s_acc = start_contract(k, _parts(q_ring.buffers, t), zeros)
         dk = wait_for(dk, len(k))
         mbarrier.arrive(q_ring.empty.index(s), count=1)
