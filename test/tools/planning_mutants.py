@@ -32,7 +32,12 @@ PLANNING = [
     (ALLOCATOR, "STEPS = 3", "STEPS = 1", "only the first step counts"),
     (ALLOCATOR, "1 if sum(each.size for each in changes) else STEPS", "STEPS", "a model is made several times"),
     (TRACER, "self.grow(entry, within)", "self.grow(entry, within, False)", "torch's workspaces take no block"),
-    (CLOCK, "max(given, done, self.copies)", "max(done, self.copies)", "the host takes no time"),
+    (
+        CLOCK,
+        "max(*_after(at, self.ops[end:]), self.copies)",
+        "max(_after(at, self.ops[end:])[1], self.copies)",
+        "the host takes no time",
+    ),
     (CLOCK, "done = max(given, done) + gpu if", "done = done + gpu if", "the GPU begins before it is given work"),
     (STAND_INS, "        listen()\n", "", "modes of checkpoints take no time"),
     (STAND_INS, '"disabled", True', '"disabled", False', "torch logs what the trace raises"),
