@@ -78,9 +78,12 @@ def step_of(stage: Stage, mesh: DeviceMesh, micro_batches: int, tokens: int) -> 
 
 
 def train(
-    sizes: dict[str, int], config: LlamaConfig, batches: Tensor, checkpointing: str, lr: float, seed: int
+    sizes: dict[str, int], config: LlamaConfig, batches: Tensor, checkpointing: str, lr: float, seed: int, zero: int = 3
 ) -> list[float]:
-    """Train on ``batches`` [steps, B, S] and return the losses; ``sizes`` are the mesh dimensions by name."""
+    """Train on ``batches`` [steps, B, S] and return the losses; ``sizes`` are the mesh dimensions by name.
+
+    ``zero`` 2 keeps gathered parameters from a layer's forward to its backward, 3 gathers them twice.
+    """
     mesh = dist.init_device_mesh(DEVICE.type, tuple(sizes.values()), mesh_dim_names=tuple(sizes))
     torch.manual_seed(seed)
     with DEVICE:
@@ -89,7 +92,7 @@ def train(
     if checkpointing != "none":
         policy = {"context_fn": checkpoint_policy()} if checkpointing == "selective" else {}
         model.gradient_checkpointing_enable({"use_reentrant": False, **policy})
-    stage = spread(model, mesh, **PRECISION)
+    stage = spread(model, mesh, **PRECISION, **({"reshard_after_forward": False} if zero == 2 else {}))
     del model
     step = step_of(stage, mesh, 2 * sizes["pp"], batches[0, :, 1:].numel())
     optimizer = torch.optim.AdamW(stage.parameters(), lr=lr, fused=GPU)
@@ -123,6 +126,7 @@ def main(
     batch: Annotated[int, typer.Option(min=1, help="rows of the global batch")] = 8 if GPU else 4,
     seq: Annotated[int, typer.Option(min=2)] = 2048 if GPU else 32,
     checkpointing: Annotated[Literal["none", "full", "selective"], typer.Option()] = "none",
+    zero: Annotated[int, typer.Option(min=2, max=3, help="2: parameters stay gathered until the backward")] = 3,
     lr: float = 3e-4 if GPU else 3e-3,
     seed: int = 0,
 ) -> None:
@@ -140,7 +144,7 @@ def main(
     dist.init_process_group("nccl" if GPU else "gloo")
     config = MODELS[size]
     batches = make_batches(read_tokens(None, None, config), steps, batch, seq, seed)
-    train({"pp": pp, "fsdp": fsdp, "cp": cp, "tp": tp}, config, batches, checkpointing, lr, seed)
+    train({"pp": pp, "fsdp": fsdp, "cp": cp, "tp": tp}, config, batches, checkpointing, lr, seed, zero)
     dist.destroy_process_group()
 
 

@@ -76,7 +76,7 @@ def show_version(asked: bool) -> None:
 
 def add_plan(app: Any) -> None:
     """Add the command ``plan`` to ``app``."""
-    import typer
+    import typer.core
 
     def plan(
         config: Path,
@@ -88,8 +88,14 @@ def add_plan(app: Any) -> None:
         seq: Annotated[int, typer.Option(help="tokens of a sequence")] = 2048,
         host: Annotated[float | None, typer.Option(help="GiB of CPU memory for activations, if limited")] = None,
         layers: Annotated[int | None, typer.Option(help="plan for the first layers of the model alone")] = None,
-        fix: Annotated[list[str], typer.Option(help="a setting that you choose, as checkpoint=full")] = [],  # noqa: B006
+        optimizer: Annotated[str | None, typer.Option(help="adamw (default), adamw8bit or sgd")] = None,
+        dtype: Annotated[
+            str | None, typer.Option(help="bf16, or fp32 that computes in bf16 (default on several GPUs)")
+        ] = None,
+        lora: Annotated[int | None, typer.Option(help="rank of LoRA, if only adapters are trained")] = None,
+        fix: Annotated[list[str], typer.Option(help="settings that you choose, as checkpoint=full tp=2")] = [],  # noqa: B006
         top: Annotated[int, typer.Option(help="rows of the table, at most")] = 10,
+        peak: Annotated[bool, typer.Option("--peak", help="Show the first row's peak by layer and kind.")] = False,
         as_json: Annotated[bool, typer.Option("--json", help="Print JSON, nothing else.")] = False,
         out: Annotated[Path | None, typer.Option(help="folder for plan.json and plan.png")] = None,
         calibrate: Annotated[bool, typer.Option("--calibrate", help="Measure this GPU's rates and keep them.")] = False,
@@ -102,9 +108,20 @@ def add_plan(app: Any) -> None:
             from liger_like.planning._command import run
         except ModuleNotFoundError as error:
             sys.exit(missing(error.name, "hf"))
-        raise typer.Exit(run(config, gpus, gpu, batch, seq, host, layers, fix, top, as_json, out, calibrate))
+        named = {"optimizer": optimizer, "dtype": dtype, "lora": lora}
+        texts = [*fix, *(f"{name}={value}" for name, value in named.items() if value is not None)]
+        raise typer.Exit(run(config, gpus, gpu, batch, seq, host, layers, texts, top, peak, as_json, out, calibrate))
 
-    app.command()(plan)
+    class Command(typer.core.TyperCommand):
+        def parse_args(self, ctx: Any, args: list[str]) -> list[str]:
+            """Take several values behind one --fix."""
+            taken: list[str] = []
+            for arg in args:
+                follows = taken[-2:-1] == ["--fix"] and "=" in arg and not arg.startswith("-")
+                taken += ["--fix", arg] if follows else [arg]
+            return super().parse_args(ctx, taken)
+
+    app.command(cls=Command)(plan)
 
 
 def main() -> None:

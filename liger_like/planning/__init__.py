@@ -8,11 +8,11 @@ from collections.abc import Callable, Mapping
 from typing import Any
 
 from liger_like.planning import _models
-from liger_like.planning._layers import replayed, trace_step
+from liger_like.planning._layers import cuts_of, replayed, whole
 from liger_like.planning._machine import GPU, GPUS, gpu_of
-from liger_like.planning._prediction import Prediction, of_pipeline, predicted
+from liger_like.planning._prediction import Prediction, of_pipeline
 from liger_like.planning._search import Plan, searched
-from liger_like.planning._settings import MESH, Setting
+from liger_like.planning._settings import MESH, WHOLE, Setting
 from liger_like.planning._trace import NotTracedError, Trace, traced
 from liger_like.runtime.checks import require_integer, require_positive
 
@@ -55,24 +55,34 @@ def plan(
         require_integer(name, value, 1)
     if host is not None:
         require_positive("host", host)
-    sharded = gpus > 1 or any(fix.get(name, 1) != 1 for name in MESH)
+    sharded = (gpus > 1 or any(fix.get(name, 1) != 1 for name in MESH)) and fix.get("zero") not in WHOLE
+    adapter = _models.adapter_of(config)
+    if rank := _models.rank_of(adapter, fix.get("lora", 0)):
+        fix["lora"] = rank
     Setting(**{"dtype": "fp32" if sharded else "bf16", "checkpoint": "full"} | fix)  # raises for a field
     of = gpu_of(gpu)
     config, cls = _models.model_class(config)
     config = config if layers is None else _models.shortened(config, layers)
     count = config.get_text_config().num_hidden_layers
-    rows = searched(lambda setting: predict(config, setting, of), of, gpus, batch, seq, fix, host, count)
+
+    def predicted(setting: Setting) -> Prediction:
+        return predict_model(lambda: _models.build(config, cls, setting, adapter), setting, of)
+
+    rows = searched(predicted, of, gpus, batch, seq, fix, host, count)
     return Plan(cls.__name__, _models.parameters_of(config, cls), of, gpus, batch, seq, rows)
 
 
 def predict(config: Any, setting: Setting, gpu: GPU | str | float = "h200") -> Prediction:
     """Return memory and time of a training step of the model of ``config``: a config.json, its folder, or a config.
 
+    With an adapter_config.json in the folder the adapters of LoRA are trained.
     Raises NotTracedError if the model asks for data, ``liger_like.doctor.NotExaminedError`` for a config that is not
     known, ValueError for an unknown ``gpu``.
     """
+    adapter = _models.adapter_of(config)
+    setting = dataclasses.replace(setting, lora=_models.rank_of(adapter, setting.lora))
     config, cls = _models.model_class(config)
-    return predict_model(lambda: _models.build(config, cls, setting), setting, gpu)
+    return predict_model(lambda: _models.build(config, cls, setting, adapter), setting, gpu)
 
 
 def predict_model(make: Callable[[], Any], setting: Setting, gpu: GPU | str | float = "h200") -> Prediction:
@@ -83,10 +93,10 @@ def predict_model(make: Callable[[], Any], setting: Setting, gpu: GPU | str | fl
     A few layers are traced and replayed for all, or the whole model if its layers do not repeat. Of a pipeline each
     stage is traced; the memory is that of the GPU that needs the most. Raises as ``predict``.
     """
-    if found := replayed(make(), setting, gpu):
-        return found
-    stages = [
-        predicted(*trace_step(make(), setting, gpu, index=index)[:3], setting.accumulation)
-        for index in range(setting.pp)
-    ]
+    model = make()
+    if cuts := cuts_of(model.config, _models.layers_of(model), setting):
+        if found := replayed(model, cuts, setting, gpu):
+            return found
+        model = make()
+    stages = [whole(make() if index else model, setting, gpu, index) for index in range(setting.pp)]
     return of_pipeline(stages, setting.accumulation)

@@ -23,6 +23,8 @@ TORCHS = {64: (416, 365), 96: (449, 365), 128: (567, 446), 192: (575, 429), 256:
 MASKED = 0.35  # of these rates: the memory-efficient kernel, which computes all pairs
 # shares of the rate of products and of a copy
 LOSS, TRITON, TORCH, ADAM = 0.89, 0.90, 0.78, 0.66
+SENT = "sent"  # the bytes among the times
+SETTLED = 2  # repetitions until each takes as long as the one before
 LAUNCH = 2e-6  # seconds of the GPU for each kernel
 # seconds of the host for a view, an op of torch's, and an op of ours
 VIEW, OP, OWN = 7e-6, 22e-6, 110e-6
@@ -44,12 +46,22 @@ def moved(*trees: Any) -> int:
     return sum(sizes.values())
 
 
+def _after(at: tuple[float, float], ops: list[tuple[float, float]]) -> tuple[float, float]:
+    """Return when the last of ``ops`` is given and done, from when the op before was."""
+    given, done = at
+    for host, gpu in ops:
+        given += host
+        done = max(given, done) + gpu if gpu else done
+    return given, done
+
+
 class Clock:
     """Seconds of the GPU by group, of the host, FLOPs, and bytes sent to the host's memory."""
 
     def __init__(self, gpu: GPU) -> None:
         self.groups: dict[str, float] = defaultdict(float)
         self.ops: list[tuple[float, float]] = []  # seconds of the host and of the GPU for each op, in their order
+        self.again = 0, 0, 0  # ops from one to another that happen so many more times
         self.sent, self.flops, self.calibrated = 0.0, 0, gpu.calibrated
         self.products, self.copy, self.link = gpu.tflops * 1e12, gpu.bandwidth * 1e12, gpu.link * 1e9
         self.pcie = gpu.pcie * 1e9
@@ -71,6 +83,20 @@ class Clock:
             self._torchs(packet, name, args, kwargs, out)
         self.ops.append((host, self.gpu - before))
 
+    def add(self, group: str, seconds: float) -> None:
+        """Count ``seconds`` of the GPU, fewer than none for what it need not do, at the end of the step."""
+        self.groups[group] += seconds
+        self.ops.append((0.0, seconds))
+
+    def repeat(self, begin: int, end: int, times: dict[str, float], count: int) -> None:
+        """Count the ops from ``begin`` to ``end``, which take ``times``, ``count`` more times."""
+        self.again = begin, end, count
+        for group, seconds in times.items():
+            if group == SENT:
+                self.sent += count * seconds
+            else:
+                self.groups[group] += count * seconds
+
     def listen(self) -> None:
         """Count the host's time of a mode that sees an op."""
         self.ops.append((MODE, 0.0))
@@ -83,16 +109,18 @@ class Clock:
     @property
     def host(self) -> float:
         """Return the seconds of the host."""
-        return sum(host for host, _ in self.ops)
+        begin, end, count = self.again
+        return sum(host for host, _ in self.ops) + count * sum(host for host, _ in self.ops[begin:end])
 
     @property
     def seconds(self) -> float:
         """Return the time of the step, at least that of the copies."""
-        given = done = 0.0
-        for host, gpu in self.ops:
-            given += host
-            done = max(given, done) + gpu if gpu else done
-        return max(given, done, self.copies)
+        begin, end, count = self.again
+        before = at = _after((0.0, 0.0), self.ops[:end])
+        for _ in range(few := min(count, SETTLED)):
+            before, at = at, _after(at, self.ops[begin:end])
+        at = at[0] + (count - few) * (at[0] - before[0]), at[1] + (count - few) * (at[1] - before[1])
+        return max(*_after(at, self.ops[end:]), self.copies)
 
     @property
     def copies(self) -> float:

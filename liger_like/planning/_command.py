@@ -31,7 +31,9 @@ def fixed(texts: list[str]) -> dict[str, Any]:
             raise ValueError(f"{name} must be true or false, got {value!r}")
         if kinds[name] is int and not value.removeprefix("-").isdecimal():
             raise ValueError(f"{name} must be an integer, got {value!r}")
-        found[name] = value == "true" if kinds[name] is bool else int(value) if kinds[name] is int else value
+        chosen = value == "true" if kinds[name] is bool else int(value) if kinds[name] is int else value
+        if found.setdefault(name, chosen) != chosen:
+            raise ValueError(f"{name} must be given once, got {found[name]} and {chosen}")
     return found
 
 
@@ -45,6 +47,7 @@ def run(
     layers: int | None,
     fix: list[str],
     top: int,
+    peak: bool,
     as_json: bool,
     out: Path | None,
     calibrate: bool,
@@ -76,6 +79,8 @@ def run(
         print(f"liger-like: {error}", file=sys.stderr)
         return 2
     print(json.dumps(found.to_dict(), indent=1) if as_json else found.table())
+    if peak and not as_json:
+        print(f"\n{found.peak()}")
     return int(found.best is None)
 
 
@@ -85,7 +90,7 @@ def line(config: Path) -> str:
         with warnings.catch_warnings(action="ignore"):
             read, _ = model_class(config)
             seq = min(SEQ, getattr(read.get_text_config(), "max_position_embeddings", None) or SEQ)
-            found = predict(read, Setting(1, seq))
+            found = predict(config, Setting(1, seq))
     except (NotExaminedError, NotTracedError, TypeError, ValueError) as error:
         return f"memory: {error}"
     return (

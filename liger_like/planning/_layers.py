@@ -7,6 +7,7 @@ for the layers that were left out. The two periods must agree, else the whole mo
 
 import contextlib
 import dataclasses
+from collections import defaultdict
 from collections.abc import Callable
 from typing import Any, NamedTuple
 
@@ -16,14 +17,16 @@ from torch.optim.optimizer import register_optimizer_step_pre_hook
 
 from liger_like.planning import _models
 from liger_like.planning._allocator import Change
-from liger_like.planning._clock import Clock
+from liger_like.planning._clock import SENT, Clock
 from liger_like.planning._machine import GPU
 from liger_like.planning._prediction import Prediction, changes_of, predicted
+from liger_like.planning._replicas import Named, replicated, trained
 from liger_like.planning._settings import Setting
 from liger_like.planning._trace import traced
 from liger_like.planning._tracer import Tracer
 
 WIDEST = 8  # layers of a period, at most
+PASSES = 3  # that are traced: the first, one of those between, and the last
 SHORT = 64  # tokens of the first step
 Name = tuple[str, int]  # of a cut: what begins, and the layer or the pass
 
@@ -76,8 +79,11 @@ def cuts_of(config: Any, layers: list[nn.Module], setting: Setting) -> Cuts | No
     """Return how ``layers`` repeat in a step of ``setting``, or None if no fewer than all show it.
 
     Layers that share a checkpoint are in one period. Collectives of FSDP2 lag a checkpoint behind, and copies to
-    the host two: so many layers more before and periods more behind differ from the others.
+    the host two: so many layers more before and periods more behind differ from the others. The passes of a pipeline
+    overlap, so no layer of it is left out.
     """
+    if setting.pp > 1:
+        return None
     margin, shared = 2 if setting.checkpoint_on_host else int(setting.dtype == "fp32"), setting.checkpoint_layers
     text = config.get_text_config()
     lists = [v for v in text.to_dict().values() if isinstance(v, list) and len(v) == len(layers)]
@@ -134,7 +140,7 @@ def trace_step(
         step(short, 1)  # makes the optimizer's state
         trace.restart()
         tracer, clock = trace.parts
-        if layers:
+        if layers is not None:
             for hook in _marking(model, layers, lambda *name: marks.append(_mark(name, tracer, clock))):
                 stack.callback(hook.remove)
         step(given, setting.accumulation)
@@ -146,7 +152,7 @@ def _mark(name: Any, tracer: Tracer, clock: Clock) -> Mark:
 
 
 def _times(clock: Clock) -> dict[str, float]:
-    return {**clock.groups, "sent": clock.sent}
+    return {**clock.groups, SENT: clock.sent}
 
 
 def _marking(model: nn.Module, layers: list[nn.Module], mark: Callable[[str, int], None]) -> list[Any]:
@@ -192,19 +198,15 @@ class Segment(NamedTuple):
         return rise, level
 
 
-def replayed(model: Any, setting: Setting, gpu: GPU | str | float) -> Prediction | None:
-    """Return what a whole trace of ``model`` would say, from few of its layers.
+def replayed(model: Any, cuts: Cuts, setting: Setting, gpu: GPU | str | float) -> Prediction | None:
+    """Return what a whole trace of ``model`` would say, from those of its layers that ``cuts`` keeps.
 
-    Returns None if the layers do not repeat, and for a pipeline, whose passes overlap.
+    Returns None if the layers do not repeat. Layers that are left out are lost.
     """
-    cuts = None if setting.pp > 1 else cuts_of(model.config, _models.layers_of(model), setting)
-    if cuts is None:
-        return None
-    traced_passes = dataclasses.replace(setting, accumulation=min(setting.accumulation, 3))
-    trained = _trained(model)
+    parameters = trained(model)
     kept = shorten(model, cuts)
-    trained /= _trained(model)
-    start, changes, clock, marks = trace_step(model, traced_passes, gpu, kept)
+    factor = _bytes(parameters) / _bytes(trained(model))
+    start, changes, clock, marks = trace_step(model, _few_passes(setting), gpu, kept)
     passes = _segments(changes, marks, clock)
     for segments in passes:
         for place in range(cuts.first, cuts.first + cuts.period):
@@ -215,8 +217,9 @@ def replayed(model: Any, setting: Setting, gpu: GPU | str | float) -> Prediction
                 if one is None or other is None or one.outline() != other.outline():
                     return None
     played = _Played(cuts)
-    middle = passes[1:2] * (setting.accumulation - len(passes))  # passes between the first and the last are alike
-    for segments in (*passes[:1], *middle, *passes[1:]):
+    begins: list[tuple[int, dict[str, float]]] = []
+    for segments in passes:
+        begins.append((len(played.ops), dict(played.times)))
         played.outside(segments["pass", 0])
         for layer in range(cuts.layers):
             played.inside(segments, "forward", layer)
@@ -224,9 +227,37 @@ def replayed(model: Any, setting: Setting, gpu: GPU | str | float) -> Prediction
         for layer in reversed(range(cuts.layers)):
             played.inside(segments, "backward", layer)
     if end := passes[-1].get(("end", 0)):  # absent if the optimizer steps in the backward
-        played.outside(_scaled(end, trained))
-    clock.ops, clock.sent, clock.groups = played.ops, played.times.pop("sent"), played.times
-    return predicted(_spread(start, cuts), played.changes, clock, setting.accumulation)
+        played.outside(_scaled(end, factor))
+    clock.ops, clock.sent, clock.groups = played.ops, played.times.pop(SENT), defaultdict(float, played.times)
+    _repeat(clock, begins, setting.accumulation)
+    start = replicated(_spread(start, cuts), clock, setting, parameters)
+    return predicted(start, played.changes, clock, setting.accumulation)
+
+
+def whole(model: Any, setting: Setting, gpu: GPU | str | float, index: int = 0) -> Prediction:
+    """Return what a trace of all layers of ``model`` says, or of the stage ``index``."""
+    parameters, few = trained(model), _few_passes(setting)
+    start, changes, clock, marks = trace_step(model, few, gpu, [], index)
+    if setting.pp == 1:
+        begins = [(mark.ops, mark.times) for mark in marks if mark.name[0] == "pass"]
+        _repeat(clock, begins, setting.accumulation)
+    return predicted(replicated(start, clock, setting, parameters), changes, clock, setting.accumulation)
+
+
+def _few_passes(setting: Setting) -> Setting:
+    """Return ``setting`` with the passes that need a trace; those of a pipeline overlap."""
+    return setting if setting.pp > 1 else dataclasses.replace(setting, accumulation=min(setting.accumulation, PASSES))
+
+
+def _repeat(clock: Clock, begins: list[tuple[int, dict[str, float]]], passes: int) -> None:
+    """Let ``clock`` count ``passes``: those between the first and the last are as the second one.
+
+    ``begins``: ops and times where each traced pass begins.
+    """
+    if passes > PASSES:
+        (begin, before), (end, after) = begins[1:]
+        times = {group: seconds - before.get(group, 0.0) for group, seconds in after.items()}
+        clock.repeat(begin, end, times, passes - PASSES)
 
 
 def _scaled(end: Segment, factor: float) -> Segment:
@@ -236,8 +267,8 @@ def _scaled(end: Segment, factor: float) -> Segment:
     return Segment(end.changes, [(host, longer * gpu) for host, gpu in end.ops], times)
 
 
-def _trained(model: nn.Module) -> float:
-    return sum(p.nbytes for p in model.parameters() if p.requires_grad)
+def _bytes(parameters: list[Named]) -> int:
+    return sum(p.nbytes for _, p in parameters)
 
 
 def _segments(changes: list[Change], marks: list[Mark], clock: Clock) -> list[dict[Name, Segment]]:
@@ -261,7 +292,7 @@ class _Played:
         self.cuts = cuts
         self.changes: list[Change] = []
         self.ops: list[tuple[float, float]] = []
-        self.times: dict[str, float] = {"sent": 0.0}
+        self.times: dict[str, float] = {SENT: 0.0}
 
     def outside(self, segment: Segment) -> None:
         self._add(_spread(segment.changes, self.cuts), segment)

@@ -22,9 +22,10 @@ from liger_like.parallel import (
 from liger_like.patching import patch
 from liger_like.planning._optimizers import optimizer_of
 from liger_like.planning._settings import Setting
-from liger_like.planning._stages import passes_of, spread_over
+from liger_like.planning._stages import options_of, passes_of, spread_over
 from liger_like.runtime.checks import require_integer
 
+ADAPTER = "adapter_config.json"  # of a folder that PEFT wrote
 OFFSET = 2  # rows of OPT's positions before the first
 ENDLESS = 2.0**30  # GiB of the host: what a step sends there is counted, not limited
 KEPT = {"selective": (), "attention": (("attention", "loss"),)}
@@ -43,13 +44,35 @@ def model_class(config: Any) -> tuple[Any, Any]:
         fields = read(path / "config.json" if path.is_dir() else path)
         if "quantization_config" in fields:
             raise NotExaminedError(f"quantization_config of {path} is not predicted: remove it to plan without it")
-        if path.is_dir() and (path / "adapter_config.json").exists():
-            raise NotExaminedError(f"adapter_config.json of {path} is not predicted: name its config.json alone")
         config, cls = known(fields)
     else:
         cls = known(config.to_dict())[1]
     require_integer("num_hidden_layers", getattr(config.get_text_config(), "num_hidden_layers", None), 1)
     return config, cls
+
+
+def adapter_of(config: Any) -> Any:
+    """Return PEFT's config of LoRA that is beside the config.json of the folder ``config``, or None.
+
+    Raises ``liger_like.doctor.NotExaminedError`` for another kind of adapter and ValueError without PEFT.
+    """
+    from liger_like.doctor import NotExaminedError, read
+
+    path = Path(config) / ADAPTER if isinstance(config, str | Path) else None
+    if path is None or not path.exists():
+        return None
+    fields = read(path)
+    if fields.get("peft_type") != "LORA":
+        raise NotExaminedError(f"peft_type of {path} must be LORA, got {fields.get('peft_type')!r}")
+    # weights have no data, from which some methods would take their first values
+    return _peft().LoraConfig.from_peft_type(**fields | {"inference_mode": False, "init_lora_weights": True})
+
+
+def rank_of(adapter: Any, lora: int) -> int:
+    """Return the rank of ``adapter``, or ``lora`` without one. Raises ValueError if ``lora`` is another rank."""
+    if adapter is not None and lora not in (0, adapter.r):
+        raise ValueError(f"lora must be {adapter.r}, the r of {ADAPTER}, got {lora}")
+    return lora if adapter is None else int(adapter.r)
 
 
 def made(config: Any, cls: Any, **options: Any) -> Any:
@@ -78,8 +101,10 @@ def shortened(config: Any, layers: int) -> Any:
     return config
 
 
-def build(config: Any, cls: Any, setting: Setting) -> Any:
+def build(config: Any, cls: Any, setting: Setting, adapter: Any = None) -> Any:
     """Return a model on "meta" in the dtype of its parameters, patched and checkpointed as ``setting`` says.
+
+    ``adapter``: PEFT's config of the adapters, for other modules than all linear ones.
 
     Raises ValueError if more layers share a checkpoint than there are, and for a row of more tokens than positions.
     """
@@ -91,7 +116,7 @@ def build(config: Any, cls: Any, setting: Setting) -> Any:
     if setting.checkpoint_layers > (count := len(layers_of(model))):
         raise ValueError(f"checkpoint_layers must be at most the model's {count}, got {setting.checkpoint_layers}")
     if setting.lora:
-        model = adapted(model, setting.lora)
+        model = adapted(model, adapter or _peft().LoraConfig(r=setting.lora, target_modules="all-linear"))
     if setting.patched:
         patch(model, mlp="tiled" if setting.tiled_mlp else True)
     if setting.checkpoint != "none":
@@ -119,16 +144,20 @@ def policy_of(setting: Setting) -> dict[str, Any]:
     return {} if kept is None else {"context_fn": checkpoint_policy(*kept)}
 
 
-def adapted(model: Any, rank: int) -> Any:
-    """Return ``model`` with PEFT's LoRA of ``rank`` on all linear modules but the head; the rest is frozen.
+def adapted(model: Any, adapter: Any) -> Any:
+    """Return ``model`` with the adapters of PEFT's config; the rest is frozen. Raises ValueError if it has no place."""
+    try:
+        return _peft().get_peft_model(model, adapter)
+    except ValueError as error:
+        raise ValueError(f"target_modules of {ADAPTER}: {' '.join(str(error).split())[:200]}") from error
 
-    Raises ValueError without PEFT.
-    """
+
+def _peft() -> Any:
     if not importlib.util.find_spec("peft"):
         raise ValueError("lora must be 0 without PEFT: run pip install peft")
     import peft
 
-    return peft.get_peft_model(model, peft.LoraConfig(r=rank, target_modules="all-linear"))
+    return peft
 
 
 def parameters_of(config: Any, cls: Any) -> int:
@@ -165,16 +194,16 @@ def processes(count: int, rank: int = 0) -> Iterator[None]:
 
 
 def shard(model: Any, mesh: Any, setting: Setting) -> Any:
-    """Return ``model``, or the stage of it, sharded over ``mesh``; FSDP2 computes in bf16 and reduces in fp32."""
+    """Return ``model``, or the stage of it, sharded over ``mesh``."""
     if setting.staged:
         return spread_over(model, mesh, setting)
-    from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
+    from torch.distributed.fsdp import fully_shard
 
     tokens = mesh["fsdp", "cp"]._flatten("tokens")
-    policy = MixedPrecisionPolicy(torch.bfloat16, torch.float32)
+    options = options_of(setting)
     layers, together = layers_of(model), setting.checkpoint_layers
     for unit in (*([*layers[i : i + together]] for i in range(0, len(layers), together)), model):
-        fully_shard(unit, mesh=tokens, mp_policy=policy)
+        fully_shard(unit, mesh=tokens, **options)
     return model
 
 

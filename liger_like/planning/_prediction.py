@@ -2,7 +2,7 @@
 
 import math
 import re
-from collections import Counter
+from collections import Counter, defaultdict
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
@@ -21,19 +21,20 @@ POINTS = 1000  # of a curve, at most
 class Prediction:
     """Memory of a GPU in a training step, in GiB, and its time.
 
-    ``gib``: the peak. ``by_kind``, ``by_layer`` (-1: outside of layers), ``by_module``: what it is made of.
-    ``resting``: what is held between steps. ``curve``: memory over the step by kind, in the order of ``KINDS``; a point
-    is the highest of several changes. ``seconds``: time of the step, an estimate by a roofline; ``times``: seconds of
-    the GPU by group, of the host, and of copies to it. ``host_gib``: memory of the host for checkpoints,
-    pinned in slabs of 1 GiB. ``calibrated``: whether the rates were measured on this GPU. ``allocated``: the peak as
-    torch counts it, with up to 1 MiB that a tensor leaves of its block; ``reserved``: what torch's allocator then holds
-    of the GPU. With expandable segments nothing is left, and torch counts ``gib``.
+    ``gib``: the peak. ``by_kind``, ``by_layer`` (-1: outside of layers), ``by_module``, ``by_layer_and_kind``: what it
+    is made of. ``resting``: what is held between steps. ``curve``: memory over the step by kind, in the order of
+    ``KINDS``; a point is the highest of several changes. ``seconds``: time of the step, an estimate by a roofline;
+    ``times``: seconds of the GPU by group, of the host, and of copies to it. ``host_gib``: memory of the host for
+    checkpoints, pinned in slabs of 1 GiB. ``calibrated``: whether the rates were measured on this GPU. ``allocated``:
+    the peak as torch counts it, with up to 1 MiB that a tensor leaves of its block; ``reserved``: what torch's
+    allocator then holds of the GPU. With expandable segments nothing is left, and torch counts ``gib``.
     """
 
     gib: float
     by_kind: dict[str, float]
     by_layer: dict[int, float]
     by_module: dict[str, float]
+    by_layer_and_kind: dict[int, dict[str, float]]
     resting: float
     curve: tuple[tuple[float, ...], ...]
     seconds: float
@@ -107,20 +108,25 @@ def of_pipeline(stages: Sequence[Prediction], passes: int) -> Prediction:
     return replace(largest, seconds=slowest.seconds + bubble, times=slowest.times | {"bubble": bubble})
 
 
-def _made_of(before: Counter[Part], changes: Sequence[Change]) -> tuple[Any, Any, Any]:
+def _made_of(before: Counter[Part], changes: Sequence[Change]) -> tuple[Any, Any, Any, Any]:
     held = before.copy()
     for change in changes:
         held[change.part] += change.size
     kinds: Counter[str] = Counter()
     layers: Counter[int] = Counter()
     modules: Counter[str] = Counter()
+    both: dict[int, Counter[str]] = defaultdict(Counter)
     for part, size in held.items():
         kinds[part.kind] += size
-        layers[-1 if part.layer is None else part.layer] += size
+        layer = -1 if part.layer is None else part.layer
+        layers[layer] += size
+        both[layer][part.kind] += size
         modules[part.module or "outside of modules"] += size
     by_kind = {kind: kinds[kind] / GIB for kind in KINDS if kinds[kind]}
     by_module = {name: size / GIB for name, size in modules.most_common() if size}
-    return by_kind, {layer: layers[layer] / GIB for layer in sorted(layers)}, by_module
+    by_layer = {layer: layers[layer] / GIB for layer in sorted(layers)}
+    by_both = {layer: {kind: both[layer][kind] / GIB for kind in KINDS if both[layer][kind]} for layer in by_layer}
+    return by_kind, by_layer, by_module, by_both
 
 
 def _curve(held: Counter[Part], changes: Sequence[Change]) -> tuple[tuple[float, ...], ...]:

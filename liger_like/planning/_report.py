@@ -5,7 +5,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from liger_like.planning._machine import GIB
-from liger_like.planning._settings import DEFAULTS, MESH
+from liger_like.planning._settings import DEFAULTS, MESH, WHOLE
 from liger_like.planning._tracer import KINDS
 
 if TYPE_CHECKING:
@@ -16,6 +16,13 @@ KEPT = ("activations",)
 # what examples/parallel.py leaves as it is
 SAVINGS = "checkpoint_on_host", "checkpoint_layers", "tiled_mlp", "step_in_backward", "optimizer", "lora"
 OPTIMIZERS = {"adamw": "torch.optim.AdamW", "adamw8bit": "bitsandbytes.optim.AdamW8bit", "sgd": "torch.optim.SGD"}
+# by the stage of ZeRO
+SHARDED = {
+    0: "DistributedDataParallel over {} GPUs",
+    1: "DistributedDataParallel and ZeroRedundancyOptimizer over {} GPUs",
+    2: "FSDP2 over {} GPUs with reshard_after_forward=False",
+    3: "FSDP2 over {} GPUs",
+}
 KEEPS = '("attention", "loss")', '(), host=("attention",)'  # of a checkpoint, by whether it is on the host
 COLORS = ("#0050d0", "#6fcfc0", "#5b8def", "#a0a0a0", "#e69f00", "#b0559c", "#d79bc8", "#585858", "#a5703f")
 LEGEND = (
@@ -52,6 +59,32 @@ def table(plan: "Plan") -> str:
     return "\n".join(lines)
 
 
+def peak(plan: "Plan") -> str:
+    """Return the peak of the first row of ``plan`` by layer and kind; layers with the same memory share a line."""
+    found = plan.rows[0].prediction
+    kinds = [*found.by_kind]
+    groups: list[tuple[int, int, list[str]]] = []  # the first and the last layer, and the memory of each
+    for layer, sizes in found.by_layer_and_kind.items():
+        cells = [f"{sizes.get(kind, 0.0):.2f}" for kind in kinds] + [f"{found.by_layer[layer]:.2f}"]
+        if groups and groups[-1][0] >= 0 and groups[-1][2] == cells:
+            groups[-1] = groups[-1][0], layer, cells
+        else:
+            groups.append((layer, layer, cells))
+    lines = [["peak of 1 in GiB", *kinds, "sum"], *([_layers(first, last), *cells] for first, last, cells in groups)]
+    lines.append(["sum", *(f"{found.by_kind[kind]:.2f}" for kind in kinds), f"{found.gib:.2f}"])
+    widths = [max(map(len, column)) for column in zip(*lines, strict=True)]
+    rows = (
+        [c.rjust(w) if i else c.ljust(w) for i, (c, w) in enumerate(zip(line, widths, strict=True))] for line in lines
+    )
+    return "\n".join("  ".join(row) for row in rows)
+
+
+def _layers(first: int, last: int) -> str:
+    if first < 0:
+        return "outside of layers"
+    return f"layer {first}" if first == last else f"layers {first}-{last}, each"
+
+
 def _cells(index: int, row: "Candidate") -> tuple[str, ...]:
     kinds, found = row.prediction.by_kind, row.prediction
     states, kept = (sum(kinds.get(kind, 0.0) for kind in names) for names in (STATES, KEPT))
@@ -71,9 +104,11 @@ def start(row: "Candidate") -> str:
         and s.accumulation == (2 * s.pp if s.pp > 1 else 1)
         and s.checkpoint != "attention"
         and s.cp_method == "allgather"
+        and s.zero not in WHOLE
     )
     if s.gpus > 1 and plain and known:
         sizes = " ".join(f"--{name} {getattr(s, name)}" for name in MESH if getattr(s, name) > 1)
+        sizes += f" --zero {s.zero}" * (s.zero != DEFAULTS["zero"])
         shape = f"--batch {s.batch} --seq {s.seq} --checkpointing {s.checkpoint}"
         return f"torchrun --nproc-per-node {s.gpus} -m examples.parallel {sizes} {shape}"
     keeps = {
@@ -82,7 +117,8 @@ def start(row: "Candidate") -> str:
     }
     parts = [f"peft.LoraConfig(r={s.lora}, target_modules='all-linear')"] * (s.lora > 0)
     parts += [f"liger_like.patch(model{', mlp=' + repr('tiled') if s.tiled_mlp else ''})"] * s.patched
-    parts += [f"FSDP2 over {s.fsdp} GPUs"] * (s.fsdp > 1) + [f"context_parallel over {s.cp}"] * (s.cp > 1)
+    parts += [SHARDED[s.zero].format(s.fsdp)] * (s.fsdp > 1)
+    parts += [f"context_parallel over {s.cp}"] * (s.cp > 1)
     parts += [f"liger_like.parallel.stages.spread over {s.tp} x {s.pp} (tp x pp)"] * s.staged
     if s.checkpoint != "none":
         parts.append(f"gradient_checkpointing_enable with use_reentrant=False{keeps.get(s.checkpoint, '')}")

@@ -1,6 +1,8 @@
 """Find the fastest way to train that fits: what ``plan`` returns."""
 
 import dataclasses
+import itertools
+import math
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -9,7 +11,7 @@ from typing import Any
 from liger_like.planning import _report
 from liger_like.planning._machine import GIB, GPU
 from liger_like.planning._prediction import Prediction
-from liger_like.planning._settings import CHECKPOINTS, DEFAULTS, Setting, contradiction
+from liger_like.planning._settings import CHECKPOINTS, DEFAULTS, STAGES, TOKENS, WHOLE, Setting, contradiction
 
 # GiB that torch's counts do not hold: the context and libraries, and NCCL's buffers of a group of GPUs (assumed)
 CONTEXT, GROUP = 0.6, 1.0
@@ -27,6 +29,7 @@ SAVING: tuple[dict[str, Any], ...] = (
     ),
     TILED | {"checkpoint_on_host": True, "step_in_backward": True, "checkpoint_layers": 2},
 )
+QUICK = 2**17  # tokens of a GPU whose trace takes no longer than others
 Predict = Callable[[Setting], Prediction]
 
 
@@ -74,6 +77,10 @@ class Plan:
         """Return a table of the rows, and the command that starts the best."""
         return _report.table(self)
 
+    def peak(self) -> str:
+        """Return a table of the first row's peak by layer and kind."""
+        return _report.peak(self)
+
     def to_dict(self) -> dict[str, Any]:
         """Return all figures, for JSON."""
         return _report.to_dict(self)
@@ -101,22 +108,32 @@ def searched(
 ) -> tuple[Candidate, ...]:
     """Return the candidates, the fastest that fits first. Raises ValueError if ``fix`` or ``batch`` allows none.
 
-    Bisection finds the largest micro-batch that fits a mesh and a checkpointing. Only if nothing fits without, tiled
-    MLPs, checkpoints on the host, of which ``host`` GiB are there, and a step in the backward are tried, and last
-    ``cp`` GPUs that share rows, since that sends keys and values. ``layers`` of the model may share a checkpoint.
+    Bisection finds the largest micro-batch that fits a mesh, a stage of ZeRO and a checkpointing. Only if nothing fits
+    without, tiled MLPs, checkpoints on the host, of which ``host`` GiB are there, and a step in the backward are tried,
+    and last ``cp`` GPUs that share rows, since that sends keys and values. ``layers`` of the model may share a
+    checkpoint.
     """
     found: list[Candidate] = []
     for mesh in meshes(gpus, batch, seq, fix):
         rows = batch // mesh["fsdp"]
         passes = rows // fix.get("micro_batch", rows)
-        dtype = "fp32" if gpus > 1 else "bf16"
+        dtype = "bf16" if gpus == 1 or fix.get("zero") in WHOLE else "fp32"
         fields: dict[str, Any] = {"seq": seq, "dtype": dtype, "accumulation": passes, **fix, **mesh}
+        stages = STAGES[fields["dtype"]] if mesh["fsdp"] * mesh["cp"] > 1 else (fix.get("zero", DEFAULTS["zero"]),)
+        plain = [way | {"zero": stage} for way in PLAIN for stage in stages]
+        saving = [way | {"zero": fix.get("zero", max(stages))} for way in SAVING]
         tried: set[Setting] = set()
-        for ways in (PLAIN, SAVING):
+        for ways in (plain, saving):
             possible = [way for way in ways if way.get("checkpoint_layers", 1) <= layers]
             bases = {base: None for way in possible if (base := _base(fields, way)) and base not in tried}
             tried.update(bases)
-            found += [_largest(predict, gpu, base, batch, fix, host) for base in bases]
+            order = [*bases]
+            if ways is plain:  # the last needs the least: if it does not fit, the others do not
+                order = order[-1:] + order[:-1]
+            rows_of = (_largest(predict, gpu, base, batch, fix, host) for base in order)
+            found += itertools.islice(rows_of, 1)
+            if ways is saving or any(candidate.fits for candidate in found):
+                found += rows_of
             if any(candidate.fits for candidate in found):
                 break
         if any(candidate.fits for candidate in found):
@@ -150,11 +167,15 @@ def meshes(gpus: int, batch: int, seq: int, fix: Mapping[str, Any]) -> Iterator[
         raise ValueError(
             f"{'fsdp times cp' if split == 1 else 'the product of the mesh'} must be gpus, {gpus * split}, got {given}"
         )
-    if fix.get("patched") is False:
+    if fix.get("patched") is False or fix.get("zero") in WHOLE or fix.get("dtype") == "bf16":
         sizes = [(f, c) for f, c in sizes if c == 1] or sizes
-    fitting = [(f, c) for f, c in sizes if batch % f == 0 and (c == 1 or seq % (2 * c) == 0)]
+    short = [(f, c) for f, c in sizes if seq <= TOKENS * c]
+    if not short:
+        cp = max(c for _, c in sizes)
+        raise ValueError(f"seq must be at most {TOKENS * cp} with cp {cp}, got {seq}: longer passes are not traced")
+    fitting = [(f, c) for f, c in short if batch % f == 0 and (c == 1 or seq % (2 * c) == 0)]
     if not fitting:
-        fsdp, cp = sizes[0]
+        fsdp, cp = short[0]
         if batch % fsdp:
             raise ValueError(f"batch must be a multiple of fsdp, {fsdp}, got {batch}")
         raise ValueError(f"seq must be a multiple of 2 x cp, {2 * cp}, got {seq}")
@@ -165,11 +186,13 @@ def _largest(
     predict: Predict, gpu: GPU, base: Setting, batch: int, fix: Mapping[str, Any], host: float | None
 ) -> Candidate:
     """Return the candidate with the largest micro-batch that fits, else the one with the smallest."""
-    rows = batch // base.fsdp
-    sizes = [n for n in range(1, rows + 1) if rows % n == 0]
+    rows, seq = batch // base.fsdp, base.seq
+    small = [n for n in range(1, math.isqrt(rows) + 1) if rows % n == 0]
+    sizes = sorted({*small, *(rows // n for n in small)})
     pipeline = 2 * base.pp if base.pp > 1 and "micro_batch" not in fix else None
     passes = fix.get("accumulation", 1 if base.step_in_backward else pipeline)
     sizes = [n for n in sizes if n == fix.get("micro_batch", n) and rows // n == (passes or rows // n)]
+    sizes = [n for n in sizes if n * seq <= TOKENS * base.cp] or sizes  # none: the setting says so
     if not sizes and passes and passes == pipeline:
         raise ValueError(f"batch must be a multiple of fsdp x 2 x pp, {base.fsdp * passes}, got {batch}")
     if not sizes:
@@ -184,9 +207,12 @@ def _largest(
         return Candidate(setting, prediction, needs, room and needs <= gpu.memory / GIB)
 
     low, high = 0, len(sizes) - 1
-    best = candidate(sizes[high])
-    if best.fits or high == 0:
-        return best
+    if high == 0 or sizes[high] * seq <= QUICK * base.cp:
+        best = candidate(sizes[high])
+        if best.fits or high == 0:
+            return best
+    else:
+        high += 1  # no size: the largest is tried only if the half of them fit
     best = candidate(sizes[low])
     if not best.fits:
         return best

@@ -20,7 +20,10 @@ CHOICES = {
     "step_in_backward": SWITCH,
     "optimizer": OPTIMIZERS,
 }
-FROM_ZERO = ("lora",)
+FROM_ZERO = "lora", "zero"
+WHOLE = 0, 1  # stages of ZeRO with whole parameters and gradients
+STAGES = {"bf16": WHOLE, "fp32": (2, 3)}  # of ZeRO, by the dtype; the last needs the least memory
+TOKENS = 2**21  # of a GPU in one pass: a trace takes a second for 100,000 of them
 MESH = "fsdp", "tp", "cp", "pp"  # fields whose product is the number of GPUs
 
 
@@ -30,9 +33,11 @@ class Setting:
 
     ``micro_batch``: rows that a GPU computes at a time, ``accumulation``: how many times before an optimizer step.
     ``seq``: tokens of a row. ``checkpoint``: what a checkpointed layer keeps: "none" (no checkpoints), "attention" (the
-    results of attention), "selective" (those of products, too) or "full" (the layer's input). ``fsdp``: GPUs that shard
-    the parameters by FSDP2, each with its own rows. ``tp``: GPUs that split each layer's products and the tokens of the
-    residual stream. ``cp``: GPUs that share each row, by ``cp_method``. ``pp``: stages of layers; the micro-batches of
+    results of attention), "selective" (those of products, too) or "full" (the layer's input). ``fsdp``: GPUs with rows
+    of their own, which share the parameters by a stage of ZeRO. ``zero``: 3 is FSDP2, and 2 is FSDP2 with
+    ``reshard_after_forward=False``; 0 is torch's DistributedDataParallel in bf16, whose GPUs have all parameters, and 1
+    has its ZeroRedundancyOptimizer, too. ``tp``: GPUs that split each layer's products and the tokens of the residual
+    stream. ``cp``: GPUs that share each row, by ``cp_method``. ``pp``: stages of layers; the micro-batches of
     ``accumulation`` follow 1F1B. ``dtype``: of parameters, gradients and AdamW's moments; "fp32" computes in bf16 all
     the same, by FSDP2's mixed precision.
     ``patched``: by ``liger_like.patch``, with ``mlp="tiled"`` if ``tiled_mlp``. ``checkpoint_on_host``: the inputs of
@@ -55,6 +60,7 @@ class Setting:
     pp: int = 1
     cp_method: str = "allgather"
     dtype: str = "bf16"
+    zero: int = 3
     patched: bool = True
     checkpoint_on_host: bool = False
     checkpoint_layers: int = 1
@@ -75,8 +81,19 @@ class Setting:
                 raise TypeError(f"{field.name} must be an integer, got {type(value).__name__}")
             elif value < (least := int(field.name not in FROM_ZERO)):
                 raise ValueError(f"{field.name} must be at least {least}, got {value}")
-        if self.gpus > 1 and self.dtype == "bf16":
-            raise ValueError(f"dtype must be fp32 on {self.gpus} GPUs: FSDP2 keeps fp32 and computes in bf16")
+        if self.zero > 3:
+            raise ValueError(f"zero must be at most 3, got {self.zero}")
+        if self.gpus > 1 and self.zero not in STAGES[self.dtype]:
+            other = "bf16" if self.zero in WHOLE else "fp32"
+            raise ValueError(
+                f"dtype must be {other} on {self.gpus} GPUs with zero {self.zero}, got {self.dtype}: FSDP2 keeps fp32"
+                " and computes in bf16, DistributedDataParallel is planned in bf16"
+            )
+        if self.seq * self.micro_batch > TOKENS * self.cp:
+            raise ValueError(
+                f"seq must be at most {TOKENS * self.cp // self.micro_batch} with micro_batch {self.micro_batch} and cp"
+                f" {self.cp}, got {self.seq}: longer passes are not traced"
+            )
         for name in ("cp", "tp", "pp"):
             if getattr(self, name) > 1 and not self.patched:
                 raise ValueError(
@@ -95,6 +112,11 @@ class Setting:
         return math.prod(getattr(self, name) for name in MESH)
 
     @property
+    def replicas(self) -> int:
+        """Return the number of GPUs that have whole parameters and share their gradients."""
+        return self.fsdp if self.zero in WHOLE else 1
+
+    @property
     def staged(self) -> bool:
         """Return True if a GPU has a part of each layer, or some of the layers."""
         return self.tp * self.pp > 1
@@ -107,6 +129,8 @@ class Setting:
     def text(self) -> str:
         """Return the setting in words, without its sizes."""
         parts = [f"{name} {getattr(self, name)}" for name in MESH if getattr(self, name) > 1]
+        parts = [f"ddp {self.fsdp}"] if self.replicas > 1 else parts
+        parts += [f"zero {self.zero}"] * (self.fsdp > 1 and self.zero in (1, 2))
         parts += ["transformers"] * (not self.patched)
         parts += [f"rows {self.micro_batch}" + f" x {self.accumulation}" * (self.accumulation > 1)]
         parts += ["no checkpointing" if self.checkpoint == "none" else f"{self.checkpoint} checkpointing"]
@@ -131,6 +155,18 @@ def contradiction(of: Mapping[str, Any]) -> str:
         return "tiled_mlp must be false unless patched"
     if of["step_in_backward"] and of["accumulation"] > 1:
         return f"accumulation must be 1 with step_in_backward, got {of['accumulation']}"
+    return _of_replicas(of) if of["zero"] in WHOLE and math.prod(of[name] for name in MESH) > 1 else ""
+
+
+def _of_replicas(of: Mapping[str, Any]) -> str:
+    """Return why GPUs with whole parameters rule out what else a setting has, or ""."""
+    for name in ("cp", "tp", "pp"):
+        if of[name] > 1:
+            return f"{name} must be 1 with zero {of['zero']}, got {of[name]}: these are not planned together"
+    if of["step_in_backward"]:
+        return f"step_in_backward must be false with zero {of['zero']}: gradients are summed behind the backward"
+    if of["zero"] and of["optimizer"] == "adamw8bit":
+        return "optimizer must be adamw or sgd with zero 1: shared states in 8 bits are not planned"
     return ""
 
 

@@ -15,15 +15,21 @@ from liger_like.parallel import pipeline_loss
 from liger_like.planning._settings import Setting
 
 
-def spread_over(model: Any, mesh: Any, setting: Setting) -> nn.Module:
-    """Return the stage of this rank of ``mesh``. Raises ValueError for a model or sizes that cannot be spread."""
+def options_of(setting: Setting) -> dict[str, Any]:
+    """Return the options of FSDP2, which computes in bf16 and reduces in fp32."""
     from torch.distributed.fsdp import MixedPrecisionPolicy
 
+    kept = {"reshard_after_forward": False} if setting.zero == 2 else {}
+    return {"mp_policy": MixedPrecisionPolicy(torch.bfloat16, torch.float32), **kept}
+
+
+def spread_over(model: Any, mesh: Any, setting: Setting) -> nn.Module:
+    """Return the stage of this rank of ``mesh``. Raises ValueError for a model or sizes that cannot be spread."""
     from liger_like.parallel.stages import spread
 
     if setting.seq % (setting.tp * setting.cp):
         raise ValueError(f"seq must be a multiple of tp x cp, {setting.tp * setting.cp}, got {setting.seq}")
-    stage: nn.Module = spread(model, mesh, mp_policy=MixedPrecisionPolicy(torch.bfloat16, torch.float32))
+    stage: nn.Module = spread(model, mesh, **options_of(setting))
     return stage
 
 

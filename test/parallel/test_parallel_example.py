@@ -9,11 +9,11 @@ from typer.testing import CliRunner
 from examples import parallel
 
 PRODUCTS = [
-    ({"pp": 1, "fsdp": 2, "cp": 1, "tp": 2}, "none"),
-    ({"pp": 1, "fsdp": 2, "cp": 2, "tp": 1}, "selective"),
-    ({"pp": 1, "fsdp": 1, "cp": 2, "tp": 2}, "full"),
-    ({"pp": 2, "fsdp": 1, "cp": 2, "tp": 1}, "none"),
-    ({"pp": 2, "fsdp": 1, "cp": 1, "tp": 2}, "selective"),
+    ({"pp": 1, "fsdp": 2, "cp": 1, "tp": 2}, "none", 3),
+    ({"pp": 1, "fsdp": 2, "cp": 2, "tp": 1}, "selective", 2),
+    ({"pp": 1, "fsdp": 1, "cp": 2, "tp": 2}, "full", 3),
+    ({"pp": 2, "fsdp": 1, "cp": 2, "tp": 1}, "none", 2),
+    ({"pp": 2, "fsdp": 1, "cp": 1, "tp": 2}, "selective", 3),
 ]
 
 
@@ -30,8 +30,8 @@ def losses_of_products(rank):
         loss.backward()
         optimizer.step()
         expected.append(loss.item())
-    for sizes, checkpointing in PRODUCTS:
-        losses = parallel.train(sizes, config, batches, checkpointing, lr, seed=0)
+    for sizes, checkpointing, zero in PRODUCTS:
+        losses = parallel.train(sizes, config, batches, checkpointing, lr, seed=0, zero=zero)
         assert losses == pytest.approx(expected, rel=1e-4), (sizes, losses, expected)
 
 

@@ -1,5 +1,6 @@
 """The trace of a step without data: what it counts, what it leaves behind, and what it says of steps that read data."""
 
+import gc
 import logging
 
 import pytest
@@ -35,7 +36,8 @@ def state():
     hooks = [*nn.modules.module._global_forward_hooks, *nn.modules.module._global_forward_pre_hooks]
     steps = [*optimizer._global_optimizer_pre_hooks, *optimizer._global_optimizer_post_hooks]
     functions = torch.nn.functional.scaled_dot_product_attention, torch.UntypedStorage.resize_
-    return machine.current, machine.own_modes, _len_torch_dispatch_stack(), hooks, steps, functions, dict(tiles._CHOSEN)
+    modes = machine.current, machine.own_modes, _len_torch_dispatch_stack()
+    return modes, gc.get_freeze_count(), hooks, steps, functions, dict(tiles._CHOSEN)
 
 
 def test_a_step_that_reads_data_is_named_and_leaves_nothing():

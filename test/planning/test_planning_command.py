@@ -11,10 +11,11 @@ import typer
 from examples import parallel
 from examples.train import CONFIGS
 from liger_like import cli
-from liger_like.planning import GPUS, Prediction, Setting, _command, plan
+from liger_like.planning import GPUS, Plan, Prediction, Setting, _command, plan
 from liger_like.planning._machine import gpu_of, keep, path
 from liger_like.planning._report import start
 from liger_like.planning._search import Candidate, needed, searched
+from liger_like.planning._settings import TOKENS
 from liger_like.planning._tracer import KINDS
 
 H200 = GPUS["h200"]
@@ -26,17 +27,23 @@ pytestmark = pytest.mark.usefixtures("references")
 
 def prediction(gib, seconds):
     curve = (tuple(gib / len(KINDS) for _ in KINDS),) * 3
-    return Prediction(gib, {"parameters": gib}, {-1: gib}, {"": gib}, gib, curve, seconds, {"products": seconds}, True)
+    parts = {"parameters": gib}, {-1: gib}, {"": gib}, {-1: {"parameters": gib}}
+    return Prediction(gib, *parts, gib, curve, seconds, {"products": seconds}, True)
 
 
 def rough(asked):
-    """Return a model of memory and time: rows take memory unless they are checkpointed, small passes take time."""
+    """Return a model of memory and time: rows take memory unless they are checkpointed, small passes take time.
+
+    Stages of ZeRO take memory or time.
+    """
 
     def predict(setting):
         asked.append(setting)
         each = {"none": 20, "selective": 10, "attention": 4, "full": 2}[setting.checkpoint]
         slow = {"none": 1.0, "selective": 1.1, "attention": 1.2, "full": 1.3}[setting.checkpoint]
-        gib = 30 / setting.fsdp + each * setting.micro_batch * setting.seq / 2048 / setting.cp
+        states = {0: 30, 1: 20, 2: 20, 3: 30 / setting.fsdp}[setting.zero]
+        slow += 0.01 * setting.zero
+        gib = states + each * setting.micro_batch * setting.seq / 2048 / setting.cp
         return prediction(gib, slow * setting.batch + 0.1 * setting.accumulation)
 
     return predict
@@ -45,11 +52,30 @@ def rough(asked):
 def test_the_fastest_that_fits_is_first():
     asked = []
     rows = searched(rough(asked), H200, 2, 64, 2048, {})
-    assert rows[0].setting == Setting(4, 2048, accumulation=8, fsdp=2, dtype="fp32")
-    assert [row.setting.checkpoint for row in rows] == ["none", "selective", "attention", "full"]
+    assert rows[0].setting == Setting(4, 2048, accumulation=8, fsdp=2, dtype="fp32", zero=2)
+    checkpoints = "none", "selective", "attention", "full"
+    assert [(row.setting.checkpoint, row.setting.zero) for row in rows] == [(c, z) for c in checkpoints for z in (2, 3)]
     assert all(row.fits and row.needs <= 139.8 for row in rows)
-    assert len(asked) <= 4 * 5  # bisection, not every divisor of 32
+    assert len(asked) <= 8 * 5  # bisection, not every divisor of 32
     assert not any(setting.cp > 1 for setting in asked)
+
+
+@pytest.mark.parametrize(("fix", "stages"), [({"dtype": "bf16"}, {0, 1}), ({"zero": 1}, {1}), ({"zero": 2}, {2})])
+def test_stages_of_zero_follow_the_dtype(fix, stages):
+    rows = searched(rough([]), H200, 4, 8, 2048, fix)
+    assert {row.setting.zero for row in rows} == stages
+    assert {(row.setting.dtype, row.setting.cp) for row in rows} == {("fp32" if stages == {2} else "bf16", 1)}
+    (row,) = searched(rough([]), H200, 1, 8, 2048, fix | {"checkpoint": "full"})
+    assert row.setting.gpus == 1  # and no second stage
+    (best, *_) = searched(rough([]), dataclasses.replace(H200, memory=1 << 30), 4, 8, 2048, fix)
+    assert (best.fits, best.setting.zero) == (False, max(stages))  # the leanest is nearest
+
+
+def test_many_rows_are_many_passes():
+    asked = []
+    (row,) = searched(rough(asked), H200, 1, 10**9, 4096, {"checkpoint": "full"})
+    assert (row.setting.batch, row.setting.micro_batch) == (10**9, 25)
+    assert max(setting.micro_batch for setting in asked) * 4096 < TOKENS  # long traces are tried last
 
 
 def test_rows_are_shared_only_where_nothing_else_fits():
@@ -60,7 +86,10 @@ def test_rows_are_shared_only_where_nothing_else_fits():
 
 
 def test_the_nearest_is_first_if_nothing_fits():
-    rows = searched(rough([]), H200, 1, 1, 2048 * 128, {})
+    asked = []
+    rows = searched(rough(asked), H200, 1, 1, 2048 * 128, {})
+    plain = [setting.checkpoint for setting in asked if not setting.tiled_mlp and not setting.checkpoint_on_host]
+    assert plain == ["full"]  # the others need more
     assert not any(row.fits for row in rows)
     assert rows[0].setting.checkpoint == "full"
     assert rows[0].needs == min(row.needs for row in rows)
@@ -68,9 +97,8 @@ def test_the_nearest_is_first_if_nothing_fits():
 
 def test_what_is_fixed_is_kept():
     rows = searched(rough([]), H200, 4, 8, 2048, {"checkpoint": "full", "cp": 2, "micro_batch": 2})
-    assert [row.setting for row in rows] == [
-        Setting(2, 2048, accumulation=2, checkpoint="full", fsdp=2, cp=2, dtype="fp32")
-    ]
+    fixed = Setting(2, 2048, accumulation=2, checkpoint="full", fsdp=2, cp=2, dtype="fp32")
+    assert [row.setting for row in rows] == [dataclasses.replace(fixed, zero=2), fixed]
 
 
 @pytest.mark.parametrize(("sizes", "groups"), [({}, 0), ({"fsdp": 2}, 1), ({"fsdp": 2, "cp": 2, "pp": 2}, 3)])
@@ -97,7 +125,7 @@ def run(monkeypatch, capsys, tmp_path):
 
 
 def test_a_plan(run, tmp_path):
-    options = ("--batch", "4", "--seq", "64", "--fix", "checkpoint=none", "--fix", "micro_batch=4")
+    options = ("--batch", "4", "--seq", "64", "--fix", "checkpoint=none", "micro_batch=4")
     code, out, err = run(*options, "--json", "--out", str(tmp_path / "out"))
     assert (code, err) == (0, "")
     found = json.loads(out)
@@ -107,6 +135,44 @@ def test_a_plan(run, tmp_path):
     assert row["gib"] == pytest.approx(sum(row["by_kind"].values()))
     assert row["tokens_per_second"] == pytest.approx(256 / row["seconds"])
     assert (tmp_path / "out/plan.png").read_bytes().startswith(b"\x89PNG")
+
+
+def test_the_peak_by_layer_and_kind(run):
+    code, out, _ = run("--seq", "64", "--gpu", "80", "--fix", "checkpoint=none", "--layers", "1", "--peak")
+    headings, *lines = [line.split("  ") for line in out.split("\n\n")[-1].splitlines()]
+    assert code == 0
+    assert headings[0] == "peak of 1 in GiB"
+    assert [line[0] for line in lines] == ["outside of layers", "layer 0", "sum"]
+
+
+def test_layers_with_the_same_memory_share_a_line():
+    parts = {layer: {"parameters": 1.0, "loss": float(layer == 4)} for layer in (-1, 0, 1, 2, 3, 4)}
+    found = dataclasses.replace(
+        prediction(7.0, 1.0),
+        by_kind={"parameters": 6.0, "loss": 1.0},
+        by_layer={layer: sum(sizes.values()) for layer, sizes in parts.items()},
+        by_layer_and_kind=parts,
+    )
+    lines = Plan("Llama", 1, H200, 1, 1, 64, (Candidate(Setting(), found, 7.0, True),)).peak().splitlines()
+    assert [line.split() for line in lines[1:]] == [
+        ["outside", "of", "layers", "1.00", "0.00", "1.00"],
+        ["layers", "0-3,", "each", "1.00", "0.00", "1.00"],
+        ["layer", "4", "1.00", "1.00", "2.00"],
+        ["sum", "6.00", "1.00", "7.00"],
+    ]
+
+
+def test_a_setting_is_given_once():
+    assert _command.fixed(["tp=2", "lora=4", "tp=2"]) == {"tp": 2, "lora": 4}
+    with pytest.raises(ValueError, match="tp must be given once, got 2 and 4"):
+        _command.fixed(["tp=2", "tp=4"])
+
+
+def test_options_are_fields_of_the_setting(run):
+    code, out, _ = run("--seq", "64", "--optimizer", "sgd", "--dtype", "bf16", "--fix", "checkpoint=none", "--json")
+    assert code == 0
+    (row,) = json.loads(out)["rows"]
+    assert row["setting"] == dataclasses.asdict(Setting(1, 64, optimizer="sgd"))
 
 
 def test_the_table_and_a_gpu_that_is_too_small(run):
@@ -133,7 +199,7 @@ def test_rates_that_were_measured_are_kept(tmp_path, monkeypatch):
 
 
 def test_pipelines_have_the_micro_batches_of_the_example():
-    rows = searched(rough([]), H200, 4, 16, 2048, {"pp": 2, "checkpoint": "full"})
+    rows = searched(rough([]), H200, 4, 16, 2048, {"pp": 2, "checkpoint": "full", "zero": 3})
     assert rows[0].setting == Setting(2, 2048, accumulation=4, checkpoint="full", fsdp=2, pp=2, dtype="fp32")
     assert start(rows[0]).startswith("torchrun --nproc-per-node 4 -m examples.parallel --fsdp 2 --pp 2 --batch 16 ")
     (row,) = searched(rough([]), H200, 2, 16, 2048, {"pp": 2, "checkpoint": "full", "micro_batch": 1})
@@ -148,18 +214,25 @@ def test_commands_that_start():
     assert started(fsdp=2, cp=2, dtype="fp32", checkpoint="full") == (
         "torchrun --nproc-per-node 4 -m examples.parallel --fsdp 2 --cp 2 --batch 16 --seq 2048 --checkpointing full"
     )
+    assert "--zero 2 --batch" in started(fsdp=2, dtype="fp32", zero=2)
+    assert "FSDP2 over 2 GPUs with reshard_after_forward=False" in started(
+        fsdp=2, dtype="fp32", zero=2, checkpoint="attention"
+    )
+    assert "DistributedDataParallel over 2 GPUs" in started(fsdp=2, zero=0)
+    assert "DistributedDataParallel and ZeroRedundancyOptimizer over 2 GPUs" in started(fsdp=2, zero=1)
     assert started() == "liger_like.patch(model), micro-batch 8, accumulation 1"
     assert "checkpoint_policy" in started(checkpoint="selective")
 
 
 @pytest.mark.parametrize("checkpoint", ["none", "selective", "full"])
 def test_the_example_takes_the_command_that_is_printed(checkpoint):
-    setting = Setting(2, 64, 4, checkpoint, fsdp=2, tp=2, cp=2, pp=2, dtype="fp32")
+    zero = 2 if checkpoint == "full" else 3
+    setting = Setting(2, 64, 4, checkpoint, fsdp=2, tp=2, cp=2, pp=2, dtype="fp32", zero=zero)
     command = start(Candidate(setting, prediction(1.0, 1.0), 1.0, True))
     launcher, options = command.split(" -m examples.parallel ")
     context = typer.main.get_command(parallel.app).make_context("parallel", options.split())
     assert launcher == "torchrun --nproc-per-node 16"
-    asked = {"fsdp": 2, "tp": 2, "cp": 2, "pp": 2, "batch": 16, "seq": 64, "checkpointing": checkpoint}
+    asked = {"fsdp": 2, "tp": 2, "cp": 2, "pp": 2, "batch": 16, "seq": 64, "checkpointing": checkpoint, "zero": zero}
     assert {name: context.params[name] for name in asked} == asked
 
 
@@ -203,6 +276,19 @@ def test_the_example_takes_the_command_that_is_printed(checkpoint):
         ),
         (["--fix", "cp=--2"], "cp must be an integer, got '--2'"),
         (["--fix", "lora=-1"], "lora must be at least 0, got -1"),
+        (["--lora", "-1"], "lora must be at least 0, got -1"),
+        (["--optimizer", "lion"], "optimizer must be out of adamw, adamw8bit, sgd, got 'lion'"),
+        (["--dtype", "fp16"], "dtype must be out of bf16, fp32, got 'fp16'"),
+        (["--lora", "8", "--fix", "lora=4"], "lora must be given once, got 4 and 8"),
+        (["--fix", "zero=4"], "zero must be at most 3, got 4"),
+        (["--gpus", "2", "--batch", "2", "--fix", "zero=1", "dtype=fp32"], "dtype must be bf16 on 2 GPUs with zero 1"),
+        (["--gpus", "2", "--fix", "zero=0", "cp=2"], "cp must be 1 with zero 0, got 2"),
+        (["--seq", "100000000"], "seq must be at most 2097152 with cp 1, got 100000000: longer passes are not traced"),
+        (["--gpus", "4", "--batch", "4", "--seq", "8388616"], "seq must be at most 8388608 with cp 4, got 8388616"),
+        (
+            ["--batch", "8", "--seq", "1048576", "--fix", "micro_batch=8"],
+            "seq must be at most 262144 with micro_batch 8",
+        ),
     ],
 )
 def test_errors_take_one_line_and_name_the_field(run, options, message):

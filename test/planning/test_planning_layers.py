@@ -6,7 +6,6 @@ from transformers import DeepseekV3Config, Gemma2Config, LlamaConfig
 from liger_like.planning import Setting, predict
 from liger_like.planning import _layers as layers
 from liger_like.planning._models import build, layers_of, model_class
-from liger_like.planning._prediction import predicted
 
 SIZES = {"hidden_size": 64, "intermediate_size": 128, "num_attention_heads": 4, "vocab_size": 256}
 LLAMA = LlamaConfig(**SIZES, num_key_value_heads=2, num_hidden_layers=7)
@@ -35,18 +34,36 @@ def made(config, setting):
         (LONG, Setting(1, 2**14, accumulation=3, checkpoint="full", checkpoint_on_host=True), 8),
         (SHORT, Setting(2, 64, lora=4), 4),
         (LONG, Setting(2, 64, checkpoint="full", checkpoint_layers=2, step_in_backward=True), 8),
+        (LONG, Setting(2, 64, accumulation=2, fsdp=2, zero=2, dtype="fp32"), 6),
+        (SHORT, Setting(2, 64, accumulation=2, fsdp=2, zero=1), 4),
     ],
-    ids=["accumulated", "sharded", "two kinds of layers", "dense first layers", "on the host", "LoRA", "grouped"],
+    ids=[
+        *("accumulated", "sharded", "two kinds of layers", "dense first layers", "on the host", "LoRA", "grouped"),
+        *("gathered once", "states shared"),
+    ],
 )
-def test_replayed_layers_are_the_whole_trace(config, setting, kept):
+def test_replayed_layers_are_the_whole_trace(monkeypatch, config, setting, kept):
     model = made(config, setting)
-    assert layers.cuts_of(model.config, layers_of(model), setting).kept == kept
-    few = layers.replayed(model, setting, "h200")
-    whole = predicted(*layers.trace_step(made(config, setting), setting, "h200")[:3], setting.accumulation)
-    for name in ("gib", "resting", "by_kind", "by_layer", "by_module", "host_gib"):
+    cuts = layers.cuts_of(model.config, layers_of(model), setting)
+    assert cuts.kept == kept
+    few = layers.replayed(model, cuts, setting, "h200")
+    monkeypatch.setattr(layers, "PASSES", setting.accumulation)  # each of them is traced
+    whole = layers.whole(made(config, setting), setting, "h200")
+    for name in ("gib", "resting", "by_kind", "by_layer", "by_module", "by_layer_and_kind", "host_gib"):
         assert getattr(few, name) == getattr(whole, name), name
     assert few.times == pytest.approx(whole.times, rel=1e-3)
     assert few.seconds == pytest.approx(whole.seconds, rel=1e-3)
+
+
+def test_passes_between_the_first_and_the_last_are_alike(monkeypatch):
+    """Three are traced, also of a model whose layers do not repeat."""
+    setting = Setting(2, 64, accumulation=9)
+    few = layers.whole(made(SHORT, setting), setting, "h200")
+    monkeypatch.setattr(layers, "PASSES", 9)
+    each = layers.whole(made(SHORT, setting), setting, "h200")
+    assert (few.gib, few.resting) == (each.gib, each.resting)
+    assert few.times == pytest.approx(each.times)
+    assert few.seconds == pytest.approx(each.seconds)
 
 
 def test_the_optimizer_s_step_is_that_of_all_layers():
@@ -60,7 +77,12 @@ def test_layers_that_do_not_repeat_are_traced_whole(monkeypatch):
     sizes = iter(range(10**6))
     with monkeypatch.context() as m:
         m.setattr(layers.Segment, "outline", lambda segment: (next(sizes), outline(segment)))
-        assert layers.replayed(made(SHORT, Setting(2, 64)), Setting(2, 64), "h200") is None
+        model = made(SHORT, Setting(2, 64))
+        cuts = layers.cuts_of(model.config, layers_of(model), Setting(2, 64))
+        assert layers.replayed(model, cuts, Setting(2, 64), "h200") is None
+        assert (
+            predict(SHORT, Setting(2, 64)).gib == layers.whole(made(SHORT, Setting(2, 64)), Setting(2, 64), "h200").gib
+        )
     short = LlamaConfig(**SIZES, num_hidden_layers=3)
     model = made(short, Setting())
     assert layers.cuts_of(model.config, layers_of(model), Setting()) is None

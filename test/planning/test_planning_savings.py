@@ -1,6 +1,7 @@
 """Plans whose settings save memory: checkpoints on the host, tiled MLPs, optimizers with fewer states, adapters."""
 
 import dataclasses
+import json
 
 import pytest
 import torch
@@ -8,8 +9,9 @@ from test_planning_command import H200, prediction
 from transformers import LlamaConfig
 
 from examples.train import CONFIGS
+from liger_like.doctor import NotExaminedError
 from liger_like.patches import lora
-from liger_like.planning import Setting, _models, predict, predict_model
+from liger_like.planning import Setting, _models, plan, predict, predict_model
 from liger_like.planning._optimizers import AdamW8bit
 from liger_like.planning._report import start
 from liger_like.planning._search import Candidate, searched
@@ -36,8 +38,9 @@ def test_checkpoints_on_the_host():
     assert there.times["copies"] * H200.pcie * 1e9 == pytest.approx(2 * LEFT * 2 * MIB)  # there and back
     # one input has been copied back while the layer before is computed
     assert (here.gib - there.gib) * 1024 == pytest.approx(2 * (LEFT - 1), abs=0.1)
-    long = Setting(1, 400 * TOKENS, checkpoint="full", checkpoint_on_host=True)
-    assert predict(MODEL, long).host_gib == 4  # 5 layers of 800 MiB are 3.9 GiB
+    wide = LlamaConfig(**SIZES | {"hidden_size": 512}, vocab_size=256, num_hidden_layers=LAYERS)
+    long = Setting(1, 50 * TOKENS, checkpoint="full", checkpoint_on_host=True)
+    assert predict(wide, long).host_gib == 4  # 5 layers of 800 MiB are 3.9 GiB
 
 
 def test_tiled_mlps():
@@ -79,6 +82,29 @@ def test_adapters_are_what_is_trained():
     rounded = [-(-size // 512) * 512 for size in each]
     assert bytes_of(found, "optimizer") == 2 * sum(rounded) + 512 * len(each)  # and AdamW's counts of steps
     assert found.resting < predict(TINY, Setting(2, 64)).resting
+
+
+def test_adapters_of_a_folder(tmp_path):
+    """They are on the modules that the file names, of its ranks."""
+    peft = pytest.importorskip("peft")
+    targets = {"r": 4, "target_modules": ["q_proj"], "rank_pattern": {"layers.0.self_attn.q_proj": 8}}
+    peft.LoraConfig(**targets, inference_mode=True).save_pretrained(tmp_path)
+    (tmp_path / "config.json").write_text(json.dumps(TINY.to_dict()))
+    found = predict(tmp_path, Setting(2, 64))
+    sizes = [4 * rank * 64 for rank in (8, 4) for _ in "AB"]
+    steps = 512 * len(sizes)
+    assert bytes_of(found, "optimizer") == 2 * sum(sizes) + steps
+    rows = plan(tmp_path, batch=2, seq=64, fix={"checkpoint": "none"}).rows
+    assert [(row.setting.lora, row.prediction.gib) for row in rows] == [(4, found.gib)]
+    with pytest.raises(ValueError, match=r"lora must be 4, the r of adapter_config.json, got 8"):
+        predict(tmp_path, Setting(2, 64, lora=8))
+    for fields, message in (
+        ({"peft_type": "IA3"}, "peft_type of .* must be LORA, got 'IA3'"),
+        ({"peft_type": "LORA", "r": 4, "target_modules": ["none_such"]}, "target_modules of adapter_config.json: "),
+    ):
+        (tmp_path / "adapter_config.json").write_text(json.dumps(fields))
+        with pytest.raises((NotExaminedError, ValueError), match=message):
+            predict(tmp_path, Setting(2, 64))
 
 
 @pytest.mark.parametrize(("checkpoint", "fused"), [("none", True), ("selective", False)])
@@ -161,6 +187,13 @@ def test_words_that_start_them():
         ({"lora": -1}, "lora must be at least 0, got -1"),
         ({"checkpoint_layers": 2}, "checkpoint_layers must be 1 with checkpoint none, got 2"),
         ({"step_in_backward": True, "accumulation": 2}, "accumulation must be 1 with step_in_backward, got 2"),
+        ({"fsdp": 2, "zero": 4}, "zero must be at most 3, got 4"),
+        ({"fsdp": 2, "zero": 0, "dtype": "fp32"}, "dtype must be bf16 on 2 GPUs with zero 0, got fp32"),
+        ({"fsdp": 2, "zero": 2}, "dtype must be fp32 on 2 GPUs with zero 2, got bf16"),
+        ({"fsdp": 2, "zero": 1, "tp": 2}, "tp must be 1 with zero 1, got 2"),
+        ({"fsdp": 2, "zero": 0, "step_in_backward": True}, "step_in_backward must be false with zero 0"),
+        ({"fsdp": 2, "zero": 1, "optimizer": "adamw8bit"}, "optimizer must be adamw or sgd with zero 1"),
+        ({"seq": 2**20, "micro_batch": 3}, "seq must be at most 699050 with micro_batch 3 and cp 1, got 1048576"),
     ],
 )
 def test_settings_that_contradict(fields, message):

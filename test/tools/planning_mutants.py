@@ -1,11 +1,11 @@
 """Bugs, as in mutants.py, in the plans of a step and in the stages that they name: file, old, new, why."""
 
 _PLAN = "planning/_{}.py".format
-ALLOCATOR, CLOCK, COMMAND, LAYERS, PREDICTION, REPORT, SEARCH, SETTINGS, STAGES, STAND_INS, TRACER = map(
+ALLOCATOR, CLOCK, COMMAND, LAYERS, PREDICTION, REPLICAS, REPORT, SEARCH, SETTINGS, STAGES, STAND_INS, TRACER = map(
     _PLAN,
     (
-        *("allocator", "clock", "command", "layers", "prediction", "report", "search", "settings", "stages"),
-        *("stand_ins", "tracer"),
+        *("allocator", "clock", "command", "layers", "prediction", "replicas", "report", "search", "settings"),
+        *("stages", "stand_ins", "tracer"),
     ),
 )
 SPREAD = "parallel/stages.py"
@@ -32,7 +32,12 @@ PLANNING = [
     (ALLOCATOR, "STEPS = 3", "STEPS = 1", "only the first step counts"),
     (ALLOCATOR, "1 if sum(each.size for each in changes) else STEPS", "STEPS", "a model is made several times"),
     (TRACER, "self.grow(entry, within)", "self.grow(entry, within, False)", "torch's workspaces take no block"),
-    (CLOCK, "max(given, done, self.copies)", "max(done, self.copies)", "the host takes no time"),
+    (
+        CLOCK,
+        "max(*_after(at, self.ops[end:]), self.copies)",
+        "max(_after(at, self.ops[end:])[1], self.copies)",
+        "the host takes no time",
+    ),
     (CLOCK, "done = max(given, done) + gpu if", "done = done + gpu if", "the GPU begins before it is given work"),
     (STAND_INS, "        listen()\n", "", "modes of checkpoints take no time"),
     (STAND_INS, '"disabled", True', '"disabled", False', "torch logs what the trace raises"),
@@ -47,7 +52,23 @@ PLANNING = [
     (LAYERS, "return self.kept - 1 - behind", "return self.kept - 1", "all layers near the end are the last"),
     (LAYERS, "one.outline() != other.outline()", "False", "periods may differ"),
     (LAYERS, "factor * end.times", "end.times", "the optimizer updates the traced layers alone"),
-    (LAYERS, "passes[1:2] * (setting.accumulation - len(passes))", "[]", "passes are left out"),
+    (LAYERS, "passes - PASSES)\n", "0)\n", "passes are left out"),
+    (CLOCK, "(count - few) * (at[0]", "0 * (at[0]", "the host repeats two passes at most"),
+    (CLOCK, "count * sum(host for host", "0 * sum(host for host", "the host's time of repeated passes is lost"),
+    (
+        LAYERS,
+        "[], index)\n    if setting.pp == 1",
+        "[], index)\n    if False",
+        "models that do not repeat have three passes",
+    ),
+    (REPLICAS, '*(_change("buckets", "gradients", size) for size in sizes)', "*()", "there are no buckets"),
+    (REPLICAS, "2 * (count - 1) / count * sum(sizes)", "sum(sizes)", "a GPU sends to itself"),
+    (REPLICAS, "(count - 1) / count * total", "0 * total", "updated parameters are not sent"),
+    (REPLICAS, "(updated - 1)", "0", "each GPU updates all parameters"),
+    (REPLICAS, "own = max(", "own = min(", "the states are those of the smallest part"),
+    (REPLICAS, "sizes.index(min(sizes))", "0", "one GPU has all states"),
+    (REPLICAS, "2**20, 25 * 2**20", "25 * 2**20, 25 * 2**20", "the first bucket is as large as the others"),
+    (STAGES, "if setting.zero == 2 else", "if False else", "parameters are gathered again"),
     (LAYERS, "margin, shared = 2 if", "margin, shared = 1 if", "copies lag one layer"),
     (PREDICTION, "(len(stages) - 1) / passes", "(len(stages) - 1) / len(stages)", "the bubble is of no micro-batches"),
     (PREDICTION, "largest = max(stages", "largest = min(stages", "the memory is that of the smallest stage"),
@@ -55,6 +76,21 @@ PLANNING = [
     (SEARCH, "low, best = middle, tried", "low = middle", "the best of the bisection is lost"),
     (SEARCH, "room and needs <=", "needs <=", "the host has any memory"),
     (SEARCH, "CONTEXT + GROUP * groups", "CONTEXT", "groups of GPUs need no buffers"),
+    (SEARCH, "order = order[-1:] + order[:-1]", "pass", "ways that cannot fit are traced"),
+    (SEARCH, "<= QUICK * base.cp", "<= 10**12", "a batch that cannot fit is traced first"),
+    (SEARCH, 'fix.get("zero", max(stages))', "stages[0]", "savings are tried with the stage that needs the most"),
+    (SEARCH, 'if gpus == 1 or fix.get("zero") in WHOLE else', "if gpus == 1 else", "copies of a model are in fp32"),
+    (REPORT, "s.zero not in WHOLE", "True", "the example is to start copies of a model"),
+    (REPORT, "groups[-1][2] == cells", "True", "all layers have one line"),
+    (SETTINGS, "self.seq * self.micro_batch > TOKENS * self.cp", "False", "a trace never ends"),
+    (SETTINGS, 'if of["step_in_backward"]:', "if False:", "gradients are summed after their update"),
+    (COMMAND, "found.setdefault(name, chosen) != chosen", "False", "the last of two values counts"),
+    (
+        _PLAN("models"),
+        'adapter or _peft().LoraConfig(r=setting.lora, target_modules="all-linear")',
+        '_peft().LoraConfig(r=setting.lora, target_modules="all-linear")',
+        "adapters of a folder are on all linear modules",
+    ),
     (REPORT, 'str(index) if row.fits else "-"', "str(index)", "rows that do not fit look as if they did"),
     (REPORT, "--checkpointing {s.checkpoint}", "--checkpoint {s.checkpoint}", "the example knows no such option"),
     (REPORT, "s.gpus > 1 and plain and known", "s.gpus > 1 and known", "the example is to do what it cannot"),
