@@ -51,10 +51,11 @@ class Node(NamedTuple):
     def __call__(self, pointers: list[Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         links, constants, pick, _ = self
         values = [*args, *kwargs.values(), *constants]
-        results: Any = ()
+        results: Any = None
         for plan, function, take in links:
-            values += _several(results)
-            pointers = [*pointers, *(t.data_ptr() for t in tensors_of(_several(results)))]
+            if results is not None:
+                values += _several(results)
+                pointers = [*pointers, *(t.data_ptr() for t in tensors_of(_several(results)))]
             results = function.apply(*take(values), plan([*pointers]))
         return results if pick is None else pick(results)
 

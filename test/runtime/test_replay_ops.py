@@ -299,13 +299,21 @@ def without_kernels(monkeypatch):
 
 
 ONE_PLAN = {"_experts": Node, "_gradients": Plan}
+
+
+def routed(logits):
+    return liger_like.moe_route(logits, 2, groups=(4, 2, "max"), dtype=logits.dtype)
+
+
+FORWARD = "moe_rows", "moe_spread", "moe_low_rank", "moe_gate_up", "moe_rows_times", "moe_combine"
+SEVERAL = dict.fromkeys(FORWARD, Plan)  # of rows that the function views
 MIXTURES = {
     "portable": ("moe_experts", EXPERTS, False, ONE_PLAN),
     "on Hopper": ("moe_experts", EXPERTS, True, ONE_PLAN),
     "adapters": ("moe_experts", EXPERTS | {"rank": 16}, True, ONE_PLAN),
     "adapters of transposed experts": ("moe_experts", EXPERTS | {"rank": 16, "turned": True}, False, ONE_PLAN),
-    "ids of three dimensions": ("moe_experts", EXPERTS | {"lead": (37, 1)}, False, {"_gradients": Plan}),
-    "router": ("moe_route", {"E": 8}, False, {"_moe_route_fwd": Plan, "_moe_route_bwd": Plan}),
+    "three dimensions": ("moe_experts", EXPERTS | {"lead": (37, 1), "rank": 16}, True, {"_gradients": Plan} | SEVERAL),
+    "router": ("moe_route", {"E": 8}, False, {"moe_route": Node, "_moe_route_bwd": Plan}),
 }
 
 
@@ -321,9 +329,11 @@ def test_ops_of_mixtures_are_repeated(case, monkeypatch):
         given = spec.inputs(torch.float16, "cpu", **{"lead": (37,)} | {n: v for n, v in sizes.items() if n != "turned"})
         if turned:  # as the patch passes B
             given |= {n: t.detach().mT.contiguous().mT.requires_grad_() for n, t in given.items() if "lora_b" in n}
-        run(spec.fn, given, spec.options[0] | ({"transposed": True} if turned else {}))
+        options = {"transposed": True} if turned else {}
+        run(routed if name == "moe_route" else spec.fn, given, options)
     kinds = {key[0].__name__: type(plan) for key, plan in replay.PLANS.items() if type(plan) is not bool}
-    assert {name: kind for name, kind in kinds.items() if not name.startswith("moe")} == expected
+    first = {*SEVERAL} - {*expected}  # of the first call, in which ops may repeat their own launches
+    assert {name: kind for name, kind in kinds.items() if name not in first} == expected
 
 
 def test_a_checkpoint_of_experts_skips_the_last_product(monkeypatch):

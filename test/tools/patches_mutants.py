@@ -66,6 +66,12 @@ PATCHES = [
     (EXPERTS, "(lhs.mT, rhs.contiguous().mT, scale) if transposed else ", "", "factors of the other layout"),
     (EXPERTS, "rhs.contiguous().mT", "rhs.mT", "B of transposed experts as a view keeps them from a node"),
     (EXPERTS, "lhs.contiguous(), scale)", "lhs, scale)", "B as PEFT permutes it keeps the experts from a node"),
+    (
+        ROUTERS,
+        '{"logits": logits.dtype, "input": x.dtype, ',
+        '{"logits": None, "input": x.dtype, ',
+        "weights are in fp32",
+    ),
     (PACKED_LORA, "unsafe=unsafe)", "unsafe=False)", "each forward adds an adapter to all experts"),
     (
         PACKED_LORA,

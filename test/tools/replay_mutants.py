@@ -196,6 +196,12 @@ REPLAY = [
         "each backward of attention prepares its launches",
     ),
     (
+        "ops/router.py",
+        "on_shards(_tokens, replayed=True)",
+        "on_shards(_tokens)",
+        "each forward of a router prepares its launches",
+    ),
+    (
         "ops/experts/__init__.py",
         "@together\ndef _gradients",
         "def _gradients",
@@ -258,7 +264,12 @@ REPLAY = [
             f")\ndef {op}(",
             f"each call of {op} prepares its launches",
         )
-        for name, op in (("router", "_moe_route_fwd"),)
+        for name, op in (
+            ("experts/routing", "moe_rows"),
+            ("experts/forward", "moe_gate_up"),
+            ("experts/lora", "moe_low_rank"),
+            ("router", "_moe_route_bwd"),
+        )
     ),
     (
         "ops/experts/hopper/down_bwd.py",
