@@ -24,11 +24,12 @@ from liger_like.patches import (
     UnrecognisedError,
     generation,
     latents,
+    packed_lora,
     trl_head,
     unpacked,
     where,
 )
-from liger_like.patches.catalogue import ATTENTION, INTERFACES, RECOGNISERS
+from liger_like.patches.catalogue import ATTENTION, EXPERTS, INTERFACES, RECOGNISERS
 from liger_like.patches.config_views import give_views, take_views
 from liger_like.patches.foreign import foreign_forward, replaced_in_class, replaced_in_torch
 from liger_like.patches.trials import compare
@@ -177,6 +178,8 @@ def patch(
     with_latents = [m for _, found in interfaces for m, variant in found.running.items() if latents.VARIANT in variant]
     for module in (*with_latents, *(module for module, row in generating.items() if row.status != SKIPPED)):
         generation.hook(module)
+    if any(row.pattern == EXPERTS.pattern for row in report.patched):
+        packed_lora.hook(model)
     _warn(report)
     return report
 
@@ -206,6 +209,7 @@ def unpatch(model: nn.Module) -> None:
     for module in model.modules():
         unpacked.unhook(module)
         trl_head.unhook(module)
+        packed_lora.unhook(module)
         for interface in INTERFACES:
             interface.forget(module)
     take_views(model)

@@ -127,7 +127,8 @@ def factored(module: Any, name: str, transposed: bool) -> tuple[Tensor, Lora | N
     if len(added) > 1 or not is_folded(type(last).forward):
         return getattr(module, name), None
     lhs, rhs, scale = last.lhs, last.rhs, last.scaling
-    return added.original, (lhs.mT, rhs.mT, scale) if transposed else (rhs, lhs, scale)
+    # PEFT permutes B; only in the layout that the op reads can it repeat its launches
+    return added.original, (lhs.mT, rhs.contiguous().mT, scale) if transposed else (rhs, lhs.contiguous(), scale)
 
 
 def is_folded(forward: Any) -> bool:

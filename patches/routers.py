@@ -246,9 +246,9 @@ def route(kind: Kind, parts: dict[str, Any], x: Tensor, correction: Tensor | Non
     """Return logits, weights and index of ``x`` [..., H] in the order of ``kind``; ``parts`` are attributes by role."""
     x = x.reshape(-1, parts["width"]) if "width" in parts else x
     logits = LOGITS[kind.logits](x, parts["weight"], parts.get("bias"))
-    weights, index = moe_route(logits, parts["top_k"], bias=correction, **kind.options(parts))
-    dtype = {"logits": logits.dtype, "input": x.dtype, "fp32": weights.dtype}[kind.weights]
-    outputs = {"logits": logits, "weights": weights.to(dtype), "index": index}
+    dtype = {"logits": logits.dtype, "input": x.dtype, "fp32": None}[kind.weights]
+    weights, index = moe_route(logits, parts["top_k"], bias=correction, **kind.options(parts), dtype=dtype)
+    outputs = {"logits": logits, "weights": weights, "index": index}
     return tuple(outputs[name] for name in kind.order)
 
 

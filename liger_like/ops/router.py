@@ -9,6 +9,7 @@ the first column is taken. The backward reads logits and index, and computes the
 """
 
 import math
+from collections.abc import Sequence
 from typing import Any, NamedTuple
 
 import torch
@@ -22,7 +23,7 @@ from liger_like.runtime.checks import require, require_choice, require_eps, requ
 from liger_like.runtime.launcher import launch
 from liger_like.runtime.layout import packed, with_stride
 from liger_like.runtime.registry import LIBRARY, on_shards, op
-from liger_like.runtime.support import refused, use_kernel
+from liger_like.runtime.support import KERNEL_DTYPES, refused, use_kernel
 from liger_like.runtime.tiles import Tile, tiled
 
 SCORES = ("softmax", "sigmoid", "softmax_of_top")
@@ -42,9 +43,13 @@ class Settings(NamedTuple):
     groups: int
     chosen: int
     group_score: str
+    dtype: torch.dtype
 
 
-SCHEMA = "int top_k, str score, bool normalize, float eps, float scale, int groups, int chosen, str group_score"
+SCHEMA = (
+    "int top_k, str score, bool normalize, float eps, float scale, int groups, int chosen, str group_score,"
+    " ScalarType dtype"
+)
 
 
 def highest_first(x: Tensor) -> Tensor:
@@ -54,16 +59,9 @@ def highest_first(x: Tensor) -> Tensor:
 
 
 def moe_route_ref(
-    logits: Tensor,
-    top_k: int,
-    *,
-    score: str = "softmax",
-    normalize: bool = True,
-    eps: float = 0.0,
-    scale: float = 1.0,
-    bias: Tensor | None = None,
-    groups: tuple[int, int, str] | None = None,
-) -> tuple[Tensor, Tensor]:
+    logits: Tensor, top_k: int, *, score: str = "softmax", normalize: bool = True, eps: float = 0.0, scale: float = 1.0,
+    bias: Tensor | None = None, groups: tuple[int, int, str] | None = None, dtype: torch.dtype | None = None,
+) -> tuple[Tensor, Tensor]:  # fmt: skip
     """Compute ``moe_route`` in plain torch; this defines the op."""
     z = logits.to(torch.promote_types(logits.dtype, torch.float32))
     scores = {"softmax": lambda: z.softmax(-1), "sigmoid": z.sigmoid}.get(score, lambda: z)()
@@ -86,7 +84,8 @@ def moe_route_ref(
         weights = weights.softmax(-1)
     elif normalize:
         weights = weights / (weights.sum(-1, keepdim=True) + eps)
-    return weights * scale, index
+    weights = weights * scale
+    return weights if dtype is None else weights.to(dtype), index
 
 
 @triton.jit
@@ -259,7 +258,7 @@ def _scored(settings: Settings) -> dict[str, Any]:
 
 def _fwd_outputs(logits: Tensor, bias: Tensor | None, top_k: int, *args: Any) -> tuple[Tensor, Tensor]:
     shape = *logits.shape[:-1], top_k
-    return logits.new_empty(shape, dtype=torch.float32), logits.new_empty(shape, dtype=torch.int64)
+    return logits.new_empty(shape, dtype=args[-1]), logits.new_empty(shape, dtype=torch.int64)
 
 
 @op(
@@ -270,7 +269,7 @@ def _fwd_outputs(logits: Tensor, bias: Tensor | None, top_k: int, *args: Any) ->
 )
 def _moe_route_fwd(logits: Tensor, bias: Tensor | None, *args: Any) -> tuple[Tensor, Tensor]:
     settings = Settings(*args)
-    weights, index = _fwd_outputs(logits, bias, settings.top_k)
+    weights, index = _fwd_outputs(logits, bias, *args)
     M, E = math.prod(logits.shape[:-1]), int(logits.shape[-1])
     logits, stride_m = with_stride(logits)
     block_g, block_s = _blocks(E, settings.groups)
@@ -335,21 +334,23 @@ def _moe_route_bwd(dweights: Tensor, logits: Tensor, index: Tensor, *args: Any) 
 
 
 class _MoERoute(torch.autograd.Function):
+    launch = staticmethod(_moe_route_fwd)
+
     @staticmethod
     def forward(ctx: Any, *args: Any) -> tuple[Tensor, Tensor]:
-        outs = _moe_route_fwd(*args)
-        _save(ctx, args, outs)
-        return outs
+        *inputs, outs = args
+        _save(ctx, inputs, outs)
+        return outs  # type: ignore[no-any-return]
 
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, dweights: Tensor | None, _: Any) -> Any:
         logits, index = ctx.saved_tensors
         dlogits = None if dweights is None else _moe_route_bwd(dweights, logits, index, *ctx.settings)
-        return dlogits, *(None,) * (1 + len(Settings._fields))
+        return dlogits, *(None,) * (len(ctx.needs_input_grad) - 1)
 
 
-def _save(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, Tensor]) -> None:
+def _save(ctx: Any, inputs: Sequence[Any], output: tuple[Tensor, Tensor]) -> None:
     logits, _, *ctx.settings = inputs
     ctx.save_for_backward(logits, output[1])
     ctx.mark_non_differentiable(output[1])
@@ -385,6 +386,7 @@ def checked_settings(
     eps: Any = 0.0,
     scale: Any = 1.0,
     groups: Any = None,
+    dtype: Any = None,
 ) -> Settings:
     """Return the options of ``moe_route`` as Python values. Raise unless they fit ``E`` experts."""
     top_k = int(require_integer("top_k", top_k, 1))
@@ -394,7 +396,9 @@ def checked_settings(
     if top_k > E // n * chosen:
         which = f"the {E} experts" if n == chosen else f"the {E // n * chosen} experts of the chosen groups"
         raise ValueError(f"top_k must be at most {which}, got {top_k}")
-    return Settings(top_k, score, normalize, require_eps(eps), require_number("scale", scale), n, chosen, group_score)
+    require_choice("dtype", dtype, (None, *KERNEL_DTYPES, torch.float64))
+    options = top_k, score, normalize, require_eps(eps), require_number("scale", scale), n, chosen, group_score
+    return Settings(*options, dtype or torch.float32)
 
 
 def _tokens(logits: Tensor, **_: Any) -> dict[str, dict[int, int]]:
@@ -402,19 +406,12 @@ def _tokens(logits: Tensor, **_: Any) -> dict[str, dict[int, int]]:
     return {"logits": {dim: dim for dim in range(logits.dim() - 1)}}
 
 
-@on_shards(_tokens)
+@on_shards(_tokens, replayed=True)
 def moe_route(
-    logits: Tensor,
-    top_k: int,
-    *,
-    score: str = "softmax",
-    normalize: bool = True,
-    eps: float = 0.0,
-    scale: float = 1.0,
-    bias: Tensor | None = None,
-    groups: tuple[int, int, str] | None = None,
-) -> tuple[Tensor, Tensor]:
-    """Return the weights [..., K] in fp32 and the index [..., K] in int64 of the ``top_k`` experts of each row.
+    logits: Tensor, top_k: int, *, score: str = "softmax", normalize: bool = True, eps: float = 0.0, scale: float = 1.0,
+    bias: Tensor | None = None, groups: tuple[int, int, str] | None = None, dtype: torch.dtype | None = None,
+) -> tuple[Tensor, Tensor]:  # fmt: skip
+    """Return the weights [..., K] and the index [..., K] in int64 of the ``top_k`` experts of each row.
 
     ``logits`` [..., E]. ``score``: "softmax" or "sigmoid" of the logits, or "softmax_of_top": experts are chosen by
     logits, and the weights are the softmax over the K chosen logits. Other weights are the chosen scores, with
@@ -425,21 +422,22 @@ def moe_route(
 
     Experts come in the order of their scores; of equal scores the lower expert comes first, while torch.topk on a GPU
     promises no order. NaN comes first. Without a bias or "top2" the choice is by logits, which have the order of the
-    scores. The maths are in fp32. Only the weights are differentiable; the backward keeps logits and index. The kernel
-    takes bf16, fp16 and fp32 and up to 4096 experts; otherwise the plain-torch reference runs, for float64 with
-    weights in float64.
+    scores. The maths are in fp32, as are the weights unless ``dtype`` is given. Only the weights are differentiable;
+    the backward keeps logits and index. The kernel takes bf16, fp16 and fp32 and up to 4096 experts; otherwise the
+    plain-torch reference runs, for float64 with weights in float64 where ``dtype`` is None.
 
     Raises TypeError or ValueError for invalid arguments: K greater than the experts that take part, groups that do not
     divide E, a bias that is not [E]. See Shazeer et al., arXiv:1701.06538, and DeepSeek-V3, arXiv:2412.19437.
     """
     require("logits", logits)
     E = int(logits.shape[-1])
-    settings = checked_settings(E, top_k, score, normalize, eps, scale, groups)
+    settings = checked_settings(E, top_k, score, normalize, eps, scale, groups, dtype)
     if bias is not None:
         require("bias", bias, like=logits, shape=(E,))
     few = torch.Size(_blocks(E, settings.groups)).numel() <= MAX_EXPERTS
     if use_kernel(logits) and (few or refused(f"kernels route to up to {MAX_EXPERTS} experts")):
         return apply(_MoERoute, logits, bias, *settings, op=_OP)
-    *options, n, chosen, group_score = settings
+    *options, n, chosen, group_score, _ = settings
     names = dict(zip(Settings._fields, options, strict=False))
-    return moe_route_ref(logits, bias=bias, groups=(n, chosen, group_score) if n > 1 else None, **names)
+    groups = (n, chosen, group_score) if n > 1 else None
+    return moe_route_ref(logits, bias=bias, groups=groups, dtype=dtype, **names)

@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 from torch.autograd import forward_ad
 
-from liger_like.runtime.replay import applied
+from liger_like.runtime.replay import applied, inputs_of
 
 TWICE = "trying to differentiate twice: the ops of liger_like are differentiable once, so not with create_graph=True"
 
@@ -108,10 +108,11 @@ def apply(function: Any, *args: Any, op: Any = None) -> Any:
     if not torch.compiler.is_compiling():
         if not hasattr(function, "launch"):
             return function.forward(_Forgets(args), *args) if is_forward_only() else function.apply(*args)
+        inputs = inputs_of(function, args)
         if torch._C._are_functorch_transforms_active():
-            return function.apply(*args, None)  # raises
+            return function.apply(*inputs, None)  # raises
         if is_forward_only():
-            return function.forward(_Forgets(args), *args, function.launch(*args))
+            return function.forward(_Forgets(inputs), *inputs, function.launch(*args))
         return applied(function, args)
     distinct: list[Any] = []
     for arg in args:

@@ -165,15 +165,23 @@ def _is_lazy(value: Any) -> bool:
 def together(function: F) -> F:
     """Let later calls of the same signature repeat the launches of all ops that the decorated function calls.
 
-    It looks at nothing but its arguments, and nothing differentiates it, such as a backward.
+    It looks at nothing but its arguments, and in grad mode at whether algorithms must be deterministic.
     """
 
     @functools.wraps(function)
     def run(*args: Any) -> Any:
-        known = None if torch.compiler.is_compiling() or _is_heard() else signature(args)
-        return function(*args) if known is None else repeat(function, args, {}, *known)
+        again, known = _again(args, {})
+        return again(function, args, {}, *known) if known else function(*args)
 
     return run  # type: ignore[return-value]
+
+
+def _again(args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[Any, Any]:
+    """Return how a call is repeated, and its signature; None without one."""
+    if torch.compiler.is_compiling() or _is_heard():
+        return None, None
+    again = repeat if is_forward_only() else repeat_with_node if is_differentiated() else None
+    return again, again and signature((*args, *kwargs.values()))
 
 
 def on_shards(rule: Callable[..., Any], *, replayed: bool = False) -> Callable[[F], F]:
@@ -209,11 +217,9 @@ def _for_dtensors(handle: Callable[..., Any], replayed: bool) -> Callable[[F], F
     def decorate(function: F) -> F:
         @functools.wraps(function)
         def run(*args: Any, **kwargs: Any) -> Any:
-            if replayed and not torch.compiler.is_compiling() and not _is_heard():
-                again = repeat if is_forward_only() else repeat_with_node if is_differentiated() else None
-                known = again and signature((*args, *kwargs.values()))
-                if known:
-                    return again(function, args, kwargs, *known)
+            again, known = _again(args, kwargs) if replayed else (None, None)
+            if known:
+                return again(function, args, kwargs, *known)
             if {*map(type, args), *map(type, kwargs.values())} <= _LEAVES:
                 return function(*args, **kwargs)
             kinds = _kinds((*args, *kwargs.values())) - _PLAIN

@@ -25,27 +25,45 @@ PLANS: "dict[tuple[Any, ...], Plan | Node | bool]" = {}
 _SCALARS = {int, str, bool, type(None), torch.dtype}
 
 
-class Node(NamedTuple):
-    """A plan of a function in grad mode: the launches of its forward, then the node of its backward.
+class Link(NamedTuple):
+    """The launches of an autograd function's forward, then the node of its backward.
 
-    ``take`` gets the arguments of the autograd function from those of the call and ``constants``, and ``pick`` the
-    results of the call from those of the autograd function; None: all.
+    ``take`` gets the arguments of the function from those of the call, the constants of the ``Node`` and the results of
+    the links before.
     """
 
     plan: Plan
     function: Any
-    take: Callable[[tuple[Any, ...]], tuple[Any, ...]]
+    take: Callable[[list[Any]], tuple[Any, ...]]
+
+
+class Node(NamedTuple):
+    """A plan of a function in grad mode: its autograd functions, one after the other.
+
+    ``pick`` gets the results of the call from those of the last one; None: all. ``hooks`` are those of the kernels.
+    """
+
+    links: tuple[Link, ...]
     constants: tuple[Any, ...]
     pick: Callable[[Any], Any] | None
+    hooks: tuple[list[Any], ...]
 
     def __call__(self, pointers: list[Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        plan, function, take, constants, pick = self
-        results = function.apply(*take((*args, *kwargs.values(), *constants)), plan(pointers))
+        links, constants, pick, _ = self
+        values = [*args, *kwargs.values(), *constants]
+        results: Any = None
+        for plan, function, take in links:
+            if results is not None:
+                values += _several(results)
+                pointers = [*pointers, *(t.data_ptr() for t in tensors_of(_several(results)))]
+            results = function.apply(*take(values), plan([*pointers]))
         return results if pick is None else pick(results)
 
 
 class _Watched(threading.local):
-    """Hold what ``applied`` did in the call that is recorded. ``tensors`` are those of the call, None without one."""
+    """Hold what ``applied`` did in the call that is recorded. ``tensors`` are those of the call and those that its
+    autograd functions have returned, None without a call.
+    """
 
     tensors: list[Tensor] | None = None
     applied: list[tuple[Any, ...]]
@@ -54,38 +72,55 @@ class _Watched(threading.local):
 _watched = _Watched()
 
 
+def inputs_of(function: Any, args: tuple[Any, ...]) -> tuple[Any, ...]:
+    """Return the arguments that the node of ``function`` gets: the first ``function.inputs`` if it has some, or all."""
+    return args[: getattr(function, "inputs", None)]
+
+
 def applied(function: Any, args: tuple[Any, ...]) -> Any:
-    """Return ``function.apply(*args, results)`` for the results of ``function.launch(*args)``."""
+    """Return ``function.apply(*inputs, results)`` for the results of ``function.launch(*args)``."""
+    inputs = inputs_of(function, args)
     if _watched.tensors is None:
         with torch.no_grad():
             results = function.launch(*args)
-        return function.apply(*args, results)
+        return function.apply(*inputs, results)
     with torch.no_grad(), Recording(_watched.tensors) as recording, launcher.told(recording):
         results = function.launch(*args)
-    found = function.apply(*args, results)
-    _watched.applied.append((recording.plan(results), function, args, found))
+    found = function.apply(*inputs, results)
+    _watched.applied.append((recording.plan(results), function, inputs, found))
+    _watched.tensors = [*_watched.tensors, *tensors_of(_several(found))]
     return found
 
 
+def _several(found: Any) -> tuple[Any, ...]:
+    return found if isinstance(found, tuple) else (found,)
+
+
 def _node(values: tuple[Any, ...], results: Any) -> Node | None:
-    """Return the node of the only call of ``applied``, from the arguments ``values`` of the function that returned
+    """Return the node of the calls of ``applied``, from the arguments ``values`` of the function that returned
     ``results``, or None if the function does more.
     """
-    if len(_watched.applied) != 1:
-        return None
-    ((plan, function, args, found),) = _watched.applied
-    places = {id(value): i for i, value in enumerate(values) if isinstance(value, Tensor)}
-    constants = tuple(arg for arg in args if not isinstance(arg, Tensor))
-    following = iter(range(len(values), len(values) + len(constants)))
-    take = [places.get(id(arg)) if isinstance(arg, Tensor) else next(following) for arg in args]
-    several = found if isinstance(found, tuple) else (found,)
-    outputs = {id(t): i for i, t in enumerate(several)}
-    picked = [outputs.get(id(t)) for t in (results if type(results) is tuple else (results,))]
+    calls = _watched.applied
+    constants = [arg for *_, args, _ in calls for arg in args if not isinstance(arg, Tensor)]
     hidden = any(isinstance(leaf, Tensor) for leaf in tree_leaves(constants))
-    if plan is None or plan.calls or hidden or None in take or (results is not found and None in picked):
+    if not calls or hidden or any(plan is None or plan.calls for plan, *_ in calls):
+        return None
+    places = {id(value): i for i, value in enumerate(values) if isinstance(value, Tensor)}
+    following, count = iter(range(len(values), len(values) + len(constants))), len(values) + len(constants)
+    links = []
+    for plan, function, args, found in calls:
+        take = [places.get(id(arg)) if isinstance(arg, Tensor) else next(following) for arg in args]
+        if None in take:
+            return None
+        links.append(Link(plan, function, taker(take)))  # type: ignore[arg-type]
+        places |= {id(t): i for i, t in enumerate(_several(found), count)}
+        count += len(_several(found))
+    outputs = {id(t): i for i, t in enumerate(_several(found))}
+    picked = [outputs.get(id(t)) for t in (results if type(results) is tuple else (results,))]
+    if results is not found and None in picked:
         return None
     pick = None if results is found else taker(picked) if type(results) is tuple else itemgetter(*picked)
-    return Node(plan, function, taker(take), constants, pick)
+    return Node(tuple(links), tuple(constants), pick, tuple(hook for plan, *_ in calls for hook in plan.hooks))
 
 
 def is_here(x: Any) -> bool:
@@ -157,7 +192,7 @@ def repeat_with_node(
     """
     key = function, torch.are_deterministic_algorithms_enabled(), *kwargs, *key
     node = PLANS.get(key)
-    if type(node) is Node and not any(node.plan.hooks):
+    if type(node) is Node and not any(node.hooks):
         return node(pointers, args, kwargs)
     tensors = _second(node, key, args, kwargs)
     if tensors is None:

@@ -105,6 +105,7 @@ def test_routers_of_transformers(name, device, poisoned):
         {"top_k": 20, "score": "softmax_of_top", "groups": (3, 1, "max")},
         {"top_k": 9, "score": "sigmoid", "normalize": False, "groups": (60, 9, "max")},
         {"top_k": 7, "score": "softmax", "groups": (1, 1, "top2")},
+        {"top_k": 8, "scale": 2.5, "dtype": torch.float16},
     ],
     ids=str,
 )
@@ -318,6 +319,7 @@ Z, MASK = torch.randn(3, 8), torch.ones(3)
         (ValueError, "top_k must be at most the 4 experts of", lambda: ops.moe_route(Z, 5, groups=(4, 2, "max"))),
         (ValueError, "score must be one of", lambda: ops.moe_route(Z, 2, score="relu")),
         (ValueError, "eps must not be negative", lambda: ops.moe_route(Z, 2, eps=-1)),
+        (ValueError, "dtype must be one of None, torch.float32", lambda: ops.moe_route(Z, 2, dtype=torch.int32)),
         (ValueError, "scale must be finite", lambda: ops.moe_route(Z, 2, scale=float("inf"))),
         (ValueError, r"bias must have shape \[8\], got \[3\]", lambda: ops.moe_route(Z, 2, bias=MASK)),
         (TypeError, "groups must be None or", lambda: ops.moe_route(Z, 2, groups=(4, 2))),

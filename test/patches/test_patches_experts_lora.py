@@ -95,25 +95,48 @@ class Sizes(TorchDispatchMode):
 
 
 @pytest.mark.parametrize("checkpointing", [False, True])
-def test_nothing_of_the_size_of_the_experts_is_made(checkpointing, device, defined, monkeypatch):
-    """But for the one sum that torch makes and drops to check a parametrisation when PEFT registers it."""
+def test_nothing_of_the_size_of_the_experts_is_made(checkpointing, device, defined):
+    """Nor does torch make their sum to check the parametrisation that PEFT registers, until the model is unpatched."""
     sizes = {"num_experts": 64, "num_local_experts": 64, "num_hidden_layers": 1}
-    largest, register = {}, torch.nn.utils.parametrize.register_parametrization
-    for split, model in zip((True, False), pair("Qwen3Moe", device, sizes, r=2), strict=True):
-        if checkpointing:
-            model.gradient_checkpointing_enable({"use_reentrant": False})
-        with Sizes() as mode:
-
-            def unseen(*args, mode=mode, **options):
-                before = len(mode.seen)
-                register(*args, **options)
-                del mode.seen[before:]
-
-            monkeypatch.setattr(torch.nn.utils.parametrize, "register_parametrization", unseen)
-            model(**batch(device, rows=1, length=5)).loss.backward()
-        largest[split] = max(mode.seen)
+    model = pair("Qwen3Moe", device, sizes, r=2)[0]
     least = min(module.down_proj.numel() for module in experts_of(model))
-    assert largest[True] < least <= largest[False]
+    if checkpointing:
+        model.gradient_checkpointing_enable({"use_reentrant": False})
+
+    def largest():
+        with Sizes() as mode:
+            model(**batch(device, rows=1, length=5)).loss.backward()
+        return max(mode.seen)
+
+    assert largest() >= least  # these adapters are newer than the patch
+    patch(model, **OTHERS)
+    assert largest() < least
+    assert largest() < least
+    unpatch(model)
+    assert largest() >= least
+    assert not any("_activate_lora" in vars(module) for module in model.modules())
+
+
+def test_parametrisations_of_other_code_are_checked(device, defined, monkeypatch):
+    model, _ = pair("Qwen3Moe", device, {"num_hidden_layers": 1})
+    patch(model, **OTHERS)
+    monkeypatch.setattr(LAYER, "_LoraFactorsProxy", Scaled)
+    checked, check = [], torch.nn.utils.parametrize.register_parametrization
+    register = lambda *args, unsafe: checked.append(not unsafe) or check(*args, unsafe=unsafe)  # noqa: E731
+    monkeypatch.setattr(torch.nn.utils.parametrize, "register_parametrization", register)
+    model(**batch(device))
+    assert checked == [True, True]
+
+
+@pytest.mark.parametrize("family", ["Qwen3Moe", "GptOss"])
+def test_factors_have_the_layout_that_the_op_reads(family, device, defined):
+    """A copy in the op would keep it from repeating its launches."""
+    model, _ = pair(family, device, {"num_hidden_layers": 1})
+    model(**batch(device))
+    for name in ("gate_up_lora", "down_lora"):
+        a, b, _ = defined[-1][name]
+        assert a.is_contiguous()
+        assert (b.mT if defined[-1]["transposed"] else b).is_contiguous()
 
 
 CHANGES = ("second", "both", "disabled", "merged", "unmerged", "unloaded", "merged and unloaded")

@@ -13,6 +13,7 @@ from test_patches_experts import OTHERS, SIZES
 from tiny_models import assert_exact, batch, results, rows, tiny
 from torch import nn
 from torch.nn import functional as F  # noqa: N812  # as transformers has it
+from torch.utils._python_dispatch import TorchDispatchMode
 from transformers.models.ernie4_5_moe.modeling_ernie4_5_moe import Ernie4_5_MoeTopKRouter
 
 import liger_like.patching
@@ -196,8 +197,28 @@ def test_the_live_numbers_count(device, calls):
     torch.testing.assert_close(everything(patched, x), everything(original, x))
     assert calls == [
         (2, {"bias": patched.e_score_correction_bias, "score": "sigmoid", "normalize": False, "eps": 1e-20,
-             "scale": 0.5, "groups": (2, 1, "top2")})
+             "scale": 0.5, "groups": (2, 1, "top2"), "dtype": None})
     ]  # fmt: skip
+
+
+@pytest.mark.parametrize("pattern", ["softmax normalised or not", "softmax of top with bias", "softmax"])
+def test_weights_are_written_in_their_dtype(pattern, device, calls):
+    """No further kernel casts them, or their gradient."""
+    (patched, _, _), made = pair_of(pattern, device, torch.float16), []
+
+    class Ops(TorchDispatchMode):
+        def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+            made.append(func)
+            return func(*args, **(kwargs or {}))
+
+    x = torch.randn(6, 16, device=device, dtype=torch.float16, requires_grad=True)
+    with Ops():
+        weights = patched(x)[1]
+        weights.backward(torch.ones_like(weights))
+    assert weights.dtype == torch.float16
+    assert calls
+    assert torch.ops.liger_like.moe_route_bwd.default in made
+    assert torch.ops.aten._to_copy.default not in made
 
 
 def test_names_of_arguments(device, calls):

@@ -3,6 +3,7 @@
 import itertools
 import random
 import threading
+import weakref
 from types import SimpleNamespace
 from typing import NamedTuple
 
@@ -23,11 +24,12 @@ class Kernel:
     def __init__(self, tensors=1, descriptors=0):
         names = [*"d" * descriptors, *"t" * tensors, "M", "eps", "N"]
         self.params, self.pre_run_hooks = [SimpleNamespace(name=name) for name in names], []
-        self.runs, self.compiled = [], 0
+        self.runs, self.compiled, self.observed = [], 0, lambda: None
 
     def __getitem__(self, grid):
         def compile_and_run(*given, **options):
             def run(*args):
+                self.observed()
                 self.runs.append((args[:4], *(d.base.data_ptr() if isinstance(d, Descriptor) else d for d in args[9:])))
 
             self.compiled += 1
@@ -256,7 +258,7 @@ def test_calls_of_torch(monkeypatch):
         made.clear()
         (out, none, summed, total, columns), found = called(run, x, index)
         assert (found, none) == (repeats, None)
-        assert [args[0] for args in made] == [(SMALL,), (4, 8), (1024,)] * repeats
+        assert [args[0] for args in made] == [(4, 8), (1024,), (SMALL,)] * repeats  # the large one when it is needed
         rows = x[index]
         assert torch.equal(out, torch.cat((torch.zeros(1, 8), rows, torch.zeros(1, 8))))
         rows[rows[:, 1] == 1.0] = -1.0
@@ -266,6 +268,38 @@ def test_calls_of_torch(monkeypatch):
         x_ptr, total_ptr, part_ptr, next_ptr, _, view_ptr = kernel.runs[-1][1:7]
         assert (x_ptr, total_ptr) == (x.data_ptr(), total.data_ptr())
         assert not repeats or (next_ptr, view_ptr) == (part_ptr + 512, part_ptr + 512 + 32)
+
+
+def test_large_memory_lives_as_long_as_without_a_plan(monkeypatch):
+    """It is allocated before the first launch that reads it and freed behind the last, also while it is recorded."""
+    kernel, alive = Kernel(3), weakref.WeakSet()
+    make, sizes = torch.empty_strided, []
+    monkeypatch.setattr(torch, "empty_strided", lambda *args, **kw: [t := make(*args, **kw), alive.add(t)][0])
+    kernel.observed = lambda: sizes.append(sorted(t.numel() for t in alive if t.nbytes > SMALL))
+
+    def run(x):
+        first, few = torch.empty_strided((SMALL,), (1,)), torch.empty_strided((4,), (1,))
+        launch(kernel, (1,), (x, first, few), (1,), (1.0,), N=1)
+        second = torch.empty_strided((SMALL + 1,), (1,))
+        launch(kernel, (1,), (first, second, few), (2,), (1.0,), N=1)
+        del first
+        third, apart = torch.empty_strided((SMALL + 2,), (1,)), torch.empty_strided((SMALL + 3,), (1,))
+        launch(kernel, (1,), (second, third, apart[8:]), (3,), (1.0,), N=1)
+        del second
+        launch(kernel, (1,), (third.view(torch.int32), apart, few), (4,), (1.0,), N=1)
+        return third
+
+    lives = [[0], [0, 1], [1, 2, 3], [2, 3]]
+    for repeats in (False, False, True, True):
+        sizes.clear()
+        third, found = called(run, torch.ones(8))
+        # the memory of a view has its pointer from the start
+        expected = [sorted({*life, 3}) if repeats else life for life in lives]
+        assert (found, sizes) == (repeats, [[SMALL + n for n in life] for life in expected])
+        assert [*alive] == [third]
+        *_, (_, _, third_ptr, view_ptr, *_), (_, same_ptr, apart_ptr, *_) = kernel.runs
+        assert (third_ptr, same_ptr, view_ptr) == (third.data_ptr(), third.data_ptr(), apart_ptr + 32)
+        del third
 
 
 def test_memory_that_lasts(monkeypatch):

@@ -1,11 +1,13 @@
 """Whole ops repeat their launches: with and without gradients, with their checks twice."""
 
+from functools import partial
 from types import SimpleNamespace
 
 import pytest
 import torch
 from test_replay import Kernel, pretended  # noqa: F401  # a fixture of all tests
 from torch.profiler import profile
+from torch.utils.checkpoint import checkpoint
 from triton.runtime.interpreter import InterpretedFunction
 
 import liger_like
@@ -164,11 +166,59 @@ def test_a_function_of_one_tensor_and_one_result(hidden, times, doubling):
     assert len(calls) == times
 
 
+def test_a_function_of_two_nodes(doubling):
+    """The second node launches for results of the first, and gets edges to its first inputs alone."""
+    (kernel, double), calls = doubling, []
+
+    class First(torch.autograd.Function):
+        launch = staticmethod(lambda factor, x: (double(x, factor), double(x, 2 * factor)))
+
+        @staticmethod
+        def forward(ctx, factor, x, results):
+            ctx.factor = factor
+            ctx.mark_non_differentiable(results[1])
+            return results
+
+        @staticmethod
+        def backward(ctx, dy, _):
+            return None, dy * ctx.factor, None
+
+    class Second(torch.autograd.Function):
+        inputs = 1
+        launch = staticmethod(lambda y, half, other, factor: (double(half, factor), double(other, factor)))
+        forward = staticmethod(lambda ctx, y, results: results)
+        backward = staticmethod(lambda ctx, dz, du: (dz * 5 + du * 7, None))
+
+    @registry.together
+    def op(x, other, factor):
+        calls.append(factor)
+        return autograd.apply(Second, *autograd.apply(First, factor, x), other, 10 * factor)
+
+    for factor in (0.5, 0.25):
+        for called_before in (0, 1, 2, 2):
+            assert len(calls) == called_before
+            x, other = torch.randn(8, requires_grad=True), torch.randn(8, requires_grad=True)
+            z, u = op(x, other, factor)
+            (*_, x_ptr, y_ptr, _, a, _), (*_, same, half, _, b, _), (*_, read, out, _, c, _), last = kernel.runs[-4:]
+            assert (x_ptr, same, read, out) == (x.data_ptr(), x.data_ptr(), half, z.data_ptr())
+            assert (*last[1:3], a, b, c) == (other.data_ptr(), u.data_ptr(), factor, 2 * factor, 10 * factor)
+            assert y_ptr != half
+            (z + u).sum().backward()
+            assert torch.equal(x.grad, torch.full((8,), 12 * factor))
+            assert other.grad is None
+        calls.clear()
+        kernel.pre_run_hooks.append(lambda metadata: None)
+        op(x, other, factor)
+        assert calls == [factor]
+        calls.clear()
+        kernel.pre_run_hooks.clear()
+
+
 MORE = {
     "an argument of the backward alone": lambda apply, x, other: apply(x, 1.0, other, x * 2),
     "another argument": lambda apply, x, other: apply(x + 0, 1.0, other),
     "another result": lambda apply, x, other: (apply(x, 1.0, other)[0] * 1,),
-    "two nodes": lambda apply, x, other: (apply(x, 1.0, other), apply(other, 1.0, x))[1],
+    "a result of the first of two nodes": lambda apply, x, other: (apply(x, 1.0, other), apply(other, 1.0, x))[0],
     "none": lambda apply, x, other: (x * 2, other * 2),
 }
 
@@ -200,10 +250,11 @@ def test_ops_of_a_backward_are_one_plan(doubling):
     for called_before in (0, 1, 2, 2):
         dy = torch.randn(8)
         assert len(calls) == called_before
-        dx, none = backward(dy, 0.5, [True, False])
+        with torch.no_grad():
+            dx, none = backward(dy, 0.5, [True, False])
         assert none is None
         assert kernel.runs[-1][1:3] == (dy.data_ptr(), dx.data_ptr())
-    with profile() as prof:
+    with torch.no_grad(), profile() as prof:
         backward(dy, 0.5, [True, False])
     assert any(event.key == "liger_like_replay::double" for event in prof.key_averages())
 
@@ -239,29 +290,67 @@ def test_losses_of_few_tokens_are_repeated(monkeypatch):
 
 
 def without_kernels(monkeypatch):
-    """Kernels are neither compiled nor run."""
-    found = SimpleNamespace(run=lambda *args: None, function=None, packed_metadata=None)
+    """Kernels are neither compiled nor run; return a list that gets the arguments of each launch but the first."""
+    runs = []
+    found = SimpleNamespace(run=lambda *args: runs.append(args), function=None, packed_metadata=None)
     monkeypatch.setattr(launcher, "start", lambda *args: found)
     monkeypatch.setattr(InterpretedFunction, "params", (), raising=False)
+    return runs
 
 
-@pytest.mark.parametrize(
-    ("name", "sizes", "hopper", "calls"),
-    [
-        ("moe_experts", EXPERTS, False, 11),
-        ("moe_experts", EXPERTS | {"rank": 16}, True, 22),
-        ("moe_route", {"E": 8}, False, 2),
-    ],
-)
-def test_ops_of_mixtures_are_repeated(name, sizes, hopper, calls, monkeypatch):
-    """Each op of a step has a plan: the host limits a mixture with few rows."""
+ONE_PLAN = {"_experts": Node, "_gradients": Plan}
+
+
+def routed(logits):
+    return liger_like.moe_route(logits, 2, groups=(4, 2, "max"), dtype=logits.dtype)
+
+
+FORWARD = "moe_rows", "moe_spread", "moe_low_rank", "moe_gate_up", "moe_rows_times", "moe_combine"
+SEVERAL = dict.fromkeys(FORWARD, Plan)  # of rows that the function views
+MIXTURES = {
+    "portable": ("moe_experts", EXPERTS, False, ONE_PLAN),
+    "on Hopper": ("moe_experts", EXPERTS, True, ONE_PLAN),
+    "adapters": ("moe_experts", EXPERTS | {"rank": 16}, True, ONE_PLAN),
+    "adapters of transposed experts": ("moe_experts", EXPERTS | {"rank": 16, "turned": True}, False, ONE_PLAN),
+    "three dimensions": ("moe_experts", EXPERTS | {"lead": (37, 1), "rank": 16}, True, {"_gradients": Plan} | SEVERAL),
+    "router": ("moe_route", {"E": 8}, False, {"moe_route": Node, "_moe_route_bwd": Plan}),
+}
+
+
+@pytest.mark.parametrize("case", MIXTURES)
+def test_ops_of_mixtures_are_repeated(case, monkeypatch):
+    """The experts have a plan of each pass: the host limits a mixture with few rows."""
+    name, sizes, hopper, expected = MIXTURES[case]
     without_kernels(monkeypatch)
     monkeypatch.setattr(tma, "_is_hopper", lambda device: hopper)
     spec = next(spec for spec in SPECS if spec.name == name)
-    for _ in range(3):
-        run(spec.fn, spec.inputs(torch.float16, "cpu", lead=(37,), **sizes), spec.options[0])
-    assert [key[0].__name__ for key, plan in replay.PLANS.items() if type(plan) is not Plan] == []
-    assert len(replay.PLANS) == calls
+    turned = sizes.get("turned", False)
+    for _ in range(4):
+        given = spec.inputs(torch.float16, "cpu", **{"lead": (37,)} | {n: v for n, v in sizes.items() if n != "turned"})
+        if turned:  # as the patch passes B
+            given |= {n: t.detach().mT.contiguous().mT.requires_grad_() for n, t in given.items() if "lora_b" in n}
+        options = {"transposed": True} if turned else {}
+        run(routed if name == "moe_route" else spec.fn, given, options)
+    kinds = {key[0].__name__: type(plan) for key, plan in replay.PLANS.items() if type(plan) is not bool}
+    first = {*SEVERAL} - {*expected}  # of the first call, in which ops may repeat their own launches
+    assert {name: kind for name, kind in kinds.items() if name not in first} == expected
+
+
+def test_a_checkpoint_of_experts_skips_the_last_product(monkeypatch):
+    """Also by plans: within a checkpoint the forward is two nodes, and the recomputation stops at the second."""
+    runs = without_kernels(monkeypatch)
+    spec = next(spec for spec in SPECS if spec.name == "moe_experts")
+    given, counts, kinds = spec.inputs(torch.float16, "cpu", lead=(37,), **EXPERTS), [], []
+    for within in (False, True):
+        fn = partial(checkpoint, spec.fn, use_reentrant=False) if within else spec.fn
+        replay.PLANS.clear()
+        for _ in range(4):
+            runs.clear()
+            run(fn, given, {})
+        counts.append(len(runs))
+        kinds.append([len(plan.links) for plan in replay.PLANS.values() if type(plan) is Node])
+    assert kinds == [[1], [2]]
+    assert counts[1] - counts[0] == 5  # the sort and the product with gate_up
 
 
 @pytest.mark.parametrize("spec", [spec for spec in SPECS if spec.differentiable], ids=lambda spec: spec.name)

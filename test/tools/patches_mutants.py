@@ -1,6 +1,7 @@
 """Bugs, as in mutants.py, in the patches: file, old, new, why."""
 
 EXPERTS = "patches/experts.py"
+PACKED_LORA = "patches/packed_lora.py"
 OWN = "patches/own_experts.py"
 SEPARATE = "patches/separate_experts.py"
 VIEWS = "patches/config_views.py"
@@ -98,7 +99,29 @@ PATCHES = [
         "interleaved=False",
         "gate and up that take turns are taken for halves",
     ),
-    (EXPERTS, "(lhs.mT, rhs.mT, scale) if transposed else ", "", "factors of the other layout"),
+    (EXPERTS, "(lhs.mT, rhs.contiguous().mT, scale) if transposed else ", "", "factors of the other layout"),
+    (EXPERTS, "rhs.contiguous().mT", "rhs.mT", "B of transposed experts as a view keeps them from a node"),
+    (EXPERTS, "lhs.contiguous(), scale)", "lhs, scale)", "B as PEFT permutes it keeps the experts from a node"),
+    (
+        ROUTERS,
+        '{"logits": logits.dtype, "input": x.dtype, ',
+        '{"logits": None, "input": x.dtype, ',
+        "weights are in fp32",
+    ),
+    (PACKED_LORA, "unsafe=unsafe)", "unsafe=False)", "each forward adds an adapter to all experts"),
+    (
+        PACKED_LORA,
+        "is_folded(type(parametrization).forward)",
+        "True",
+        "torch checks no parametrisation of another code",
+    ),
+    (PACKED_LORA, "del vars(module)[METHOD]", "pass", "PEFT's method is not put back"),
+    (
+        "patching.py",
+        "row.pattern == EXPERTS.pattern for row",
+        "False for row",
+        "a patched model makes sums to check parametrisations",
+    ),
     (EXPERTS, "len(added) > 1 or ", "", "a parametrisation below PEFT's is left out"),
     (EXPERTS, " or not is_folded(type(last).forward)", "", "an adapter of unknown code is taken for known"),
     (EXPERTS, "split = not others and ", "split = ", "another parametrisation is reported as split"),

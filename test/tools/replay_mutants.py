@@ -42,7 +42,7 @@ REPLAY = [
         "a plan of a tensor in two places serves two tensors",
     ),
     (FILE, "and not any(plan.hooks)", "", "a plan forgets the hooks of a kernel"),
-    (FILE, "and not any(node.plan.hooks)", "", "a node forgets the hooks of a kernel"),
+    (FILE, "and not any(node.hooks)", "", "a node forgets the hooks of a kernel"),
     (
         FILE,
         "function, torch.are_deterministic_algorithms_enabled(), ",
@@ -50,9 +50,64 @@ REPLAY = [
         "a node that need not repeat serves one that must",
     ),
     (FILE, "enabled(), *kwargs, *key", "enabled(), *key", "a node of one keyword serves another"),
-    (FILE, "if len(_watched.applied) != 1:", "if not _watched.applied:", "a node of the first of two functions"),
-    (FILE, " or None in take", "", "a node has no argument that the function made"),
-    (FILE, " or (results is not found and None in picked)", "", "a node returns what the function changes"),
+    (
+        FILE,
+        "outputs = {id(t): i for i, t in enumerate(_several(found))}",
+        "outputs = {id(t): i for *_, found in calls for i, t in enumerate(_several(found))}",
+        "a node returns a result of the first of two functions",
+    ),
+    (
+        FILE,
+        "        if None in take:\n            return None\n",
+        "",
+        "a node has no argument that the function made",
+    ),
+    (
+        FILE,
+        "    if results is not found and None in picked:\n        return None\n",
+        "",
+        "a node returns what the function changes",
+    ),
+    (
+        FILE,
+        "for i, t in enumerate(_several(found), count)}",
+        "for i, t in enumerate(_several(found))}",
+        "the second of two functions gets arguments of the call",
+    ),
+    (
+        FILE,
+        "*(t.data_ptr() for t in tensors_of(_several(results)))",
+        "",
+        "the second of two functions has no pointers of its own",
+    ),
+    (FILE, "inputs = inputs_of(function, args)", "inputs = args", "a function gets edges to all that it launches for"),
+    (
+        FILE,
+        "tuple(hook for plan, *_ in calls for hook in plan.hooks)",
+        "calls[0][0].hooks[:0]",
+        "a node of several functions forgets the hooks of a kernel",
+    ),
+    (RECORDING, "for i in lasts if lasts[i] == number]", "for i in ()]", "a plan keeps large memory to its end"),
+    (
+        RECORDING,
+        "for i in firsts if firsts[i] == number]",
+        "for i in firsts if number == 0]",
+        "a plan allocates large memory at once",
+    ),
+    (
+        RECORDING,
+        "i: uses[i][-1] for i, t in large.items() if id(t) not in kept}",
+        "i: uses[i][-1] for i, t in large.items()}",
+        "a plan frees its results",
+    ),
+    (RECORDING, "i: uses[i][-1] for i", "i: uses[i][0] for i", "a plan frees memory that later launches read"),
+    (RECORDING, "if uses[i][0] and i not in apart}", "if uses[i][0]}", "a view of large memory starts at 0"),
+    (
+        RECORDING,
+        "self.seen[t] = seen = _Seen(t)\n",
+        "self.seen[t] = seen = _Seen(t)\n        seen.t = t\n",
+        "a recording holds all memory of a call",
+    ),
     (RECORDING, " and _on_one_device(tensors, out)", "", "a plan repeats a copy to another device"),
     (
         RECORDING,
@@ -60,7 +115,7 @@ REPLAY = [
         "several = results if isinstance(results, tuple)",
         "a plan returns a tuple for a named one",
     ),
-    (FILE, "plan.calls or hidden or", "plan.calls or", "a node keeps a tensor that a list holds"),
+    (FILE, "if not calls or hidden or", "if not calls or", "a node keeps a tensor that a list holds"),
     (FILE, "taker(take)", "itemgetter(*take)", "a function of one tensor gets its rows"),
     (
         FILE,
@@ -95,8 +150,8 @@ REPLAY = [
         "a place in memory is a view",
     ),
     (FILE, "*arg, *map(type, arg)", "*map(type, arg), *arg", "a plan for [5] serves [], 5"),
-    (RECORDING, "return made if _layout(made) == _layout(t) else None", "return made", "a view is returned whole"),
-    (RECORDING, "if place < self.inputs or offset:", "if place < 0 or offset:", "an input is returned as memory"),
+    (RECORDING, "return made if made.layout == t.layout else None", "return made", "a view is returned whole"),
+    (RECORDING, "or place < self.inputs or offset:", "or place < 0 or offset:", "an input is returned as memory"),
     (
         RECORDING,
         "else:\n            self.refuse()\n        return out",
@@ -106,8 +161,8 @@ REPLAY = [
     (RECORDING, "base=_Memory(pointers[place])", "base=_Memory(pointers[0])", "a descriptor has the memory of another"),
     (
         RECORDING,
-        "_layout(step[-1]) == _layout(step[0][0])",
-        "step[-1].shape == step[0][0].shape",
+        "step[-1].layout == step[0][0].layout",
+        "step[-1].layout[0] == step[0][0].layout[0]",
         "a call gets a tensor, not its view",
     ),
     (
@@ -126,7 +181,7 @@ REPLAY = [
     (RECORDING, "if i in pointed or id(maker[0]) in read", "if True", "a plan allocates what nobody reads"),
     (RECORDING, "and id(t) not in read}", "}", "results take the memory of kernels"),
     (RECORDING, "places[i] = place, size", "places[i] = place, 0", "two tensors of kernels share memory"),
-    (RECORDING, "nbytes() <= SMALL", "nbytes() >= 0", "large memory is allocated at once"),
+    (RECORDING, "t.nbytes <= SMALL", "t.nbytes >= 0", "large memory is allocated at once"),
     (
         RECORDING,
         "make.func is torch.empty_strided and",
@@ -139,6 +194,42 @@ REPLAY = [
         "@together\n",
         "",
         "each backward of attention prepares its launches",
+    ),
+    (
+        "ops/router.py",
+        "on_shards(_tokens, replayed=True)",
+        "on_shards(_tokens)",
+        "each forward of a router prepares its launches",
+    ),
+    (
+        "ops/experts/__init__.py",
+        "@together\ndef _gradients",
+        "def _gradients",
+        "each backward of experts prepares its launches",
+    ),
+    (
+        "ops/experts/__init__.py",
+        "@together\ndef _experts",
+        "def _experts",
+        "each forward of experts prepares its launches",
+    ),
+    (
+        "ops/experts/__init__.py",
+        "    if x.dim() != 2:",
+        "    if x.dim():",
+        "views keep the experts from a node",
+    ),
+    (
+        "ops/experts/lora.py",
+        "return a.contiguous(), b if fits else",
+        "return a.contiguous(),",
+        "B as a view keeps the experts from a node",
+    ),
+    (
+        "ops/experts/__init__.py",
+        "whole = not compiled and torch._C._autograd._top_saved_tensors_default_hooks(True) is None",
+        "whole = not compiled",
+        "a checkpoint computes the last product again",
     ),
     (RECORDING, ", _ATEN.new_zeros.default}", "}", "the sum of dq keeps attention's backward on Hopper from a plan"),
     (
@@ -176,9 +267,8 @@ REPLAY = [
         for name, op in (
             ("experts/routing", "moe_rows"),
             ("experts/forward", "moe_gate_up"),
-            ("experts/backward", "moe_down_bwd"),
             ("experts/lora", "moe_low_rank"),
-            ("router", "_moe_route_fwd"),
+            ("router", "_moe_route_bwd"),
         )
     ),
     (
@@ -201,6 +291,5 @@ REPLAY = [
     ),
     ("runtime/launcher.py", "class _Told(threading.local)", "class _Told", "a plan has launches of other threads"),
     ("runtime/registry.py", "repeat if is_forward_only() else", "repeat if True else", "plans lose gradients"),
-    ("runtime/registry.py", "is_compiling() and not _is_heard():", "is_compiling():", "modes do not see a plan"),
-    ("runtime/registry.py", "is_compiling() or _is_heard() else", "is_compiling() else", "modes do not see a backward"),
+    ("runtime/registry.py", "is_compiling() or _is_heard():", "is_compiling():", "modes do not see a plan"),
 ]

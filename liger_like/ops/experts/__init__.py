@@ -14,12 +14,12 @@ from liger_like.ops.experts.backward import moe_depth_product, moe_down_bwd, moe
 from liger_like.ops.experts.checks import Gate, check_experts, check_routing, checked_gate
 from liger_like.ops.experts.choice import sorts_rows
 from liger_like.ops.experts.forward import moe_combine, moe_gate_up, moe_rows_times, moe_spread
-from liger_like.ops.experts.lora import Lora, Scales, checked_lora, each_lora, factors, moe_low_rank
+from liger_like.ops.experts.lora import Lora, Scales, checked_lora, each_lora, factors, moe_low_rank, parts_of, turned
 from liger_like.ops.experts.routing import Routing, moe_rows
 from liger_like.ops.experts.tiles import tile_rows
 from liger_like.runtime.autograd import apply, once_differentiable
 from liger_like.runtime.layout import with_stride
-from liger_like.runtime.registry import on_shards
+from liger_like.runtime.registry import on_shards, together
 from liger_like.runtime.support import autocast_dtype, use_kernel
 
 APPROXIMATE = {"gelu": "none", "gelu_tanh": "tanh"}
@@ -69,8 +69,8 @@ def moe_experts_ref(
 
 
 class Operands(NamedTuple):
-    """The tensors that may have gradients. ``a1`` and ``b1`` are the factors of gate_up's adapter, ``a2`` and ``b2``
-    those of down's, all [E, R, width] (see ``lora``).
+    """The tensors that may have gradients. ``a1`` [E, R, in] and ``b1`` [E, out, R] are the factors of gate_up's
+    adapter, ``a2`` and ``b2`` those of down's (see ``lora``).
     """
 
     x: Any
@@ -85,29 +85,47 @@ class Operands(NamedTuple):
     b2: Any
 
 
+COUNT = 6 + len(Operands._fields)  # the arguments of ``_Experts``, whose results follow unless it is compiled
+
+
 def _in_order(x: Tensor, routing: Routing, weights: Tensor) -> tuple[Tensor, Tensor | None]:
     """Return x [T, H] and the rows to gather, or the rows themselves [S, H] and None where products want them so."""
     return (moe_spread(x, routing.pos, len(routing.row)), None) if sorts_rows(x, weights) else (x, routing.row)
 
 
 class _Experts(torch.autograd.Function):
-    """Autograd node that computes z and h, saves the operands, and returns an empty tensor of the output's shape.
+    """Autograd node that computes z and h, saves the operands, and returns the output, or without ``whole`` an empty
+    tensor of its shape.
 
-    ``_ExpertsValues`` runs afterwards and computes the values. A checkpoint's recomputation stops once all saved
+    ``_ExpertsValues`` then runs afterwards and computes the values. A checkpoint's recomputation stops once all saved
     tensors are restored, so it skips the product with down.
     """
 
     @staticmethod
-    def forward(
-        ctx: Any, index: Tensor, gate: Gate, scales: Scales, keep_z: bool, S: int, *tensors: Any
-    ) -> tuple[Tensor, ...]:
+    def launch(
+        index: Tensor, gate: Gate, scales: Scales, keep_z: bool, S: int, whole: bool, *tensors: Any
+    ) -> tuple[Tensor | None, ...]:
+        """Return row, offsets, tiles and pos of the routing, z and u, then the output or h."""
         t = Operands(*tensors)
         routing, topk = Routing(*moe_rows(index, len(t.gate_up), tile_rows(t.x.dtype), S)), index.shape[1]
         rows, order = _in_order(t.x, routing, t.gate_up)
         u = None if t.a1 is None else moe_low_rank(rows, t.a1, order, *routing[1:3], topk, scales.gate_up)
-        z, h = moe_gate_up(rows, t.gate_up, t.gate_up_bias, u, t.b1, order, *routing[1:3], topk, *gate, keep_z)
+        v = turned(t.b1)
+        z, h = moe_gate_up(rows, t.gate_up, t.gate_up_bias, u, v, order, *routing[1:3], topk, *gate, keep_z)
+        if whole:
+            del rows
+            (h,) = _ExpertsValues.launch(t.x, h, *_second_operands(t), *routing[1:], gate.transposed, scales.down)
+        return *routing, z, u, h
+
+    @staticmethod
+    def forward(ctx: Any, *args: Any) -> Any:
+        index, gate, scales, _, _, whole, *tensors = args[:COUNT]
+        *routing, z, u, h = _Experts.launch(*args) if torch.compiler.is_compiling() else args[COUNT]
+        t = Operands(*tensors)
         ctx.save_for_backward(*t._replace(gate_up_bias=None), index, z, u, *routing)
         ctx.gate, ctx.scales = gate, scales
+        if whole:
+            return h
         ctx.mark_non_differentiable(h, *routing)
         ctx.set_materialize_grads(False)
         return t.x.new_empty(()).expand(t.x.shape), h, *routing
@@ -115,80 +133,90 @@ class _Experts(torch.autograd.Function):
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, dout: Tensor, *_: None) -> Any:
-        *tensors, index, z, u, row, offsets, tiles, pos = ctx.saved_tensors
-        t, needs = Operands(*tensors), Operands(*ctx.needs_input_grad[5:])
-        dout, _ = with_stride(dout)  # several kernels read it: a copy, if it takes one, is made once
-        topk, transposed, scales = pos.shape[1], ctx.gate.transposed, ctx.scales
-        routing = Routing(row, offsets, tiles, pos)
-        needs_dz = needs.x or needs.gate_up or needs.gate_up_bias or needs.a1 or needs.b1
-        wanted = [needs_dz, needs.down or needs.a2 or needs.b2, needs.weights]
-        grads: dict[str, Tensor] = {}
-        if any(wanted):
-            rows, order = _in_order(dout, routing, t.down)
-            v = None if t.b2 is None else moe_low_rank(rows, t.b2, order, offsets, tiles, topk, scales.down)
-            in_order = rows if order is None else None
-            dz, wh, dweights = moe_down_bwd(
-                dout, in_order, t.down, t.down_bias, v, t.a2, index, t.weights, z, *routing, *ctx.gate, wanted
-            )
-            if needs.weights:
-                grads["weights"] = dweights
-            if needs.down:
-                grads["down"] = moe_depth_product(wh, rows, order, offsets, topk, not transposed)
-            if needs.a2:
-                grads["a2"] = moe_depth_product(v, wh, None, offsets, 1, False)
-            if needs.b2:
-                u2 = moe_low_rank(wh, t.a2, None, offsets, tiles, 1, scales.down)
-                grads["b2"] = moe_depth_product(u2, rows, order, offsets, topk, False)
-            del wh, rows, in_order
-            if needs.gate_up:
-                rows, order = _in_order(t.x, routing, t.gate_up)
-                grads["gate_up"] = moe_depth_product(dz, rows, order, offsets, topk, transposed)
-                del rows
-            if needs.gate_up_bias:
-                grads["gate_up_bias"] = moe_sum_rows(dz, None, row, offsets, topk)
-            if needs.b1:
-                grads["b1"] = moe_depth_product(u, dz, None, offsets, 1, False)
-            v = None
-            if t.b1 is not None and (needs.x or needs.a1):
-                v = moe_low_rank(dz, t.b1, None, offsets, tiles, 1, scales.gate_up)
-            if needs.a1:
-                grads["a1"] = moe_depth_product(v, t.x, row, offsets, topk, False)
-            if needs.x:
-                dx = moe_rows_times(dz, t.gate_up, None, v, t.a1, offsets, tiles, not transposed)
-                grads["x"] = moe_combine(dx, None, pos)
-        if needs.down_bias:
-            grads["down_bias"] = moe_sum_rows(dout, t.weights, row, offsets, topk)
-        return *(None,) * 5, *map(grads.get, Operands._fields)
+        needs = ctx.needs_input_grad
+        grads = Operands(*_gradients(dout, *ctx.saved_tensors, *ctx.scales, *ctx.gate, [*needs[6:COUNT]]))
+        grads = grads._replace(b1=turned(grads.b1), b2=turned(grads.b2))
+        return *(None,) * 6, *grads, *(None,) * (len(needs) - COUNT)
+
+
+@together
+def _gradients(dout: Tensor, *args: Any) -> tuple[Tensor | None, ...]:
+    """Return the gradients of the operands that the last argument names, of B the transposes, else None."""
+    *args, needs = args
+    n = len(Operands._fields)
+    t, (index, z, u, *sorted_rows), needs = Operands(*args[:n]), args[n : n + 7], Operands(*needs)
+    routing, scales, gate = Routing(*sorted_rows), Scales(*args[n + 7 : n + 9]), Gate(*args[n + 9 :])
+    row, offsets, tiles, pos = routing
+    dout, _ = with_stride(dout)  # several kernels read it: a copy, if it takes one, is made once
+    topk, transposed = pos.shape[1], gate.transposed
+    needs_dz = needs.x or needs.gate_up or needs.gate_up_bias or needs.a1 or needs.b1
+    wanted = [needs_dz, needs.down or needs.a2 or needs.b2, needs.weights]
+    grads: dict[str, Tensor] = {}
+    if any(wanted):
+        rows, order = _in_order(dout, routing, t.down)
+        v = None if t.b2 is None else moe_low_rank(rows, turned(t.b2), order, offsets, tiles, topk, scales.down)
+        in_order = rows if order is None else None
+        dz, wh, dweights = moe_down_bwd(
+            dout, in_order, t.down, t.down_bias, v, t.a2, index, t.weights, z, *routing, *gate, wanted
+        )
+        if needs.weights:
+            grads["weights"] = dweights
+        if needs.down:
+            grads["down"] = moe_depth_product(wh, rows, order, offsets, topk, not transposed)
+        if needs.a2:
+            grads["a2"] = moe_depth_product(v, wh, None, offsets, 1, False)
+        if needs.b2:
+            u2 = moe_low_rank(wh, t.a2, None, offsets, tiles, 1, scales.down)
+            grads["b2"] = moe_depth_product(u2, rows, order, offsets, topk, False)
+        del wh, rows, in_order
+        if needs.gate_up:
+            rows, order = _in_order(t.x, routing, t.gate_up)
+            grads["gate_up"] = moe_depth_product(dz, rows, order, offsets, topk, transposed)
+            del rows
+        if needs.gate_up_bias:
+            grads["gate_up_bias"] = moe_sum_rows(dz, None, row, offsets, topk)
+        if needs.b1:
+            grads["b1"] = moe_depth_product(u, dz, None, offsets, 1, False)
+        v = None
+        if t.b1 is not None and (needs.x or needs.a1):
+            v = moe_low_rank(dz, turned(t.b1), None, offsets, tiles, 1, scales.gate_up)
+        if needs.a1:
+            grads["a1"] = moe_depth_product(v, t.x, row, offsets, topk, False)
+        if needs.x:
+            dx = moe_rows_times(dz, t.gate_up, None, v, t.a1, offsets, tiles, not transposed)
+            grads["x"] = moe_combine(dx, None, pos)
+    if needs.down_bias:
+        grads["down_bias"] = moe_sum_rows(dout, t.weights, row, offsets, topk)
+    return tuple(map(grads.get, Operands._fields))
 
 
 class _ExpertsValues(torch.autograd.Function):
     """Autograd node that computes the output, and passes its gradient on to ``_Experts``."""
 
+    inputs = 1  # the others need no edge
+
     @staticmethod
-    def forward(
-        ctx: Any, kept: Tensor, h: Tensor, down: Tensor, down_bias: Tensor | None, weights: Tensor, a2: Tensor | None,
+    def launch(
+        kept: Tensor, h: Tensor, down: Tensor, down_bias: Tensor | None, weights: Tensor, a2: Tensor | None,
         b2: Tensor | None, offsets: Tensor, tiles: Tensor, pos: Tensor, transposed: bool, scale: float,
-    ) -> Tensor:  # fmt: skip
+    ) -> tuple[Tensor]:  # fmt: skip
         u = None if a2 is None else moe_low_rank(h, a2, None, offsets, tiles, 1, scale)
-        return moe_combine(moe_rows_times(h, down, down_bias, u, b2, offsets, tiles, transposed), weights, pos)
+        y = moe_rows_times(h, down, down_bias, u, turned(b2), offsets, tiles, transposed)
+        return (moe_combine(y, weights, pos),)
+
+    @staticmethod
+    def forward(ctx: Any, *args: Any) -> Tensor:
+        (out,) = _ExpertsValues.launch(*args) if torch.compiler.is_compiling() else args[1]
+        return out
 
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, dout: Tensor) -> Any:
-        return dout, *(None,) * 11
+        return dout, *(None,) * (len(ctx.needs_input_grad) - 1)
 
 
-def _run(operands: Operands, index: Tensor, gate: Gate, scales: Scales, S: int) -> Tensor:
-    """Return the output of the kernels [T, H] for operands of one dtype, x [T, H], index and weights [T, K].
-
-    No more than ``S`` of the ids have an expert.
-    """
-    keep_z = torch.is_grad_enabled() and any(t is not None and t.requires_grad for t in operands)
-    kept, h, *tensors = apply(_Experts, index, gate, scales, keep_z, S, *operands)
-    _, offsets, tiles, pos = Routing(*tensors)
-    values = operands.down, operands.down_bias, operands.weights, operands.a2, operands.b2
-    values = (None if t is None else t.detach() for t in values)
-    return apply(_ExpertsValues, kept, h, *values, offsets, tiles, pos, gate.transposed, scales.down)
+def _second_operands(t: Operands) -> tuple[Tensor | None, ...]:
+    return t.down, t.down_bias, t.weights, t.a2, t.b2
 
 
 def _tokens(x: Tensor, gate_up: Any, *args: Any, **kwargs: Any) -> dict[str, dict[int, int]]:
@@ -236,24 +264,36 @@ def moe_experts(
     Raises TypeError if a tensor is not floating point, or index not an integer, or if the experts' dtypes differ,
     ValueError for shapes, devices and options that do not fit. See SonicMoE, arXiv:2512.14080.
     """
-    gate = checked_gate(act, limit, alpha, transposed, interleaved)
     biases, loras = (gate_up_bias, down_bias), (gate_up_lora, down_lora)
-    return run_experts(x, gate_up, down, index, weights, gate, biases, loras)
+    return run_experts(x, gate_up, down, index, weights, (act, limit, alpha, transposed, interleaved), biases, loras)
 
 
 def run_experts(
-    x: Tensor, gate_up: Tensor, down: Tensor, index: Tensor, weights: Tensor, gate: Gate,
+    x: Tensor, gate_up: Tensor, down: Tensor, index: Tensor, weights: Tensor, gate: tuple[Any, ...],
     biases: tuple[Tensor | None, Tensor | None], loras: tuple[Lora | None, Lora | None] = (None, None),
     S: int | None = None,
 ) -> Tensor:  # fmt: skip
     """Return ``moe_experts``; ``S`` is the number of ids that have an expert, which takes less memory than any."""
-    (gate_up_bias, down_bias), (gate_up_lora, down_lora) = biases, loras
+    parts = parts_of("gate_up_lora", loras[0]), parts_of("down_lora", loras[1])
+    compiled = torch.compiler.is_compiling()
+    whole = not compiled and torch._C._autograd._top_saved_tensors_default_hooks(True) is None  # not in a checkpoint
+    return _experts(x, gate_up, down, index, weights, *biases, *parts[0], *parts[1], *gate, S, whole)
+
+
+@together
+def _experts(
+    x: Tensor, gate_up: Tensor, down: Tensor, index: Tensor, weights: Tensor, gate_up_bias: Tensor | None,
+    down_bias: Tensor | None, a1: Any, b1: Any, scale1: Any, a2: Any, b2: Any, scale2: Any, act: Any, limit: Any,
+    alpha: Any, transposed: Any, interleaved: Any, S: int | None, whole: bool,
+) -> Tensor:  # fmt: skip
+    """Return ``moe_experts``; ``whole``: as one autograd node."""
+    gate = checked_gate(act, limit, alpha, transposed, interleaved)
     check_experts(x, gate_up, down, gate_up_bias, down_bias, gate.transposed)
     check_routing(x, index, weights)
     wide, H = gate_up.shape[2 if gate.transposed else 1], x.shape[-1]
     loras = (
-        checked_lora("gate_up_lora", gate_up_lora, x, (len(down), wide, H)),
-        checked_lora("down_lora", down_lora, x, (len(down), H, wide // 2)),
+        checked_lora("gate_up_lora", a1, b1, scale1, x, (len(down), wide, H)),
+        checked_lora("down_lora", a2, b2, scale2, x, (len(down), H, wide // 2)),
     )
     dtype = autocast_dtype(gate_up) or gate_up.dtype
     given = (None if t is None else t.to(dtype) for t in (x, gate_up, down, gate_up_bias, down_bias))
@@ -262,9 +302,15 @@ def run_experts(
         options = {"gate_up_bias": gate_up_bias, "down_bias": down_bias, **gate._asdict()}
         options |= {"gate_up_lora": loras[0], "down_lora": loras[1]}
         return moe_experts_ref(rows, gate_up, down, index, weights, **options).to(x.dtype)
-    T = x.shape[:-1].numel()
-    rows, index, weights = (t.reshape(T, t.shape[-1]) for t in (rows, index, weights))
+    if x.dim() != 2:  # of two dimensions a view would be another tensor
+        rows, index, weights = (t.reshape(x.shape[:-1].numel(), t.shape[-1]) for t in (rows, index, weights))
     adapters = (factor for lora in loras for factor in factors(lora, dtype, gate.transposed))
     operands = Operands(rows, gate_up, down, gate_up_bias, down_bias, weights, *adapters)
     scales = Scales(*(1.0 if lora is None else lora[2] for lora in loras))
-    return _run(operands, index, gate, scales, index.numel() if S is None else S).to(x.dtype).view(x.shape)
+    keep_z = torch.is_grad_enabled() and any(t is not None and t.requires_grad for t in operands)
+    out = apply(_Experts, index, gate, scales, keep_z, index.numel() if S is None else S, whole, *operands)
+    if not whole:
+        kept, h, _, *routing = out
+        out = apply(_ExpertsValues, kept, h, *_second_operands(operands), *routing, gate.transposed, scales.down)
+    out = out.to(x.dtype)
+    return out if x.dim() == 2 else out.view(x.shape)

@@ -31,13 +31,19 @@ class Scales(NamedTuple):
     down: float
 
 
-def checked_lora(name: str, lora: Any, x: Tensor, shape: tuple[int, int, int]) -> Lora | None:
-    """Return the adapter of a matrix of ``shape`` [E, out, in], or raise TypeError or ValueError."""
+def parts_of(name: str, lora: Any) -> tuple[Any, Any, Any]:
+    """Return A, B and the scale of an adapter, each None without one. Raise TypeError for anything else."""
     if lora is None:
-        return None
+        return None, None, None
     if not isinstance(lora, tuple | list) or len(lora) != 3:
         raise TypeError(f"{name} must be (A, B, scale), got {type(lora).__name__}")
-    a, b, scale = lora
+    return lora[0], lora[1], lora[2]
+
+
+def checked_lora(name: str, a: Any, b: Any, scale: Any, x: Tensor, shape: tuple[int, int, int]) -> Lora | None:
+    """Return the adapter of a matrix of ``shape`` [E, out, in], or raise TypeError or ValueError."""
+    if a is b is scale is None:
+        return None
     E, wide, depth = shape
     for part, matrix in (("A", a), ("B", b)):
         require(f"{part} of {name}", matrix, like=x)
@@ -57,17 +63,23 @@ def each_lora(lora: Lora | None, E: int, dtype: torch.dtype) -> list[Lora | None
 
 
 def factors(lora: Lora | None, dtype: torch.dtype, transposed: bool) -> tuple[Tensor | None, Tensor | None]:
-    """Return A and B^T [E, R, width] in ``dtype``, with zeros up to a rank that is a multiple of DEPTH.
+    """Return A [E, R, in] and B [E, out, R] in ``dtype``, with zeros up to a rank that is a multiple of DEPTH.
 
-    A is contiguous. The memory of B^T has the layout of the experts' matrices [E, out, in], or [E, in, out] if
-    ``transposed``: B as it is given, or a copy.
+    A is contiguous. So is B, or its transpose if ``transposed``: its memory has the layout of the experts' matrices.
+    Each is the given tensor if it has that form.
     """
     if lora is None:
         return None, None
     a, b = (t.to(dtype) for t in lora[:2])
     if more := -a.shape[1] % DEPTH.value:  # a pad of 0 is a copy, too
         a, b = nn.functional.pad(a, (0, 0, 0, more)), nn.functional.pad(b, (0, more))
-    return a.contiguous(), b.mT.contiguous() if transposed else b.contiguous().mT
+    fits = (b.mT if transposed else b).is_contiguous()
+    return a.contiguous(), b if fits else b.mT.contiguous().mT if transposed else b.contiguous()
+
+
+def turned(b: Tensor | None) -> Tensor | None:
+    """Return B^T [E, R, out] of B [E, out, R]."""
+    return None if b is None else b.mT
 
 
 @triton.jit
