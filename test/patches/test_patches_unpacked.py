@@ -11,7 +11,7 @@ from tiny_models import batch, results
 from transformers import masking_utils
 
 import liger_like
-from liger_like.patches import NAME, attention
+from liger_like.patches import NAME, attention, unpacked
 from liger_like.patches.attention_source import only_makes_masks
 from liger_like.patches.unpacked import UNPACKED, before_forward
 
@@ -78,7 +78,8 @@ def test_another_implementation_gets_no_placeholder(searches, device):
 
 def test_the_hook_comes_once_is_copied_and_goes(searches, device):
     patched, _ = pair("Llama", device)
-    liger_like.patch(patched)
+    patched.set_attn_implementation("sdpa")
+    liger_like.patch(patched)  # selects ours again
     assert hooks(patched) == [before_forward]
     for model in (copy.deepcopy(patched), pickle.loads(pickle.dumps(patched))):
         model(**batch(device), use_cache=False)
@@ -101,6 +102,8 @@ def test_a_model_whose_forward_was_replaced_has_no_hook(device):
 def test_without_our_attention_there_is_no_hook(device):
     _, original = pair("Llama", device)
     liger_like.patch(original, attention=False)
+    assert not hooks(original)
+    unpacked.hook(original.model)
     assert not hooks(original)
 
 
