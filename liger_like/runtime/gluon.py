@@ -88,7 +88,9 @@ def sync_at(barrier, THREADS: gl.constexpr):
     )
 
 
-if hasattr(gl.shared_memory_descriptor, "reinterpret"):  # from Triton 3.9 on
+PINS = hasattr(gl.shared_memory_descriptor, "reinterpret")  # from Triton 3.9 on
+
+if PINS:
 
     @gluon.jit
     def here(x):
