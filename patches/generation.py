@@ -79,17 +79,39 @@ def _subclass(cls: Any) -> type[Any]:
             _rename(self, NAME)
 
     def _prepare_cache_for_generation(
-        self: Any, generation_config: Any, model_kwargs: dict[str, Any], *args: Any, **kwargs: Any
+        self: Any, generation_config: Any, model_kwargs: dict[str, Any], generation_mode: Any, *args: Any, **kwargs: Any
     ) -> None:
-        """Add a cache to ``model_kwargs`` as transformers does; a dynamic one then grows in place."""
+        """Add a cache to ``model_kwargs`` as transformers does; a dynamic one then grows in place.
+
+        Its steps may replay a graph: the config, a copy of this call, then has them in place of torch.compile's.
+        """
+        from liger_like.patches import decode_graphs, growing_cache  # these import transformers
+
         given = {name for name in CACHES if model_kwargs.get(name) is not None}
-        cls._prepare_cache_for_generation(self, generation_config, model_kwargs, *args, **kwargs)
+        cls._prepare_cache_for_generation(self, generation_config, model_kwargs, generation_mode, *args, **kwargs)
         for name in ({*CACHES} & model_kwargs.keys()) - given:
-            from liger_like.patches.growing_cache import let_grow  # imports transformers
+            growing_cache.let_grow(model_kwargs[name])
+            if step := decode_graphs.step_for(generation_config, generation_mode, model_kwargs[name]):
+                generation_config.compile_config = step
 
-            let_grow(model_kwargs[name])
+    def _valid_auto_compile_criteria(self: Any, model_kwargs: dict[str, Any], generation_config: Any) -> bool:
+        """Return True if the decode steps of a call take another function than the forward."""
+        is_ours = _is_step(generation_config.compile_config)
+        return is_ours or cls._valid_auto_compile_criteria(self, model_kwargs, generation_config)
 
-    overridden = init_continuous_batching, continuous_batching_context_manager, _prepare_cache_for_generation
+    def get_compiled_call(self: Any, compile_config: Any) -> Any:
+        """Return that function."""
+        if _is_step(compile_config):
+            return functools.partial(compile_config, self)
+        return cls.get_compiled_call(self, compile_config)
+
+    overridden = (
+        init_continuous_batching,
+        continuous_batching_context_manager,
+        _prepare_cache_for_generation,
+        _valid_auto_compile_criteria,
+        get_compiled_call,
+    )
     own = (
         {each.__name__: each for each in overridden}
         if hasattr(cls, init_continuous_batching.__name__)
@@ -111,6 +133,12 @@ def _instance(make: Callable[..., Any], args: tuple[Any, ...]) -> Any:
     module = make(*args)
     hook(module)
     return module
+
+
+def _is_step(compile_config: Any) -> bool:
+    from liger_like.patches.decode_graphs import DecodeStep  # imports transformers
+
+    return isinstance(compile_config, DecodeStep)
 
 
 def text_config(model: Any) -> Any:

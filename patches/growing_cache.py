@@ -17,6 +17,8 @@ class GrowingLayer(DynamicLayer):  # type: ignore[no-untyped-call]
     an update has returned never change. Copies of a layer, and pickled layers, have no such memory until they grow.
     """
 
+    keys: Tensor
+    values: Tensor
     _memory: "list[_Memory] | None" = None  # of keys and values
 
     def __getstate__(self) -> dict[str, Any]:
@@ -33,12 +35,44 @@ class GrowingLayer(DynamicLayer):  # type: ignore[no-untyped-call]
         if torch.is_grad_enabled() or not all(map(_alike, held, new)):
             self._memory = None
             return super().update(key_states, value_states, *args, **kwargs)
-        if self._memory is None or not all(map(_has_room, self._memory, held, new)):
-            self._memory = None  # frees rows that the layer has left
-            self._memory = [_larger(*each) for each in zip(held, new, strict=True)]
+        total = (held[0].shape[2] if held[0].numel() else 0) + key_states.shape[2]
+        self._memory = self._with_room(total) or self._grown(held, new, total + max(ROOM, total // 8))
         self._memory = [_append(*each) for each in zip(self._memory, new, strict=True)]
-        self.keys, self.values = (memory.used for memory in self._memory)
+        self._use(self._memory)
         return self.keys, self.values
+
+    def reserve(self, tokens: int) -> tuple[Tensor, Tensor]:
+        """Return memory of keys and values [B, Hk, R, D] for so many ``tokens`` or more, with zeros behind the last."""
+        held: tuple[Any, ...] = (self.keys, self.values)
+        self._memory = self._with_room(tokens) or self._grown(held, held, tokens)
+        self._use(self._memory)
+        for memory in self._memory:
+            memory.rows[:, :, memory.used.shape[2] :].zero_()
+        return self._memory[0].rows, self._memory[1].rows
+
+    def is_in(self, rows: tuple[Tensor, Tensor]) -> bool:
+        """Return True if keys and values are the beginning of ``rows``, which are those of ``reserve``."""
+        held = self.keys, self.values
+        memory = self._memory or ()
+        return len(memory) == 2 and all(m.rows is r and m.used is t for m, r, t in zip(memory, rows, held, strict=True))
+
+    def extend(self) -> None:
+        """Append the token that others have written behind the last one."""
+        self._memory = [m._replace(used=m.rows[:, :, : m.used.shape[2] + 1]) for m in self._memory or ()]
+        self._use(self._memory)
+
+    def _with_room(self, tokens: int) -> "list[_Memory] | None":
+        """Return the memory if it may be written, and holds keys and values alone with room for ``tokens`` in all."""
+        memories, held = self._memory or [], (self.keys, self.values)
+        fits = all(_has_room(memory, t, tokens) for memory, t in zip(memories, held, strict=False))
+        return memories if fits and memories else None
+
+    def _grown(self, held: tuple[Any, ...], new: tuple[Any, ...], tokens: int) -> "list[_Memory]":
+        self._memory = None  # frees rows that the layer has left
+        return [_larger(t, like, tokens) for t, like in zip(held, new, strict=True)]
+
+    def _use(self, memories: "list[_Memory]") -> None:
+        self.keys, self.values = (memory.used for memory in memories)
 
 
 class _Memory(NamedTuple):
@@ -54,16 +88,15 @@ def _alike(held: Tensor, new: Tensor) -> bool:
     return type(new) is Tensor and new.dim() == 4 and held.dtype == new.dtype and sizes[0] == sizes[1]
 
 
-def _has_room(memory: _Memory, held: Tensor, new: Tensor) -> bool:
+def _has_room(memory: _Memory, held: Any, tokens: int) -> bool:
     writable = torch.is_inference_mode_enabled() or not memory.rows.is_inference()
-    return memory.used is held and writable and held.shape[2] + new.shape[2] <= memory.rows.shape[2]
+    return memory.used is held and writable and tokens <= memory.rows.shape[2]
 
 
-def _larger(held: Tensor, new: Tensor) -> _Memory:
-    """Return a copy of ``held`` with room for ``new`` and more."""
+def _larger(held: Tensor, like: Tensor, tokens: int) -> _Memory:
+    """Return a copy of ``held`` with room for so many ``tokens``, which have the sizes of those of ``like``."""
     length = held.shape[2] if held.numel() else 0
-    total = length + new.shape[2]
-    rows = new.new_empty(*new.shape[:2], total + max(ROOM, total // 8), new.shape[3])
+    rows = like.new_empty(*like.shape[:2], tokens, like.shape[3])
     used = rows[:, :, :length]
     if length:
         used.copy_(held)

@@ -129,6 +129,35 @@ def calls(monkeypatch):
 
 
 @pytest.fixture
+def graphs(monkeypatch):
+    """Return the number of replays of each graph of a decode step; on a CPU a tape is replayed."""
+    from tapes import Graphs
+
+    from liger_like.patches import decode_graphs
+
+    made = Graphs()
+    if DEVICE == "cuda":
+        capture = decode_graphs.capture
+
+        def counted(work, device):
+            replay, place = capture(work, device), len(made)
+            made.append(0)
+
+            def count():
+                made[place] += 1
+                return replay()
+
+            return count
+
+        monkeypatch.setattr(decode_graphs, "capture", counted)
+    else:
+        monkeypatch.setattr(decode_graphs, "capture", made.capture)
+        monkeypatch.setattr(decode_graphs, "DEVICES", {"cpu"})
+        monkeypatch.setattr(decode_graphs, "free_memory", lambda device: (1 << 40, 1 << 40))
+    return made
+
+
+@pytest.fixture
 def defined(references, calls, monkeypatch):
     """Let ``moe_experts`` run where no kernel can."""
     from liger_like.patches import experts, own_experts, separate_experts

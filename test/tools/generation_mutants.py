@@ -2,6 +2,7 @@
 
 GENERATION, PAGED_CACHE, GROWING = "patches/generation.py", "patches/paged.py", "patches/growing_cache.py"
 ATTENTION, LATENTS = "patches/attention.py", "patches/latents.py"
+DECODE = "patches/decode_graphs.py"
 
 GENERATING = [
     (
@@ -167,4 +168,59 @@ GENERATING = [
         "first = padding.int().argmax(-1, keepdim=True) * 0",
         "a static cache reads the padding on the left",
     ),
+    (
+        DECODE,
+        "    def update(self, key_states: Tensor, value_states: Tensor, *args: Any, **kwargs: Any) ->",
+        "    def get_seq_length(self) -> Any:\n"
+        "        return int(self.cumulative_length)\n\n"
+        "    def update(self, key_states: Tensor, value_states: Tensor, *args: Any, **kwargs: Any) ->",
+        "a model reads the number of tokens on the host, and a graph repeats it",
+    ),
+    (DECODE, "        self.cumulative_length.add_(1)\n", "", "layers do not count as static ones do"),
+    (DECODE, "            layer.extend()", "            pass", "each step writes to the same place"),
+    (DECODE, "tree_map_only(Tensor, torch.clone, value)", "value", "a replay overwrites what was returned"),
+    (DECODE, "key: self._cache if value", "key: value if value", "a caller gets the cache of the graph"),
+    (
+        DECODE,
+        "        return self._layers[0].get_seq_length() == self._tokens",
+        "        return False",
+        "a full cache is written to",
+    ),
+    (DECODE, "not self._is_fit or setup != self._setup", "not self._is_fit", "changes within a call are not seen"),
+    (DECODE, "self._is_fit = not watch.reads", "self._is_fit = True", "a graph repeats a number that was read"),
+    (DECODE, "results = op.decompose(*args, **(kwargs or {}))", "results = NotImplemented", "reads in inference mode"),
+    (DECODE, "any(t.dtype in (torch.bool, torch.uint8)", "any(t.dtype is torch.uint8", "a bool index is read"),
+    (DECODE, "or mode not in MODES", "", "beams move the rows of a cache in a graph"),
+    (DECODE, "or generation_config.disable_compile", "", "plain steps cannot be asked for"),
+    (
+        DECODE,
+        "        and all(hook.__module__ in HARMLESS for hook in hooks)\n",
+        "",
+        "a replay calls no hook",
+    ),
+    (DECODE, '        and "forward" not in module.__dict__\n', "", "a model with code of its own is captured"),
+    (
+        DECODE,
+        "        all(name.startswith(CODE) for name in code)\n        and",
+        "       ",
+        "a class of the user is captured",
+    ),
+    (DECODE, ">= LAUNCHES and _can_capture(device.type)", ">= LAUNCHES", "a capture meets another thread"),
+    (DECODE, "type(mode) is not DeviceContext for", "False for", "a mode of functions does not see replayed steps"),
+    (DECODE, "hasattr(cls, packed_lora.METHOD)", "False", "packed adapters are captured"),
+    (DECODE, "        and not module.training\n", "", "a model in training mode is captured"),
+    (DECODE, "        and module._compiled_call_impl is None\n", "", "a compiled model is captured"),
+    (DECODE, "torch.is_autocast_enabled(kind)", "False", "a graph is captured under autocast"),
+    (DECODE, "_get_current_dispatch_mode() is not None", "False", "a mode does not see replayed steps"),
+    (DECODE, "- grown >= total // FREE", ">= 0", "a graph takes the last memory"),
+    (DECODE, 'inputs.get("output_attentions") or', "", "attention weights have the size of the memory"),
+    (DECODE, "get_seq_length() > MIN_STEPS", "get_seq_length() > 0", "a few steps take a capture"),
+    (DECODE, "            with _one_at_a_time:", "            if True:", "threads leave the ops as in a graph"),
+    (
+        GROWING,
+        "        for memory in self._memory:\n            memory.rows[:, :, memory.used.shape[2] :].zero_()\n",
+        "",
+        "a graph reads NaN behind the tokens",
+    ),
+    (GROWING, "m.rows is r and m.used is t", "m.rows is r", "a cropped layer is taken for that of a graph"),
 ]

@@ -1,0 +1,339 @@
+"""Decode steps of ``generate`` as a CUDA graph: where nothing but tensors of one GPU changes from step to step.
+
+A graph repeats the numbers that Python has passed to kernels. So a step is captured with static layers in place of the
+dynamic ones of the cache: they have the same memory, whose size is fixed, and the number of its tokens is a tensor.
+Each call of ``generate`` makes its own graph, which lives until the call ends: weights, adapters and sizes may change
+between two calls, and nothing has to be noticed then.
+"""
+
+import functools
+import os
+import threading
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.nn.modules import module as torch_module
+from torch.overrides import _get_current_function_mode_stack
+from torch.utils._device import DeviceContext
+from torch.utils._python_dispatch import TorchDispatchMode, _get_current_dispatch_mode
+from torch.utils._pytree import tree_leaves, tree_map_only
+from transformers import DynamicCache
+from transformers.cache_utils import Cache, StaticLayer
+
+from liger_like.graphs import ADAPTERS, LAUNCHES, PLAIN
+from liger_like.patches import packed_lora, unpacked
+from liger_like.patches.growing_cache import GrowingLayer
+from liger_like.runtime.support import HOOKS, as_in_graph, is_local
+
+DEVICES = {"cuda"}
+DRAWS_APART = torch.__version__ >= "2.13"  # older versions let no thread draw random numbers during a capture
+DEBUGGING = "CUDA_LAUNCH_BLOCKING", "PYTORCH_NO_CUDA_MEMORY_CACHING"  # no graph can be captured then
+MODES = "greedy_search", "sample"  # beams move in the cache, and assistants take tokens back
+MIN_STEPS = 16  # fewer steps may take less time than a capture
+ROOM = 256  # tokens, or half of the cache if that is more: then few steps need another graph
+FREE = 10  # a graph leaves a tenth of the memory of the GPU free
+CACHES = "cache", "past_key_values"
+CHANGING = {"input_ids", "position_ids", "attention_mask"}
+CODE = "torch.nn.modules.", "transformers.", "peft.tuners.lora.", "liger_like."  # this does not read or count by itself
+# modules of hooks that do nothing in a step but record hidden states: on the device
+HARMLESS = {"transformers.utils.output_capturing", unpacked.__name__}
+COPIES = {torch.ops.aten._to_copy, torch.ops.aten.copy_}
+INDEXED = {torch.ops.aten.index, torch.ops.aten.index_put, torch.ops.aten.index_put_, torch.ops.aten._index_put_impl_}
+READS = {torch.Tag.data_dependent_output, torch.Tag.dynamic_output_shape}
+_one_at_a_time = threading.Lock()  # captures; and ``as_in_graph`` is not for several threads
+
+
+class DecodeStep:
+    """Forward of one new token per sequence for the steps of one call of ``generate``.
+
+    The first steps are launched, then one is captured, and later ones replay it. They start anew when the memory of the
+    cache is full. Any step that differs from the captured one in more than the values of tensors is an ordinary
+    forward, and so are all steps of a model that reads its tensors on the host.
+    """
+
+    def __init__(self, cache: Any, limit: int) -> None:
+        """Take the ``cache`` that was made for the call, and the most tokens of a sequence."""
+        self._cache, self._limit = cache, limit
+        self._buffers: _Buffers | None = None
+        self._setup: list[Any] = []  # of the model, and of the inputs, when a graph was first considered
+        self._is_fit: bool | None = None  # None: nobody has looked
+        self._launched = 0
+        self._replay: Callable[[], Any] | None = None
+
+    def __call__(self, model: nn.Module, **inputs: Any) -> Any:
+        """Return the output of ``model`` for ``inputs``, as ``model(**inputs)`` would."""
+        names = [name for name in CACHES if inputs.get(name) is self._cache]
+        if not names or not self._can_replay(model, inputs):
+            return model(**inputs)
+        if self._buffers is None or self._buffers.is_full():
+            self._replay, self._launched = None, 0  # frees the memory of the graph
+            self._buffers = _Buffers(self._cache, inputs, self._limit)
+        self._buffers.fill(inputs)
+        (name,) = names
+        inputs |= self._buffers.inputs | {name: self._buffers.cache}
+        if self._replay is not None:
+            results = self._replay()
+        else:
+            with _one_at_a_time:
+                results = self._launch(model, inputs)
+        for layer in self._cache.layers:
+            layer.extend()
+        made = {
+            key: self._cache if value is self._buffers.cache else tree_map_only(Tensor, torch.clone, value)
+            for key, value in results.items()
+        }
+        return type(results)(**made)
+
+    def _launch(self, model: nn.Module, inputs: dict[str, Any]) -> Any:
+        """Return the results of a step by its launches, or of the graph where there were enough of them."""
+        device = inputs["input_ids"].device
+        if self._launched >= LAUNCHES and _can_capture(device.type):  # other threads come and go
+            self._replay = capture(lambda: model(**inputs), device)
+            return self._replay()
+        self._launched += 1
+        with as_in_graph():  # the kernels that will be captured
+            if self._launched > 1:
+                return model(**inputs)
+            with _Watch() as watch:  # type: ignore[no-untyped-call]
+                results = model(**inputs)
+        self._is_fit = not watch.reads
+        return results
+
+    def _can_replay(self, model: nn.Module, inputs: dict[str, Any]) -> bool:
+        """Return True if a graph can hold this step, and if a captured one does."""
+        ids = inputs.get("input_ids")  # the chunks of a prompt come here, too, and may be embeddings
+        if self._is_fit is False or not isinstance(ids, Tensor) or ids.shape[-1] != 1:
+            return False
+        layers = self._cache.layers
+        if any(type(layer) is not GrowingLayer or not layer.is_initialized for layer in layers):
+            return False
+        setup = _setup(model, inputs)
+        if self._is_fit is None:
+            self._setup = setup
+            self._is_fit = self._limit - layers[0].get_seq_length() > MIN_STEPS and is_fit(model, inputs)
+        if not self._is_fit or setup != self._setup or len({layer.get_seq_length() for layer in layers}) > 1:
+            return False
+        if self._buffers is not None and not self._buffers.is_full():
+            return self._buffers.is_memory_of(layers)
+        self._is_fit = has_room(layers, self._limit)
+        return self._is_fit
+
+
+class FixedLayer(StaticLayer):
+    """Static layer in the memory of a ``GrowingLayer``; the number of its tokens is a tensor []."""
+
+    keys: Tensor
+    values: Tensor
+
+    def __init__(self, rows: tuple[Tensor, ...], length: Tensor) -> None:
+        super().__init__(max_cache_len=rows[0].shape[2])  # type: ignore[no-untyped-call]
+        self.keys, self.values = rows
+        self.cumulative_length, self.device = length, length.device
+        self.is_initialized = True
+
+    def update(self, key_states: Tensor, value_states: Tensor, *args: Any, **kwargs: Any) -> tuple[Tensor, Tensor]:
+        """Write the keys and values of one token, and return all of the memory."""
+        place = self.cumulative_length.view(1)
+        self.keys.index_copy_(2, place, key_states)
+        self.values.index_copy_(2, place, value_states)
+        self.cumulative_length.add_(1)
+        return self.keys, self.values
+
+
+class _Buffers:
+    """Tensors at fixed addresses that a step reads and changes: its inputs and its cache."""
+
+    def __init__(self, cache: Any, inputs: dict[str, Any], limit: int) -> None:
+        self._layers = cache.layers
+        self._tokens = _tokens(self._layers, limit)
+        self._rows = [layer.reserve(self._tokens) for layer in self._layers]
+        self._lengths = torch.zeros(len(self._layers), dtype=torch.int64, device=inputs["input_ids"].device)
+        self.inputs = {name: given.clone() for name, given in inputs.items() if isinstance(given, Tensor)}
+        if (mask := self.inputs.get("attention_mask")) is not None:
+            self.inputs["attention_mask"] = mask.new_zeros(mask.shape[0], self._tokens)
+        rows = [tuple(t[:, :, : self._tokens] for t in each) for each in self._rows]  # there may have been more already
+        self.cache = Cache(layers=[FixedLayer(*each) for each in zip(rows, self._lengths, strict=True)])
+
+    def is_full(self) -> bool:
+        return self._layers[0].get_seq_length() == self._tokens  # type: ignore[no-any-return]
+
+    def is_memory_of(self, layers: list[Any]) -> bool:
+        """Return True if ``layers`` still hold the beginning of the memory."""
+        return all(layer.is_in(rows) for layer, rows in zip(layers, self._rows, strict=True))
+
+    def fill(self, inputs: dict[str, Any]) -> None:
+        """Copy the ``inputs``; a mask [B, S] shows nothing of the memory behind the cache."""
+        self._lengths.fill_(self._layers[0].get_seq_length())
+        for name, buffer in self.inputs.items():
+            buffer[..., : inputs[name].shape[-1]].copy_(inputs[name])
+
+
+def step_for(generation_config: Any, mode: Any, cache: Any) -> DecodeStep | None:
+    """Return a step for a call of ``generate``, or None if its steps stay as they are.
+
+    ``disable_compile`` is how users of transformers ask for plain steps, and ``compile_config`` for their own.
+    """
+    asked = generation_config.compile_config is not None or generation_config.disable_compile
+    plain = type(cache) is DynamicCache and cache.layers and all(type(t) is GrowingLayer for t in cache.layers)
+    if asked or generation_config.is_assistant or mode not in MODES or not plain:
+        return None
+    return DecodeStep(cache, generation_config.max_length)
+
+
+def is_fit(model: Any, inputs: dict[str, Any]) -> bool:
+    """Return True if a step of ``model`` is code that is known, for one GPU, in plain inference.
+
+    transformers says which of its models need no number on the host. Adapters are those of PEFT's LoRA.
+    """
+    device = inputs["input_ids"].device
+    kind = device.type
+    if kind not in DEVICES or not getattr(model, "_can_compile_fullgraph", False):
+        return False
+    if _is_traced_or_changed(kind) or not _can_capture(kind):
+        return False
+    tensors = [value for name, value in inputs.items() if name in CHANGING and value is not None]
+    return (
+        all(is_local(t) and t.device == device for t in (*model.parameters(), *model.buffers(), *tensors))
+        and all(isinstance(value, PLAIN) for name, value in inputs.items() if name not in (*CHANGING, *CACHES))
+        and getattr(inputs.get("attention_mask"), "ndim", 2) == 2
+        and not (inputs.get("output_attentions") or model.config.output_attentions)  # they have the size of the memory
+        and getattr(model, "hf_quantizer", None) is None
+        and not (torch_module._global_forward_hooks or torch_module._global_forward_pre_hooks)
+        and all(map(_is_known, model.modules()))
+    )
+
+
+def _is_traced_or_changed(kind: str) -> bool:
+    """Return True if others see the ops of a step, or change them, while Python calls them."""
+    return (
+        torch.is_grad_enabled()
+        or torch.is_autocast_enabled(kind)
+        or torch.compiler.is_compiling()
+        or _get_current_dispatch_mode() is not None
+        or any(type(mode) is not DeviceContext for mode in _get_current_function_mode_stack())  # type: ignore[no-untyped-call]
+    )
+
+
+def _can_capture(kind: str) -> bool:
+    """Return True if this process can capture graphs, and other threads need not wait for that."""
+    here = threading.current_thread()
+    others = [thread for thread in threading.enumerate() if thread is not here]
+    return (DRAWS_APART or all(type(thread).__module__.startswith("tqdm.") for thread in others)) and (
+        kind != "cuda"
+        or (
+            not torch.version.hip
+            and not any(os.environ.get(name, "0") != "0" for name in DEBUGGING)
+            and torch.cuda.get_allocator_backend() == "native"
+            and not torch.cuda.is_current_stream_capturing()
+        )
+    )
+
+
+def _is_known(module: nn.Module) -> bool:
+    cls: Any = type(module)
+    code = f"{cls.__module__}.", f"{cls.forward.__module__}."
+    hooks = [hook for kind in HOOKS for hook in getattr(module, kind).values()]
+    return (
+        all(name.startswith(CODE) for name in code)
+        and "forward" not in module.__dict__
+        and not hasattr(cls, packed_lora.METHOD)  # changes the class of another module within its forward
+        and all(hook.__module__ in HARMLESS for hook in hooks)
+        and not module.training
+        and module._compiled_call_impl is None
+    )
+
+
+def _setup(model: nn.Module, inputs: dict[str, Any]) -> list[Any]:
+    """Return what a graph depends on, but for values of tensors: a step compares it with that of the capture."""
+    setup: list[Any] = [torch.is_inference_mode_enabled()]
+    for name, given in inputs.items():
+        if name in CHANGING and isinstance(given, Tensor):
+            setup += (name, given.shape[:-1], given.dtype, given.device, name == "attention_mask" or given.shape[-1])
+        elif name not in CACHES:
+            setup += (name, given if isinstance(given, PLAIN) else id(given))
+    stack: list[Any] = [model]
+    while stack:
+        module = stack.pop()
+        own = module.__dict__
+        hooks = len(own["_forward_hooks"]), len(own["_forward_pre_hooks"]), "forward" in own
+        setup += (module.__class__, own["training"], *hooks)
+        if "merged_adapters" in own:
+            setup += (repr(own.get(name)) for name in ADAPTERS)
+        for tensors in (own["_parameters"], own["_buffers"]):
+            for t in tensors.values():
+                if t is not None:
+                    setup.append(t.data_ptr())
+        stack.extend(child for child in own["_modules"].values() if child is not None)
+    return setup
+
+
+def _tokens(layers: list[Any], limit: int) -> int:
+    """Return the tokens that the memory of ``layers`` gets: a multiple of 64, since kernels depend on such sizes."""
+    length: int = layers[0].get_seq_length()
+    tokens = max(length + ROOM, length * 3 // 2)
+    return -(-(min(tokens, limit) if limit > length else tokens) // 64) * 64
+
+
+def has_room(layers: list[Any], limit: int) -> bool:
+    """Return True if the GPU has memory for larger ``layers`` and for a graph."""
+    free, total = free_memory(layers[0].keys.device)
+    tokens = _tokens(layers, limit)
+    grown: int = sum(t.nbytes // t.shape[2] * tokens for layer in layers for t in (layer.keys, layer.values))
+    return free - grown >= total // FREE
+
+
+def free_memory(device: torch.device) -> tuple[int, int]:
+    """Return the bytes that torch can still allocate on a GPU, and those that the GPU has."""
+    free, total = torch.cuda.mem_get_info(device)
+    return free + torch.cuda.memory_reserved(device) - torch.cuda.memory_allocated(device), total
+
+
+def capture(work: Callable[[], Any], device: torch.device) -> Callable[[], Any]:
+    """Return a function that runs the kernels of ``work`` again, and returns results that its next call overwrites.
+
+    torch first releases memory that it keeps, such as that of an earlier graph. The workspaces of cuBLAS are part of
+    the graph, so that two graphs on two streams do not share them, and of its memory, which ends with the graph.
+    """
+    graph = torch.cuda.CUDAGraph()
+    torch._C._cuda_clearCublasWorkspaces()
+    with (
+        torch.cuda.stream(torch.cuda.current_stream(device)),  # torch.cuda.graph restores it only after a success
+        # "thread_local": other threads may call CUDA meanwhile
+        torch.cuda.graph(graph, stream=_stream(device), capture_error_mode="thread_local"),
+    ):
+        results = work()
+    torch._C._cuda_clearCublasWorkspaces()
+
+    def replay() -> Any:
+        graph.replay()
+        return results
+
+    return replay
+
+
+@functools.cache
+def _stream(device: torch.device) -> Any:
+    return torch.cuda.Stream(device)  # type: ignore[no-untyped-call]
+
+
+class _Watch(TorchDispatchMode):  # type: ignore[no-untyped-call]
+    """Note in ``reads`` whether the host needs the values of tensors, or gives values of its own to the device."""
+
+    reads = False
+
+    def __torch_dispatch__(self, op: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        with self:  # inference mode does not take ops apart, which read, before it calls this
+            results = op.decompose(*args, **(kwargs or {}))
+        if results is not NotImplemented:
+            return results
+        results = op(*args, **(kwargs or {}))
+        packet = getattr(op, "overloadpacket", None)
+        tensors = [t for t in tree_leaves((args, kwargs, results)) if isinstance(t, Tensor)]
+        if packet in INDEXED:
+            self.reads |= any(t.dtype in (torch.bool, torch.uint8) for t in tree_leaves(args[1]) if t is not None)
+        else:
+            self.reads |= not READS.isdisjoint(getattr(op, "tags", ()))
+        self.reads |= len({t.device for t in tensors if t.dim() or packet in COPIES}) > 1
+        return results

@@ -1,0 +1,268 @@
+"""Calls of ``generate`` whose steps replay no graph: each of them generates as before."""
+
+import threading
+
+import accelerate
+import peft
+import pytest
+import torch
+import tqdm
+import transformers
+from conftest import DEVICE
+from test_generation import options
+from test_generation_caches import padded
+from test_generation_graphs import LONG, STEPS, family, patched, same_as_plain, tokens
+from torch.overrides import BaseTorchFunctionMode
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils.flop_counter import FlopCounterMode
+from transformers import DynamicCache, StaticCache
+from transformers.generation.configuration_utils import GenerationMode
+
+from liger_like.patches import decode_graphs
+from liger_like.patches.growing_cache import let_grow
+from liger_like.patching import patch
+
+pytestmark = [pytest.mark.filterwarnings("error:liger_like"), pytest.mark.usefixtures("references")]
+
+
+class Own(transformers.LlamaForCausalLM):
+    """A class whose code is not known."""
+
+    def forward(self, *args, **kwargs):
+        return super().forward(*args, **kwargs)
+
+
+def accelerated(model):
+    accelerate.dispatch_model(model, {"": DEVICE}, force_hooks=True)
+
+
+def hooked(model):
+    model.model.layers[0].mlp.register_forward_hook(lambda module, args, output: output * 2)
+
+
+def replaced(model):
+    forward = model.model.layers[0].mlp.forward
+    model.model.layers[0].mlp.forward = lambda x: forward(x) * 2
+
+
+def compiled(model):
+    model.compile(backend="eager")
+
+
+def training(model):
+    model.train()
+
+
+CHANGED = {change.__name__: change for change in (accelerated, hooked, replaced, compiled, training)}
+CALLS = {
+    "disable_compile": {"disable_compile": True},
+    "beams": {"num_beams": 2},
+    "prompt lookup": {"prompt_lookup_num_tokens": 2},
+    "few steps": {"max_new_tokens": decode_graphs.MIN_STEPS},
+    "attention weights": {"output_attentions": True, "return_dict_in_generate": True},
+    "no cache": {"use_cache": False},
+}
+
+
+class Dispatched(TorchDispatchMode):
+    def __torch_dispatch__(self, op, types, args=(), kwargs=None):
+        return op(*args, **(kwargs or {}))
+
+
+WAYS = {
+    "autocast": lambda: torch.autocast(DEVICE, torch.bfloat16),
+    "counter": lambda: FlopCounterMode(display=False),
+    "dispatch": Dispatched,
+    "function": BaseTorchFunctionMode,
+}
+
+
+@pytest.mark.parametrize("change", CHANGED)
+def test_models_that_keep_plain_steps(change, graphs):
+    model, inputs, _ = patched()
+    CHANGED[change](model)
+    same_as_plain(model, inputs)
+    assert not graphs
+
+
+@pytest.mark.parametrize("call", CALLS)
+def test_calls_that_keep_plain_steps(call, graphs):
+    model, inputs, _ = patched()
+    inputs = {name: t[:1] for name, t in inputs.items()}  # prompt lookup takes one
+    made = same_as_plain(model, inputs, **CALLS[call])
+    assert not graphs
+    if call == "attention weights":
+        assert made.attentions[-1][0].shape[-1] == made.sequences.shape[1] - 1
+
+
+INPUTS = {
+    "none": {},
+    "positions": {"position_ids": torch.zeros(1, 1, dtype=torch.int64, device=DEVICE)},
+    "another tensor": {"token_type_ids": torch.ones(1, 1, device=DEVICE)},
+    "masks of layers": {"attention_mask": {"full_attention": None}},
+    "a bias": {"attention_mask": torch.ones(1, 1, 1, 4, device=DEVICE)},
+    "another device": {"attention_mask": torch.ones(1, 4, device="meta")},
+    "a list": {"logits_to_keep": [1]},
+}
+
+
+@torch.no_grad()
+@pytest.mark.usefixtures("graphs")
+@pytest.mark.parametrize("name", INPUTS)
+def test_inputs_that_a_graph_can_hold(name):
+    model, ids = family("Llama"), torch.ones(1, 1, dtype=torch.int64, device=DEVICE)
+    fit = decode_graphs.is_fit(model, {"input_ids": ids, "use_cache": True, **INPUTS[name]})
+    assert fit == (name in ("none", "positions"))
+
+
+def test_adapters_of_packed_experts_keep_plain_steps():
+    targets = {"r": 2, "target_modules": ["q_proj"], "target_parameters": ["experts.gate_up_proj"]}
+    model = peft.get_peft_model(family("Mixtral"), peft.LoraConfig(**targets)).eval()
+    patch(model)
+    unknown = {type(m).__name__ for m in model.base_model.model.modules() if not decode_graphs._is_known(m)}
+    assert unknown == {"ParamWrapper"}
+
+
+@pytest.mark.parametrize("mode", GenerationMode)
+def test_modes_that_may_replay(mode):
+    """An assistant takes tokens back, and beams change rows."""
+    cache = DynamicCache(config=family("Llama").config)
+    let_grow(cache)
+    step = decode_graphs.step_for(options(**LONG), mode, cache)
+    assert (step is not None) == (mode in (GenerationMode.GREEDY_SEARCH, GenerationMode.SAMPLE))
+
+
+@pytest.mark.parametrize("way", WAYS)
+def test_contexts_that_keep_plain_steps(way, graphs):
+    model, inputs, _ = patched()
+    with WAYS[way]():
+        same_as_plain(model, inputs)
+    assert not graphs
+
+
+@pytest.mark.parametrize("name", ["Gemma2", "GptOss", "Mistral", "Llama4"])
+def test_windows_keep_plain_steps(name, graphs):
+    model, inputs, expected = patched(name)
+    assert torch.equal(tokens(model, inputs), expected)
+    assert not graphs
+
+
+def test_a_class_of_the_user_keeps_plain_steps(graphs):
+    model = family("Llama")
+    model.__class__ = Own
+    patch(model)
+    same_as_plain(model, padded())
+    assert not graphs
+
+
+def test_a_gpu_without_memory_keeps_plain_steps(graphs, monkeypatch):
+    model, inputs, expected = patched()
+    monkeypatch.setattr(decode_graphs, "free_memory", lambda device: (100 << 20, 1 << 30))
+    assert torch.equal(tokens(model, inputs), expected)
+    assert not graphs
+
+
+def test_a_cache_of_the_user_keeps_plain_steps(graphs):
+    model, inputs, expected = patched()
+    for cache in (DynamicCache(config=model.config), StaticCache(config=model.config, max_cache_len=64)):
+        config = options(**LONG | {"disable_compile": isinstance(cache, StaticCache)})
+        assert torch.equal(model.generate(**inputs, past_key_values=cache, generation_config=config), expected)
+    assert not graphs
+
+
+@pytest.mark.parametrize("mode", [torch.no_grad, torch.inference_mode])
+def test_a_model_that_reads_its_tensors_keeps_plain_steps(mode, graphs, monkeypatch):
+    """This RoPE takes other frequencies when the sequence gets long: the host compares positions."""
+    rope = {"rope_type": "dynamic", "rope_theta": 1e4, "factor": 2.0, "original_max_position_embeddings": 32}
+    model, inputs, expected = patched(rope_parameters=rope)
+    seen, launch = [], decode_graphs.DecodeStep._launch
+
+    def noted(step, *args):
+        results = launch(step, *args)
+        seen.append(step._is_fit)
+        return results
+
+    monkeypatch.setattr(decode_graphs.DecodeStep, "_launch", noted)
+    with mode():
+        assert torch.equal(tokens(model, inputs), expected)
+    assert seen == [False]
+    assert not graphs
+
+
+def test_a_rope_that_changes_on_the_device(graphs):
+    """The same for long contexts. Some versions of transformers compare on the device; all then drop the cache."""
+    factors = {"short_factor": [1.0] * 4, "long_factor": [4.0] * 4, "original_max_position_embeddings": 32}
+    rope = {"rope_type": "longrope", "rope_theta": 1e4, **factors}
+    model, inputs, _ = patched("Phi3", rope_parameters=rope, original_max_position_embeddings=32)
+    same_as_plain(model, inputs)
+
+
+READING = {
+    "item": lambda t: t.sum().item(),
+    "branch": lambda t: bool(t.sum() > 0),
+    "nonzero": lambda t: t.nonzero(),
+    "places": lambda t: t[t > 0],
+    "written places": lambda t: t.clone().__setitem__(t > 0, t[:2] * 1),
+    "equal": lambda t: torch.equal(t, t),
+    "unique": lambda t: t.unique(),
+    "repeats": lambda t: t.repeat_interleave(t.long()),
+}
+HOST = {
+    "list": lambda t: t.tolist(),
+    "copy": lambda t: t.cpu(),
+    "numbers": lambda t: torch.tensor([1.0], device="cuda"),
+    "moved": lambda t: torch.ones(2).cuda(),
+    "copied": lambda t: t.copy_(torch.ones(2)),
+}
+NOT_READING = {
+    "rows": lambda t: t[torch.zeros(2, dtype=torch.int64, device=DEVICE)],
+    "masked": lambda t: t.clone().masked_fill_(t > 0, 1.0),
+    "product": lambda t: t * 2 + t.shape[0],
+    "top": lambda t: t.topk(1),
+}
+
+
+@pytest.mark.parametrize("inference", [False, True])
+@pytest.mark.parametrize("name", [*READING, *NOT_READING])
+def test_reads_are_noted(name, inference):
+    t = torch.tensor([1.0, 2.0, 0.0], device=DEVICE)
+    with torch.inference_mode(inference), decode_graphs._Watch() as watch:
+        (READING | NOT_READING)[name](t)
+    assert watch.reads == (name in READING)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("inference", [False, True])
+@pytest.mark.parametrize("name", HOST)
+def test_copies_between_devices_are_noted(name, inference):
+    t = torch.ones(2, device="cuda")
+    with torch.inference_mode(inference), decode_graphs._Watch() as watch:
+        HOST[name](t)
+    assert watch.reads
+
+
+@pytest.mark.parametrize("other", [threading.Thread(), tqdm.TMonitor])
+def test_threads_that_may_draw_numbers(other, graphs, monkeypatch):
+    """Before version 2.13 of torch a random number in another thread is an error during a capture."""
+    model, inputs, expected = patched()
+    others = [object.__new__(other)] if isinstance(other, type) else [other]
+    monkeypatch.setattr(decode_graphs, "DRAWS_APART", False)
+    monkeypatch.setattr(threading, "enumerate", lambda: [threading.current_thread(), *others])
+    assert torch.equal(tokens(model, inputs), expected)
+    assert graphs == [STEPS - 3] * isinstance(other, type)
+
+
+def test_a_thread_that_comes_before_the_capture(graphs, monkeypatch):
+    model, inputs, expected = patched()
+    others, launch = [], decode_graphs.DecodeStep._launch
+
+    def noted(step, *args):
+        results = launch(step, *args)
+        others[:] = [threading.Thread()] if step._launched < 5 else []
+        return results
+
+    monkeypatch.setattr(decode_graphs, "DRAWS_APART", False)
+    monkeypatch.setattr(threading, "enumerate", lambda: [threading.current_thread(), *others])
+    monkeypatch.setattr(decode_graphs.DecodeStep, "_launch", noted)
+    assert torch.equal(tokens(model, inputs), expected)
+    assert graphs == [STEPS - 1 - 5]
