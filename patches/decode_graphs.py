@@ -15,7 +15,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 from torch.nn.modules import module as torch_module
-from torch.overrides import _get_current_function_mode_stack
+from torch.overrides import TorchFunctionMode, _get_current_function_mode_stack
 from torch.utils._device import DeviceContext
 from torch.utils._python_dispatch import TorchDispatchMode, _get_current_dispatch_mode
 from torch.utils._pytree import tree_leaves, tree_map_only
@@ -42,6 +42,8 @@ HARMLESS = {"transformers.utils.output_capturing", unpacked.__name__}
 COPIES = {torch.ops.aten._to_copy, torch.ops.aten.copy_}
 INDEXED = {torch.ops.aten.index, torch.ops.aten.index_put, torch.ops.aten.index_put_, torch.ops.aten._index_put_impl_}
 READS = {torch.Tag.data_dependent_output, torch.Tag.dynamic_output_shape}
+# these make tensors of numbers of the host, by copies that no dispatch mode sees
+MADE = {torch.tensor, torch.as_tensor, torch.asarray, torch.Tensor.new_tensor, torch.Tensor.new}
 _one_at_a_time = threading.Lock()  # captures; and ``as_in_graph`` is not for several threads
 
 
@@ -96,9 +98,9 @@ class DecodeStep:
         with as_in_graph():  # the kernels that will be captured
             if self._launched > 1:
                 return model(**inputs)
-            with _Watch() as watch:  # type: ignore[no-untyped-call]
+            with _Numbers() as numbers, _Watch() as watch:  # type: ignore[no-untyped-call]
                 results = model(**inputs)
-        self._is_fit = not watch.reads
+        self._is_fit = not (watch.reads or numbers.made)
         return results
 
     def _can_replay(self, model: nn.Module, inputs: dict[str, Any]) -> bool:
@@ -316,6 +318,17 @@ def capture(work: Callable[[], Any], device: torch.device) -> Callable[[], Any]:
 @functools.cache
 def _stream(device: torch.device) -> Any:
     return torch.cuda.Stream(device)  # type: ignore[no-untyped-call]
+
+
+class _Numbers(TorchFunctionMode):
+    """Note in ``made`` whether the host makes a tensor of its own numbers on a device."""
+
+    made = False
+
+    def __torch_function__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        result = function(*args, **(kwargs or {}))
+        self.made |= function in MADE and result.device.type != "cpu"
+        return result
 
 
 class _Watch(TorchDispatchMode):  # type: ignore[no-untyped-call]

@@ -338,10 +338,10 @@ def test_memory_of_graphs_does_not_add_up(graphs):
 @pytest.mark.parametrize("name", ["Llama", "Mixtral"])
 def test_bf16_takes_the_captured_kernels(name, graphs):
     """Logits agree up to rounding until a token differs, which a tie may do."""
-    model = family(name).bfloat16()
+    model, inputs = family(name).bfloat16(), padded()
     patch(model)
     how = {"output_logits": True, "return_dict_in_generate": True}
-    plain, made = tokens(model, padded(), **how, disable_compile=True), tokens(model, padded(), **how)
+    plain, made = tokens(model, inputs, **how, disable_compile=True), tokens(model, inputs, **how)
     assert graphs == [STEPS - 3]
     same = (made.sequences == plain.sequences).all(0)[15:].tolist()
     agreed = same.index(False) + 1 if False in same else STEPS

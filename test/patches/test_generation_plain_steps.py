@@ -210,9 +210,16 @@ READING = {
 HOST = {
     "list": lambda t: t.tolist(),
     "copy": lambda t: t.cpu(),
-    "numbers": lambda t: torch.tensor([1.0], device="cuda"),
     "moved": lambda t: torch.ones(2).cuda(),
     "copied": lambda t: t.copy_(torch.ones(2)),
+}
+NUMBERS = {
+    "tensor": lambda t: torch.tensor([1.0], device=t.device),
+    "scalar": lambda t: torch.tensor(1.0, device=t.device),
+    "as_tensor": lambda t: torch.as_tensor([1.0], device=t.device),
+    "asarray": lambda t: torch.asarray([1.0], device=t.device),
+    "new_tensor": lambda t: t.new_tensor([1.0]),
+    "new": lambda t: t.new([1.0]),
 }
 NOT_READING = {
     "rows": lambda t: t[torch.zeros(2, dtype=torch.int64, device=DEVICE)],
@@ -239,6 +246,25 @@ def test_copies_between_devices_are_noted(name, inference):
     with torch.inference_mode(inference), decode_graphs._Watch() as watch:
         HOST[name](t)
     assert watch.reads
+
+
+@pytest.mark.parametrize("device", [pytest.param("cuda", marks=pytest.mark.gpu), "meta", "cpu"])
+@pytest.mark.parametrize("name", NUMBERS)
+def test_numbers_of_the_host_are_noted(name, device):
+    """They are copied where no dispatch mode sees it; a tensor of the CPU needs no copy."""
+    t = torch.ones(2, device=device)
+    with decode_graphs._Numbers() as numbers:
+        t.sum() * 2 + t.new_zeros(2)
+        assert not numbers.made
+        NUMBERS[name](t)
+    assert numbers.made == (device != "cpu")
+
+
+def test_a_model_that_makes_tensors_of_numbers_keeps_plain_steps(graphs, monkeypatch):
+    model, inputs, expected = patched()
+    monkeypatch.setattr(decode_graphs._Numbers, "made", True)
+    assert torch.equal(tokens(model, inputs), expected)
+    assert not graphs
 
 
 @pytest.mark.parametrize("other", [threading.Thread(), tqdm.TMonitor])
