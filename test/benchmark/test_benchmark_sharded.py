@@ -83,6 +83,7 @@ def planned_steps(rank, folder, names):
         losses = [step().item() for _ in range(4)]
         assert losses[0] == pytest.approx(math.log(sharded.TINY.vocab_size), rel=0.02), name
         assert losses[3] < losses[0], name
+        assert not setting.staged or losses == sharded_models.worst(*losses), name  # of all rows, on each process
         states = getattr(optimizer, "optim", optimizer).state.values()
         held = {
             "parameters": sum(map(size, [*model.parameters(), *model.buffers()])),
