@@ -50,8 +50,8 @@ class Processes(NamedTuple):
             file.touch()
             work = (self, folder, worker, args)
             several = [spawned.Process(target=_work, args=(rank, *work), daemon=True) for rank in range(self.count)]
-            with mock.patch.dict(os.environ, ENVIRONMENT):
-                for process in several:
+            for rank, process in enumerate(several):
+                with mock.patch.dict(os.environ, ENVIRONMENT, LOCAL_RANK=str(rank)):  # as torchrun sets it
                     process.start()
             failure = self._failure(several)
             for process in several:

@@ -23,6 +23,7 @@ from benchmark.common.markdown import RESULTS, Row, result_files
 from benchmark.training import long_context, planned
 from benchmark.training.plan_report import FILES, tables, write_report
 from benchmark.training.sharded import FULL as SHARDED
+from benchmark.training.sharded_settings import SETTINGS as SHARDED_SETTINGS
 from benchmark.training.small import MODELS as SMALL_MODELS
 from benchmark.training.sweeps import FULL, SWITCHES, VARIANTS
 from benchmark.training.training import MODELS, SELECTIVE, SETTINGS
@@ -96,6 +97,11 @@ def of_sharded(result: Row, file: str) -> Iterator[Job]:
             mesh = {"fsdp": 1, "cp": gpus} if spread else {"fsdp": gpus}
             how = Setting(1, row["length"], dtype="fp32", **mesh, **fields(name, True))
             yield Job(file, f"{gpus} x 1 x {row['length']}", name, SHARDED.config, how, row)
+    for name, (row,) in result["parts"].get("planned", {}).items():
+        if "gib" in row:
+            how, model = Setting(**row["fields"]), SHARDED_SETTINGS[name][0]
+            text = f"{model}, {how.batch} x {how.seq}"
+            yield Job(file, text, f"liger_like, {how.text()}", SHARDED.planned[model], how, row)
 
 
 def of_small(result: Row, file: str) -> Iterator[Job]:

@@ -11,9 +11,10 @@ from typing import Any, NamedTuple
 
 import torch
 import torch.distributed as dist
-from torch import Tensor
+from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
+from torch.distributed.tensor import DTensor
 from transformers import AutoModelForCausalLM, PreTrainedConfig, PreTrainedModel
 
 from benchmark.common.markdown import Row
@@ -76,11 +77,17 @@ def build(prepare: Preparation, config: PreTrainedConfig, mesh: DeviceMesh) -> P
     model.to_empty(device=DEVICE)
     with torch.device(DEVICE):
         model.model.rotary_emb = type(model.model.rotary_emb)(model.config)  # to_empty left its buffers without values
+    fill(model, config.initializer_range)
+    return model
+
+
+@torch.no_grad()
+def fill(model: nn.Module, std: float) -> None:
+    """Give a model random weights, and norms weights of one; each process draws its own shards."""
     torch.manual_seed(dist.get_rank())
     for parameter in model.parameters():
-        shard = parameter.to_local()
-        shard.normal_(std=config.initializer_range) if parameter.dim() > 1 else shard.fill_(1)
-    return model
+        shard = parameter.to_local() if isinstance(parameter, DTensor) else parameter
+        shard.normal_(std=std) if parameter.dim() > 1 else shard.fill_(1)
 
 
 def step_of(contestant: Contestant, config: PreTrainedConfig) -> Callable[[Tensor], Tensor]:

@@ -13,12 +13,14 @@ TITLES = {
     "loss": "Vocabulary-parallel loss",
     "context": "Context-parallel attention",
     "longest": "The longest sequence that was trained, and the next one tried",
+    "planned": "Training steps in the terms of `liger-like plan`",
 }
 COLUMNS = {
     "fsdp": ("a GPU's batch", "", "step ms", "tokens/s", "peak GiB"),
     "loss": ("", "ms", "peak MiB", "bytes a logit", "loss"),
     "context": ("", "forward ms", "TFLOP/s a GPU", SHARE, "both ms", "TFLOP/s a GPU", SHARE, "error"),
     "longest": ("", "tokens", "peak GiB", "the next length"),
+    "planned": ("", "step ms", "tokens/s", "peak GiB", "reserved", "outside of torch"),
 }
 GIST = {"fsdp": (3, 4), "loss": (1, 2), "context": (6,), "longest": (1, 3)}  # the columns of the short table
 
@@ -52,7 +54,18 @@ def longest_cells(name: str, row: Row, gpus: int) -> list[str]:
     return [name, number(row.get("length"), ",d"), number(row.get("gib"), ".1f"), further]
 
 
-CELLS = {"fsdp": fsdp_cells, "loss": loss_cells, "context": context_cells, "longest": longest_cells}
+def planned_cells(name: str, row: Row, gpus: int) -> list[str]:
+    sizes = (number(row.get(key), ".1f") for key in ("gib", "reserved", "outside"))
+    return [name, row.get("reason") or number(row["ms"], ",.0f"), number(row.get("tokens"), ",.0f"), *sizes]
+
+
+CELLS = {
+    "fsdp": fsdp_cells,
+    "loss": loss_cells,
+    "context": context_cells,
+    "longest": longest_cells,
+    "planned": planned_cells,
+}
 
 
 def by_setting(contestants: Mapping[str, Iterable[Row]]) -> Iterator[tuple[str, dict[str, Row]]]:
@@ -78,8 +91,8 @@ def gist(part: str, cells: Sequence[str]) -> str:
 def overview(result: Row) -> str:
     """Return the main figures of each part, with contestants side by side."""
     parts = [f"{result['gpus']} x {result['gpu']}, {result['date']}.\n"]
-    for part, title in TITLES.items():
-        rows = []
+    for part in GIST:
+        title, rows = TITLES[part], []
         for setting, several in by_setting(result["parts"].get(part, {})):
             cells = {name: gist(part, CELLS[part](name, row, result["gpus"])) for name, row in several.items()}
             rows.append((f"{title}, {setting}" if setting else title, cells))

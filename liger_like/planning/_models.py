@@ -252,12 +252,12 @@ def step_of(model: Any, setting: Setting, context: Any, index: int) -> Callable[
     return step
 
 
-def mesh_of(setting: Setting) -> Any:
+def mesh_of(setting: Setting, device: str = "cpu") -> Any:
     """Return the mesh of ``setting``, with the dimensions of ``examples/parallel.py``."""
     from torch.distributed.device_mesh import init_device_mesh
 
     names = "pp", "fsdp", "cp", "tp"
-    return init_device_mesh("cpu", tuple(getattr(setting, name) for name in names), mesh_dim_names=names)
+    return init_device_mesh(device, tuple(getattr(setting, name) for name in names), mesh_dim_names=names)
 
 
 def context_of(setting: Setting, mesh: Any) -> Any:

@@ -34,5 +34,16 @@ def test_failures_are_rows():
     ]
 
 
+def local_rank():
+    """Yield the rank that torchrun would set; each process has its own."""
+    rank = os.environ["LOCAL_RANK"]
+    assert rank == str(dist.get_rank())
+    yield {"rank": rank}
+
+
+def test_processes_have_their_local_rank():
+    assert Processes(2, 60).run(local_rank) == [{"rank": "0"}]
+
+
 def test_the_end_of_the_time_is_a_row():
     assert Processes(2, 5).run(worker, ["wait"]) == [{"reason": "more than 5 s"}]

@@ -1,5 +1,9 @@
 """The benchmark of sharded training: its tiny form, and its report."""
 
+import json
+import math
+from pathlib import Path
+
 import pytest
 import torch
 import torch.distributed as dist
@@ -7,8 +11,10 @@ from distributed import run
 from transformers import AutoModelForCausalLM
 
 from benchmark.common import measure
-from benchmark.training import sharded, sharded_models, sharded_ops, sharded_report
+from benchmark.training import plan, sharded, sharded_models, sharded_ops, sharded_report, sharded_settings
 from benchmark.training.training import SELECTIVE, nothing
+from liger_like.planning import Setting, predict
+from liger_like.planning._tracer import rounded
 
 SIZES = sharded.QUICK
 
@@ -64,6 +70,84 @@ def losses_of_training(name):
     return [loss.item() for loss in losses]
 
 
+FEW = [*sharded.SETTINGS][: len(sharded_settings.WAYS)]
+
+
+def planned_steps(rank, folder, names):
+    """Train by each setting, and write what the process then has in memory."""
+    for name, fields in sharded_settings.fields_of(names, dist.get_world_size(), SIZES.share).items():
+        setting = Setting(**fields)
+        mesh = sharded_settings.mesh_of(setting, "cpu")
+        model, optimizer = sharded_settings.made(setting, sharded.TINY, mesh)
+        step = sharded_settings.step_of(setting, sharded.TINY, mesh, model, optimizer)
+        losses = [step().item() for _ in range(4)]
+        assert losses[0] == pytest.approx(math.log(sharded.TINY.vocab_size), rel=0.02), name
+        assert losses[3] < losses[0], name
+        assert not setting.staged or losses == sharded_models.worst(*losses), name  # of all rows, on each process
+        states = getattr(optimizer, "optim", optimizer).state.values()
+        held = {
+            "parameters": sum(map(size, [*model.parameters(), *model.buffers()])),
+            "optimizer": sum(size(t) for state in states for t in state.values()),
+        }
+        Path(folder, f"{name} {rank}").write_text(json.dumps(held))
+
+
+def size(tensor):
+    return rounded(getattr(tensor, "_local_tensor", tensor).nbytes)
+
+
+@pytest.mark.skipif(sharded.GPU, reason="the sizes are those of gloo's processes")
+@pytest.mark.usefixtures("references")
+@pytest.mark.parametrize(("gpus", "names"), [(2, FEW), (4, FEW[-1:])])
+def test_planned_steps_hold_what_their_setting_says(gpus, names, monkeypatch, tmp_path):
+    """Parameters and moments of the process with the most are those of the trace, to a byte."""
+    monkeypatch.setenv("TRITON_INTERPRET", "0")
+    run(planned_steps, gpus, str(tmp_path), names)
+    settings = sharded_settings.fields_of(names, gpus, SIZES.share)
+    assert len(settings) == (5 if gpus == 2 else 1)
+    for name, fields in settings.items():
+        setting = Setting(**fields)
+        assert (setting.gpus, setting.batch) == (gpus, 2 * gpus)
+        found = predict(sharded.TINY, setting).by_kind
+        held = [json.loads((tmp_path / f"{name} {rank}").read_text()) for rank in range(gpus)]
+        for kind in held[0]:
+            assert found[kind] * 2**30 == max(each[kind] for each in held), (name, kind)
+
+
+class Interrupted:
+    """Processes of a run that is ended in the third setting."""
+
+    def __init__(self, count, timeout):
+        self.count, self.calls = 4, 0
+
+    def run(self, worker, setting, config):
+        self.calls += 1
+        if self.calls == 3:
+            raise KeyboardInterrupt
+        return [{"ms": 100.0, "tokens": 1e5, "gib": 20.0, "reserved": 25.0, "outside": 1.5}]
+
+
+def test_rows_are_written_at_once_and_can_be_predicted(monkeypatch, tmp_path):
+    monkeypatch.setattr(sharded, "Processes", Interrupted)
+    monkeypatch.setattr(sharded, "GPU", True)
+    monkeypatch.setattr(measure, "RESULTS", tmp_path)
+    monkeypatch.setattr("sys.argv", ["sharded", "--parts", "planned", "--settings", "11", "10", "1"])
+    with pytest.raises(KeyboardInterrupt):
+        sharded.main()
+    result = json.loads((tmp_path / "sharded-no-gpu-4x.json").read_text())
+    zero, layers = plan.of_sharded(result, "sharded-no-gpu-4x")
+    assert zero.text == "Llama-3.2-1B, untied, 16 x 4096"
+    assert zero.name == "liger_like, ddp 4, zero 1, rows 4, no checkpointing"
+    assert zero.setting == Setting(4, 4096, fsdp=4, zero=1)
+    assert layers.setting == Setting(16, 4096, tp=4, dtype="fp32")
+    assert layers.config.num_hidden_layers == 8
+    for job, least, most in ((zero, 22.7, 23.0), (layers, 28, 34)):
+        row = plan.predicted(job)
+        assert least < row["predicted"] < most
+        assert row["predicted_ms"] > 200
+        assert (row["gib"], row["ms"]) == (20.0, 100.0)
+
+
 def test_next_length():
     ladder = (8, 12, 16, 24, 32)
     assert sharded_models.next_length(ladder, 8, above=1.0, room=3.0) == 24
@@ -74,6 +158,7 @@ def test_next_length():
     assert (lengths[:4], lengths[-2:]) == ((8192, 12288, 16384, 24576), (3 << 20, 4 << 20))
 
 
+SIZES_OF_A_ROW = {"gib": 20.0, "reserved": 25.0, "outside": 1.5}
 RESULT = {
     "gpu": "GPU",
     "gpus": 2,
@@ -101,6 +186,10 @@ RESULT = {
         "longest": {
             "transformers": [{"length": 8192, "gib": 100.0, "next": 12288, "reason": "out of memory"}],
             "Liger": [{"reason": "out of memory"}],
+        },
+        "planned": {
+            FEW[0]: [{"fields": {"fsdp": 2, "zero": 0}, "ms": 100.0, "tokens": 3e5} | SIZES_OF_A_ROW],
+            FEW[1]: [{"fields": {"fsdp": 2, "zero": 1}, "reason": "out of memory"}],
         },
     },
 }
@@ -136,6 +225,13 @@ The longest sequence that was trained, and the next one tried:
 |---|---|---|---|
 | transformers | 8,192 | 100.0 | 12,288: out of memory |
 | Liger | - | - | out of memory |
+
+Training steps in the terms of `liger-like plan`:
+
+|  | step ms | tokens/s | peak GiB | reserved | outside of torch |
+|---|---|---|---|---|---|
+| Llama-3.2-1B, untied, DDP | 100 | 300,000 | 20.0 | 25.0 | 1.5 |
+| Llama-3.2-1B, untied, ZeRO-1 | out of memory | - | - | - | - |
 """
 OVERVIEW = r"""2 x GPU, 2026-01-01.
 
