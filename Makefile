@@ -19,7 +19,7 @@ PARALLEL := --numprocesses auto --dist worksteal
 OLDEST := $(addprefix test/,benchmark/test_coverage.py::test_families patches/test_patches_vision.py \
 	patches/test_patching_recognition.py patches/test_patches_experts.py patches/test_patches_every_expert.py patches/test_patches_experts_report.py \
 	patches/test_patches_routers.py patches/test_patches_balance.py patches/test_generation.py patches/test_generation_caches.py patches/test_generation_latents.py \
-	patches/test_rewriting.py)
+	patches/test_rewriting.py ops/test_compiled.py ops/test_glu_linear.py)
 # every kernel with its flags: the other tests of ops launch no further combination of them
 NEWEST := $(addprefix test/,runtime/test_tiles.py ops/test_norms_and_rope.py ops/test_weight_gradient.py ops/test_router_logits.py \
 	attention/test_attention_programs.py) \
@@ -40,9 +40,9 @@ test: $(ready)
 test-gpu: $(ready)
 	$(py) -m pytest -m gpu $(ARGS)
 
-# the oldest transformers allowed, by the tests that see most of its classes
-test-oldest: $(ready) .cache/transformers-5.17.0
-	PYTHONPATH=$(CURDIR)/.cache/transformers-5.17.0:$(PYTHONPATH) $(py) -m pytest $(PARALLEL) $(OLDEST)
+# the oldest transformers allowed, by the tests that see most of its classes, and the oldest torch, by compiled graphs
+test-oldest: $(ready) .cache/transformers-5.17.0 .cache/torch-2.11.0
+	PYTHONPATH=$(CURDIR)/.cache/transformers-5.17.0:$(CURDIR)/.cache/torch-2.11.0:$(PYTHONPATH) $(py) -m pytest $(PARALLEL) $(OLDEST)
 
 # the newest Triton, by the tests that launch every kernel
 test-newest: $(ready) .cache/triton-3.9.0
@@ -131,6 +131,11 @@ install = $(py) -m pip install -qq --disable-pip-version-check
 .cache/triton-%: | $(ready)
 	@echo "Installing triton $* into $@"
 	@$(install) --no-deps --target $@ triton==$*
+
+# with its Triton, whose interpreter does not know newer versions of numpy
+.cache/torch-%: | $(ready)
+	@echo "Installing torch $* into $@"
+	@$(install) --target $@ torch==$* numpy==2.3.5
 
 # with what newer ones have no use for
 .cache/transformers-%: | $(ready)

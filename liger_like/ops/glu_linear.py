@@ -16,6 +16,8 @@ from liger_like.runtime.autograd import apply, once_differentiable
 from liger_like.runtime.registry import op
 from liger_like.runtime.support import autocast_dtype, is_local, unhooked, use_kernel
 
+OLD_DYNAMO = torch.__version__ < "2.13"  # it takes torch.compiler.is_exporting() for True wherever it traces
+
 
 @op(
     "glu_bwd_y_for_dy(Tensor(a!) dy, Tensor gate, Tensor? up, str act, bool[2] needs) -> (Tensor dgate, Tensor dup)",
@@ -98,14 +100,14 @@ def glu_linear(act: str, linear: Callable[[Tensor], Tensor], gate: Tensor, up: T
     The backward recomputes that input in the kernel of the gradients of gate and up. This moves 6 tensors instead of 5
     and saves one tensor less. A linear layer that is not a plain trained ``nn.Linear`` is called as it is.
     """
-    if torch.compiler.is_compiling() and torch.is_grad_enabled() and not torch.compiler.is_exporting():
+    exporting = torch.compiler._is_exporting_flag if OLD_DYNAMO else torch.compiler.is_exporting()
+    if torch.compiler.is_compiling() and torch.is_grad_enabled() and not exporting:
         # the partitioner saves the input of a product, unless a checkpoint says to recompute that input
         return linear(checkpoint(GLUS[act], gate, up, use_reentrant=False))
     if not (torch.is_grad_enabled() and use_kernel(gate) and _is_plain(linear, gate)):
         return linear(GLUS[act](gate, up))
     check_halves(gate, up)
     operands = gate, up, linear.weight, linear.bias
-    exporting = torch.compiler.is_compiling()
     if not exporting and torch._C._autograd._top_saved_tensors_default_hooks(True) is None:  # not in a checkpoint
         return apply(_GLULinear, *operands, act, True)
     kept = apply(_GLULinear, *operands, act, False)
