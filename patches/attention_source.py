@@ -15,6 +15,8 @@ from liger_like.patches import UnrecognisedError, bare, where
 
 # functions of transformers that make a mask; others look for padding, as for chunks
 MAKERS = {"create_causal_mask", "create_sliding_window_causal_mask", "create_recurrent_attention_mask"}
+# calls that a count of positions may consist of
+COUNTING = {"arange", "expand", "get_seq_length", "repeat", "unsqueeze", "view"}
 
 
 def eager_function(cls: type[Any]) -> Callable[..., Any] | None:
@@ -73,40 +75,68 @@ def looks_into_a_mask_it_makes(cls: Any) -> bool:
 
 
 @functools.cache
-def only_makes_masks(cls: Any) -> bool:
-    """Return True if the forward of ``cls`` counts positions that it is not given, and only makes masks of its mask.
+def only_makes_masks(forward: Callable[..., Any]) -> bool:
+    """Return True if ``forward`` counts positions that it is not given, and only makes masks of its mask.
 
     It does so by MAKERS, which look at no more of a mask than that it does not have two dimensions.
     """
-    forward = inspect.unwrap(cls.forward)
+    forward = inspect.unwrap(forward)
     names = [*inspect.signature(forward).parameters]
     if not isinstance(forward, FunctionType) or not {"attention_mask", "position_ids"} <= {*names[2:]}:
         return False
-    code = [*ast.walk(tree_of(forward))]
+    try:
+        code = [*ast.walk(tree_of(forward))]
+    except UnrecognisedError:
+        return False
     counted = [node for node in code if isinstance(node, ast.If) and ast.unparse(node.test) == "position_ids is None"]
     above = {part: node for node in code for part in ast.iter_child_nodes(node)}
-    assigned = [node for node in code if isinstance(node, ast.Assign) and isinstance(node.targets[0], ast.Name)]
-    makers, passed = {*MAKERS}, {"attention_mask"}
-    for node in assigned:
+    makers, passed = _makers(forward), {"attention_mask"}
+    assigned = (node for node in code if isinstance(node, ast.Assign) and isinstance(node.targets[0], ast.Name))
+    for node in sorted(assigned, key=lambda node: node.lineno):
         match node.value:
-            case ast.IfExp(body=ast.Name(id=one), orelse=ast.Name(id=other)) if {one, other} <= MAKERS:
+            case ast.IfExp(body=ast.Name(id=one), orelse=ast.Name(id=other)) if {one, other} <= makers:
                 makers.add(ast.unparse(node.targets[0]))
-            case ast.Dict(keys=keys) if "'attention_mask'" in map(ast.unparse, filter(None, keys)):
+            case ast.Dict(values=values) if passed & {*map(ast.unparse, values)}:
                 passed.add(ast.unparse(node.targets[0]))
-    read = [
-        node for node in code if isinstance(node, ast.Name) and isinstance(node.ctx, ast.Load) and node.id in passed
-    ]
-    made = bool(counted) and all("torch.arange(" in ast.unparse(node) for node in counted)
-    return made and all(_is_for_a_mask(node, above, makers) for node in read)
+    read = [node for node in code if isinstance(node, ast.Name) and isinstance(node.ctx, ast.Load)]
+    made = bool(counted) and all(_counts(node.body) for node in counted)
+    return made and all(_is_for_a_mask(node, above, makers) for node in read if node.id in passed)
+
+
+def _makers(forward: FunctionType) -> set[str]:
+    """Return the names by which ``forward`` finds MAKERS of transformers; other code may have its own functions."""
+    from transformers import masking_utils
+
+    own = {*forward.__code__.co_varnames, *forward.__code__.co_cellvars}
+    found = {name: forward.__globals__.get(name) for name in MAKERS - own}
+    return {name for name, maker in found.items() if maker is getattr(masking_utils, name, 0)}
+
+
+def _counts(body: list[ast.stmt]) -> bool:
+    """Return True if ``body`` computes positions that rise by one: a range, perhaps moved and of another shape."""
+    code = [node for each in body for node in ast.walk(each)]
+    calls = [node for node in code if isinstance(node, ast.Call)]
+    names = [getattr(call.func, "attr", "") for call in calls]
+    ranges = [call for call, name in zip(calls, names, strict=True) if name == "arange"]
+    moved = all(isinstance(node.op, ast.Add) for node in code if isinstance(node, ast.BinOp | ast.AugAssign))
+    return moved and {*names} <= COUNTING and bool(ranges) and all(len(call.args) < 3 for call in ranges)
 
 
 def _is_for_a_mask(node: ast.AST, above: dict[ast.AST, ast.AST], makers: set[str]) -> bool:
     """Return True if ``node`` is an argument of ``makers``, or of the question whether it is a dict."""
     match above[node]:
-        case ast.Dict() as together:
-            return isinstance(above[together], ast.Assign)
-        case ast.NamedExpr() as named:
-            return _is_for_a_mask(named, above, makers)
+        case ast.Dict(keys=keys) as together:
+            to: Any = above[together]
+            named = isinstance(to, ast.Assign) and [type(target) for target in to.targets] == [ast.Name]
+            return named and "'block_sequence_ids'" not in map(ast.unparse, filter(None, keys))
+        case ast.NamedExpr(target=ast.Name(id=name)) as alias:  # if not isinstance(name := mask, dict): name = ...
+            negated: Any = above[above[alias]]
+            asked: Any = above[negated]
+            replaced = [
+                ast.unparse(each.targets[0]) for each in getattr(asked, "body", ()) if isinstance(each, ast.Assign)
+            ]
+            known = isinstance(negated, ast.UnaryOp) and isinstance(asked, ast.If) and name in replaced
+            return known and _is_for_a_mask(alias, above, makers)
         case ast.keyword(arg=None | "attention_mask") as keyword:
             call: Any = above[keyword]
             overlaid = any(each.arg == "block_sequence_ids" for each in call.keywords)
