@@ -91,9 +91,8 @@ def _makers(forward: FunctionType) -> frozenset[str]:
 
 
 def _is_maker(function: Any) -> bool:
-    return getattr(
-        inspect.unwrap(function), "__module__", None
-    ) == "transformers.masking_utils" and not foreign_decorator(function)
+    theirs = getattr(inspect.unwrap(function), "__module__", None) == "transformers.masking_utils"
+    return theirs and not foreign_decorator(function)
 
 
 @functools.cache

@@ -54,12 +54,7 @@ PATCHES = [
     ),
     (SOURCE, "MAKERS - own", "MAKERS", "an argument is taken for transformers' function"),
     (SOURCE, " and not foreign_decorator(function)", "", "a decorated function is taken for transformers'"),
-    (
-        SOURCE,
-        'getattr(inspect.unwrap(function), "__module__", None) == "transformers.masking_utils" and ',
-        "",
-        "any function with the name is taken for transformers'",
-    ),
+    (SOURCE, "return theirs and ", "return ", "any function with the name is taken for transformers'"),
     (SOURCE, "{*names} <= COUNTING and ", "", "positions that a function makes are taken for counted"),
     (SOURCE, "return moved and ", "return ", "positions that are divided are taken for counted"),
     (SOURCE, "len(call.args) < 3", "True", "positions that rise by two are taken for counted"),
