@@ -12,9 +12,12 @@ from typing import Any
 from torch import nn
 
 from liger_like.patches import UnrecognisedError, bare, where
+from liger_like.patches.foreign import foreign_decorator
 
 # functions of transformers that make a mask; others look for padding, as for chunks
 MAKERS = {"create_causal_mask", "create_sliding_window_causal_mask", "create_recurrent_attention_mask"}
+# calls that a count of positions may consist of
+COUNTING = {"arange", "expand", "get_seq_length", "repeat", "unsqueeze", "view"}
 
 
 def eager_function(cls: type[Any]) -> Callable[..., Any] | None:
@@ -32,7 +35,7 @@ def tree_of(function: Callable[..., Any]) -> ast.AST:
     """Parse ``function`` beneath its decorators. Raises UnrecognisedError if it has no source."""
     try:
         return ast.parse(textwrap.dedent(inspect.getsource(inspect.unwrap(function))))
-    except OSError as error:
+    except (OSError, SyntaxError) as error:  # the source of a lambda may be part of an expression
         raise UnrecognisedError(f"{where(function)} has no source") from error
 
 
@@ -72,48 +75,85 @@ def looks_into_a_mask_it_makes(cls: Any) -> bool:
     return any(isinstance(use, ast.Name) and use.lineno > made.get(use.id, use.lineno) for use in uses)
 
 
-@functools.cache
-def only_makes_masks(cls: Any) -> bool:
-    """Return True if the forward of ``cls`` counts positions that it is not given, and only makes masks of its mask.
+def only_makes_masks(forward: Callable[..., Any]) -> bool:
+    """Return True if ``forward`` counts positions that it is not given, and only makes masks of its mask.
 
     It does so by MAKERS, which look at no more of a mask than that it does not have two dimensions.
     """
-    forward = inspect.unwrap(cls.forward)
-    names = [*inspect.signature(forward).parameters]
-    if not isinstance(forward, FunctionType) or not {"attention_mask", "position_ids"} <= {*names[2:]}:
+    forward = inspect.unwrap(forward)
+    return isinstance(forward, FunctionType) and _only_makes_masks(forward, _makers(forward))
+
+
+def _makers(forward: FunctionType) -> frozenset[str]:
+    """Return the names by which ``forward`` finds MAKERS of transformers; other code may have its own functions."""
+    own = {*forward.__code__.co_varnames, *forward.__code__.co_cellvars}
+    return frozenset(name for name in MAKERS - own if _is_maker(forward.__globals__.get(name)))
+
+
+def _is_maker(function: Any) -> bool:
+    theirs = getattr(inspect.unwrap(function), "__module__", None) == "transformers.masking_utils"
+    return theirs and not foreign_decorator(function)
+
+
+@functools.cache
+def _only_makes_masks(forward: FunctionType, makers: frozenset[str]) -> bool:
+    if not {"attention_mask", "position_ids"} <= {*[*inspect.signature(forward).parameters][2:]}:
         return False
-    code = [*ast.walk(tree_of(forward))]
+    try:
+        code = [*ast.walk(tree_of(forward))]
+    except UnrecognisedError:
+        return False
     counted = [node for node in code if isinstance(node, ast.If) and ast.unparse(node.test) == "position_ids is None"]
     above = {part: node for node in code for part in ast.iter_child_nodes(node)}
-    assigned = [node for node in code if isinstance(node, ast.Assign) and isinstance(node.targets[0], ast.Name)]
-    makers, passed = {*MAKERS}, {"attention_mask"}
-    for node in assigned:
+    passed = {"attention_mask"}
+    assigned = (node for node in code if isinstance(node, ast.Assign) and isinstance(node.targets[0], ast.Name))
+    for node in sorted(assigned, key=lambda node: node.lineno):
         match node.value:
-            case ast.IfExp(body=ast.Name(id=one), orelse=ast.Name(id=other)) if {one, other} <= MAKERS:
-                makers.add(ast.unparse(node.targets[0]))
-            case ast.Dict(keys=keys) if "'attention_mask'" in map(ast.unparse, filter(None, keys)):
+            case ast.IfExp(body=ast.Name(id=one), orelse=ast.Name(id=other)) if {one, other} <= makers:
+                makers |= {ast.unparse(node.targets[0])}
+            case ast.Dict(values=values) if passed & {*map(ast.unparse, values)}:
                 passed.add(ast.unparse(node.targets[0]))
-    read = [
-        node for node in code if isinstance(node, ast.Name) and isinstance(node.ctx, ast.Load) and node.id in passed
-    ]
-    made = bool(counted) and all("torch.arange(" in ast.unparse(node) for node in counted)
-    return made and all(_is_for_a_mask(node, above, makers) for node in read)
+    read = [node for node in code if isinstance(node, ast.Name) and isinstance(node.ctx, ast.Load)]
+    made = bool(counted) and all(_counts(node.body) for node in counted)
+    return made and all(_is_for_a_mask(node, above, makers) for node in read if node.id in passed)
 
 
-def _is_for_a_mask(node: ast.AST, above: dict[ast.AST, ast.AST], makers: set[str]) -> bool:
+def _counts(body: list[ast.stmt]) -> bool:
+    """Return True if ``body`` computes positions that rise by one: a range, perhaps moved and of another shape."""
+    code = [node for each in body for node in ast.walk(each)]
+    calls = [node for node in code if isinstance(node, ast.Call)]
+    names = [getattr(call.func, "attr", "") for call in calls]
+    ranges = [call for call, name in zip(calls, names, strict=True) if name == "arange"]
+    moved = all(isinstance(node.op, ast.Add) for node in code if isinstance(node, ast.BinOp | ast.AugAssign))
+    return moved and {*names} <= COUNTING and bool(ranges) and all(len(call.args) < 3 for call in ranges)
+
+
+def _is_for_a_mask(node: ast.AST, above: dict[ast.AST, ast.AST], makers: frozenset[str]) -> bool:
     """Return True if ``node`` is an argument of ``makers``, or of the question whether it is a dict."""
     match above[node]:
-        case ast.Dict() as together:
-            return isinstance(above[together], ast.Assign)
-        case ast.NamedExpr() as named:
-            return _is_for_a_mask(named, above, makers)
+        case ast.Dict(keys=keys, values=values) as together:
+            to: Any = above[together]
+            named = isinstance(to, ast.Assign) and [type(target) for target in to.targets] == [ast.Name]
+            return named and _is_plain([ast.unparse(key).strip("'") if key else "" for key in keys], values)
+        case ast.NamedExpr(target=ast.Name(id=name)) as alias:  # if not isinstance(name := mask, dict): name = ...
+            negated: Any = above[above[alias]]
+            asked: Any = above[negated]
+            body = asked.body if isinstance(asked, ast.If) and isinstance(negated, ast.UnaryOp) else []
+            replaced = [ast.unparse(each.targets[0]) for each in body if isinstance(each, ast.Assign)]
+            return name in replaced and _is_for_a_mask(alias, above, makers)
         case ast.keyword(arg=None | "attention_mask") as keyword:
             call: Any = above[keyword]
-            overlaid = any(each.arg == "block_sequence_ids" for each in call.keywords)
-            return ast.unparse(call.func) in makers and not overlaid
+            plain = _is_plain([each.arg or "" for each in call.keywords], [each.value for each in call.keywords])
+            return ast.unparse(call.func) in makers and not call.args and plain
         case ast.Call(func=ast.Name(id="isinstance"), args=[_, ast.Name(id="dict")]):
             return True
     return False
+
+
+def _is_plain(names: list[str], values: list[ast.expr]) -> bool:
+    """Return True if arguments of a maker have no blocks to overlay, and the config whose attention is ours."""
+    given = dict(zip(names, map(ast.unparse, values), strict=True))
+    return "block_sequence_ids" not in given and given.get("config", "self.config") == "self.config"
 
 
 @functools.cache

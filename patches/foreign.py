@@ -88,6 +88,15 @@ def _foreign(module: nn.Module, forward: Any) -> str:
     return "" if forward is None or own or (hooks and bound_forwards(module)) else _name(function)
 
 
+def foreign_decorator(forward: Any) -> str:
+    """Return the full name of a decorator's function around the class's ``forward`` that is of no known library."""
+    while hasattr(forward, "__wrapped__"):
+        if _library(forward) not in LIBRARIES:
+            return _name(forward)
+        forward = forward.__wrapped__
+    return ""
+
+
 def hook_on(module: nn.Module) -> str:
     """Return the name of a hook on ``module``, or on all modules, that may read inputs or outputs; empty if none."""
     for kind in HOOKS:

@@ -6,11 +6,12 @@ from 0. To do so it waits for the GPU as each forward begins. In a graph it cann
 
 from typing import Any
 
+import torch
 from torch import nn
 
 from liger_like.patches import NAME
 from liger_like.patches.attention_source import only_makes_masks
-from liger_like.patches.foreign import foreign_forward
+from liger_like.patches.foreign import foreign_decorator, foreign_forward, hook_on
 
 GIVEN = "attention_mask", "position_ids", "past_key_values", "cache"
 
@@ -26,10 +27,8 @@ UNPACKED = Unpacked()
 
 def hook(module: nn.Module) -> None:
     """Hook the forward of ``module`` if it makes masks for our attention; do nothing where that is done."""
-    cls: Any = type(module)
     named = getattr(vars(module).get("config"), "_attn_implementation", None) == NAME
-    hooked = before_forward in module._forward_pre_hooks.values()
-    if named and not hooked and not foreign_forward(module) and only_makes_masks(cls):
+    if named and before_forward not in module._forward_pre_hooks.values() and _is_known(module):
         module.register_forward_pre_hook(before_forward, with_kwargs=True)
 
 
@@ -40,7 +39,22 @@ def unhook(module: nn.Module) -> None:
 
 
 def before_forward(module: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-    """Return the arguments, with ``UNPACKED`` as attention_mask if they have no mask, no positions and no cache."""
+    """Return the arguments, with ``UNPACKED`` as attention_mask if they have no mask, no positions and no cache.
+
+    No other code sees it: other hooks might read it, or add positions that are packed.
+    """
     if len(args) > 1 or any(kwargs.get(name) is not None for name in GIVEN):
         return args, kwargs
-    return args, kwargs | {"attention_mask": UNPACKED} if module.config._attn_implementation == NAME else kwargs
+    ours = module.config._attn_implementation == NAME and _is_alone(module)
+    return args, kwargs | {"attention_mask": UNPACKED} if ours else kwargs
+
+
+@torch.compiler.assume_constant_result  # type: ignore[untyped-decorator]
+def _is_alone(module: nn.Module) -> bool:
+    return not hook_on(module) and _is_known(module)
+
+
+def _is_known(module: nn.Module) -> bool:
+    """Return True if ``module`` runs a forward that only makes masks of its mask, which may change after patching."""
+    forward = type(module).forward
+    return not foreign_forward(module) and not foreign_decorator(forward) and only_makes_masks(forward)

@@ -1,7 +1,9 @@
 """Patched models do not search positions that they count themselves for packed sequences."""
 
 import copy
+import functools
 import pickle
+import types
 
 import pytest
 import torch
@@ -9,6 +11,7 @@ import transformers
 from test_patches_attention import pair
 from tiny_models import batch, results
 from transformers import masking_utils
+from transformers.masking_utils import create_causal_mask, create_sliding_window_causal_mask
 
 import liger_like
 from liger_like.patches import NAME, attention, unpacked
@@ -99,6 +102,83 @@ def test_a_model_whose_forward_was_replaced_has_no_hook(device):
     assert not hooks(original)
 
 
+def packs(module, args, kwargs):
+    """Give a model positions of two documents: a hook before its forward."""
+    tokens = kwargs["input_ids"]
+    documents = torch.arange(tokens.shape[1], device=tokens.device) % 7
+    return args, kwargs | {"position_ids": documents.expand(len(tokens), -1)}
+
+
+def pads(module, args, kwargs):
+    """Hide the last tokens in the mask, which it makes if there is none."""
+    mask = kwargs.get("attention_mask")
+    mask = torch.ones_like(kwargs["input_ids"]) if mask is None else mask.clone()
+    mask[:, -3:] = 0
+    return args, kwargs | {"attention_mask": mask}
+
+
+def reads(module, args, kwargs, output):
+    """Do something with the mask after a forward."""
+    assert kwargs.get("attention_mask") is None
+
+
+def change(module, hook):
+    """Replace the forward of ``module`` by another that changes its arguments."""
+    forward = module.forward
+    module.forward = lambda *args, **kwargs: forward(*args, **hook(module, args, kwargs)[1])
+
+
+def changed(forward, hook):
+    """The forward of a class, which changes its arguments."""
+    return functools.wraps(forward)(lambda self, *args, **kwargs: forward(self, *args, **hook(self, args, kwargs)[1]))
+
+
+CHANGES = {
+    "hook": lambda module, hook: module.register_forward_pre_hook(hook, with_kwargs=True),
+    "forward": change,
+}
+
+
+@pytest.mark.parametrize("hook", [packs, pads])
+@pytest.mark.parametrize("how", CHANGES)
+def test_other_code_does_not_see_the_placeholder(how, hook, device):
+    patched, original = pair("Mistral", device)
+    inputs = batch(device) | {"use_cache": False}
+    whole = results(original, inputs)
+    for model in (patched, original):
+        CHANGES[how](model.model, hook)
+    expected, got = results(original, inputs), results(patched, inputs)
+    assert not torch.allclose(expected["loss"], whole["loss"])
+    for name, t in expected.items():
+        torch.testing.assert_close(got[name], t)
+
+
+@pytest.mark.parametrize("hook", [packs, pads])
+@pytest.mark.parametrize("late", [False, True])
+def test_a_decorated_class_does_not_see_the_placeholder(late, hook, monkeypatch, device):
+    cls = transformers.MistralModel
+    patched, original = pair("Mistral", device)
+    if not late:
+        liger_like.unpatch(patched)
+    monkeypatch.setattr(cls, "forward", changed(cls.forward, hook))
+    liger_like.patch(patched)
+    inputs = batch(device) | {"use_cache": False}
+    expected, got = results(original, inputs), results(patched, inputs)
+    for name, t in expected.items():
+        torch.testing.assert_close(got[name], t)
+
+
+def test_a_hook_after_the_forward_does_not_see_the_placeholder(searches, device):
+    patched, _ = pair("Llama", device)
+    handle = patched.model.register_forward_hook(reads, with_kwargs=True)
+    patched(**batch(device), use_cache=False)
+    assert searches
+    handle.remove()
+    searches.clear()
+    patched(**batch(device), use_cache=False)
+    assert not searches
+
+
 def test_without_our_attention_there_is_no_hook(device):
     _, original = pair("Llama", device)
     liger_like.patch(original, attention=False)
@@ -117,13 +197,6 @@ def test_a_forward_does_not_wait_for_the_gpu():
         patched(input_ids=tokens, use_cache=False)
     finally:
         torch.cuda.set_sync_debug_mode("default")
-
-
-def create_causal_mask(**_):
-    """Stand for transformers' function."""
-
-
-create_sliding_window_causal_mask = create_causal_mask
 
 
 class Whole:
@@ -177,10 +250,32 @@ class Overlays:
         return create_causal_mask(attention_mask=attention_mask, position_ids=position_ids, block_sequence_ids=x)
 
 
+class OverlaysTogether:
+    def forward(self, x, attention_mask=None, position_ids=None):
+        if position_ids is None:
+            position_ids = torch.arange(3)
+        kwargs = {"attention_mask": attention_mask, "position_ids": position_ids, "block_sequence_ids": x}
+        return create_causal_mask(**kwargs)
+
+
 class Counts:
     def forward(self, x, attention_mask=None, position_ids=None):
         if position_ids is None:
-            position_ids = self.positions_of(x)
+            position_ids = self.positions_of(torch.arange(3))
+        return create_causal_mask(attention_mask=attention_mask, position_ids=position_ids)
+
+
+class CountsTwice:
+    def forward(self, x, attention_mask=None, position_ids=None):
+        if position_ids is None:
+            position_ids = torch.arange(3) // 2
+        return create_causal_mask(attention_mask=attention_mask, position_ids=position_ids)
+
+
+class CountsByTwo:
+    def forward(self, x, attention_mask=None, position_ids=None):
+        if position_ids is None:
+            position_ids = torch.arange(0, 6, 2)
         return create_causal_mask(attention_mask=attention_mask, position_ids=position_ids)
 
 
@@ -191,12 +286,102 @@ class First:
         return create_causal_mask(attention_mask=attention_mask, position_ids=position_ids)
 
 
-@pytest.mark.parametrize(
-    ("cls", "only"),
-    [(Whole, True), (Together, True)] + [(cls, False) for cls in (Reads, HandsOn, Changes, Overlays, Counts, First)],
-)
+class Renames:
+    def forward(self, x, attention_mask=None, position_ids=None):
+        if position_ids is None:
+            position_ids = torch.arange(3)
+        kwargs = {"mask": attention_mask}
+        return create_causal_mask(attention_mask=attention_mask, position_ids=position_ids), self.other(**kwargs)
+
+
+class Copies:
+    def forward(self, x, attention_mask=None, position_ids=None):
+        if position_ids is None:
+            position_ids = torch.arange(3)
+        kwargs = {"attention_mask": attention_mask, "position_ids": position_ids}
+        others = {**kwargs}
+        return create_causal_mask(**kwargs), self.other(**others)
+
+
+class Keeps:
+    def forward(self, x, attention_mask=None, position_ids=None):
+        if position_ids is None:
+            position_ids = torch.arange(3)
+        self.kwargs = {"attention_mask": attention_mask}
+        return create_causal_mask(attention_mask=attention_mask, position_ids=position_ids)
+
+
+class Aliases:
+    def forward(self, x, attention_mask=None, position_ids=None):
+        if position_ids is None:
+            position_ids = torch.arange(3)
+        if not isinstance(masks := attention_mask, dict):
+            x = create_causal_mask(attention_mask=attention_mask, position_ids=position_ids)
+        return x, masks
+
+
+class Asks:
+    def forward(self, x, attention_mask=None, position_ids=None):
+        if position_ids is None:
+            position_ids = torch.arange(3)
+        if isinstance(masks := attention_mask, dict) and x:
+            masks = create_causal_mask(attention_mask=attention_mask, position_ids=position_ids)
+        return masks
+
+
+class Other:
+    def forward(self, x, attention_mask=None, position_ids=None):
+        if position_ids is None:
+            position_ids = torch.arange(3)
+        return create_causal_mask(self.config.other, attention_mask=attention_mask, position_ids=position_ids)
+
+
+class OtherByName:
+    def forward(self, x, attention_mask=None, position_ids=None):
+        if position_ids is None:
+            position_ids = torch.arange(3)
+        return create_causal_mask(config=self.config.other, attention_mask=attention_mask, position_ids=position_ids)
+
+
+# fmt: off
+class Lambda:
+    forward = (None,
+               lambda self, x, attention_mask=None, position_ids=None: attention_mask)[1]
+# fmt: on
+
+
+class NoSource:
+    exec("def forward(self, x, attention_mask=None, position_ids=None): pass")
+
+
+class Shadows:
+    def forward(self, x, attention_mask=None, position_ids=None, create_causal_mask=None):
+        if position_ids is None:
+            position_ids = torch.arange(3)
+        return create_causal_mask(attention_mask=attention_mask, position_ids=position_ids)
+
+
+LOOK = [Reads, HandsOn, Changes, Overlays, OverlaysTogether, Counts, CountsTwice, CountsByTwo, First, Renames, Copies]
+LOOK += [Keeps, Aliases, Asks, Other, OtherByName, Lambda, NoSource, Shadows]
+
+
+@pytest.mark.parametrize(("cls", "only"), [(Whole, True), (Together, True)] + [(cls, False) for cls in LOOK])
 def test_forwards_that_look_into_the_mask_are_left_alone(cls, only):
-    assert only_makes_masks(cls) is only
+    assert only_makes_masks(cls.forward) is only
+
+
+def other(**kwargs):
+    """Make a mask as transformers does."""
+    return create_causal_mask(**kwargs)
+
+
+def test_functions_with_the_names_of_transformers_are_not_taken_for_those(monkeypatch):
+    assert only_makes_masks(Whole.forward)
+    decorated = functools.wraps(create_causal_mask)(types.FunctionType(other.__code__, globals()))
+    for function in (other, decorated):
+        with monkeypatch.context() as patch:
+            patch.setitem(Whole.forward.__globals__, "create_causal_mask", function)
+            assert not only_makes_masks(Whole.forward)
 
 
 @pytest.mark.parametrize("is_causal", [True, False])
