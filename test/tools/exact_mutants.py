@@ -64,7 +64,12 @@ EXACT = [
         "",
         "nothing tells that kernels have changed a gradient",
     ),
-    ("ops/glu_linear.py", "is_grad_enabled() and not exporting", "is_grad_enabled()", "a gated unit cannot be exported"),
+    (
+        "ops/glu_linear.py",
+        "is_grad_enabled() and not exporting",
+        "is_grad_enabled()",
+        "a gated unit cannot be exported",
+    ),
     ("ops/glu_linear.py", "if not exporting and torch._C", "if torch._C", "strict export breaks the graph"),
     ("runtime/registry.py", " or free_unbacked_symbols(tensors)", "", "a compiled graph needs sizes of the GPU"),
     (
