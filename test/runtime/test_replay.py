@@ -392,6 +392,21 @@ def test_other_threads():
     assert len(other.runs) == 4
 
 
+def test_a_call_that_failed_is_not_the_first():
+    """It has not compiled all kernels: a recording would miss one, and no later call would follow a plan."""
+    kernels, full = (Kernel(), Kernel()), [True]
+
+    def run(x):
+        for kernel in kernels:
+            launch(kernel, (1,), (x,), (1,), (1.0,), N=1)
+            if full and full.pop():
+                raise torch.OutOfMemoryError
+
+    with pytest.raises(torch.OutOfMemoryError):
+        called(run, torch.ones(4))
+    assert [called(run, torch.ones(4))[1] for _ in range(4)] == [False, False, True, True]
+
+
 def test_plans_do_not_pile_up(monkeypatch):
     monkeypatch.setattr(replay, "MOST", 3)
     for n in range(1, 9):

@@ -143,6 +143,23 @@ def test_a_function_in_grad_mode_makes_the_node_alone(doubling):
         op(torch.autograd.forward_ad.make_dual(same, same.detach()), same, factor=3.0)
 
 
+def test_a_call_that_failed_in_grad_mode_is_not_the_first(doubling):
+    linear, calls, full = linear_of(doubling[1]), [], [True]
+
+    @registry.together
+    def op(x, other):
+        calls.append(x)
+        if full and full.pop():
+            raise torch.OutOfMemoryError
+        return autograd.apply(linear, x, 1.0, other)
+
+    with pytest.raises(torch.OutOfMemoryError):
+        op(torch.randn(8, requires_grad=True), torch.randn(8))
+    for times in (2, 3, 3):
+        op(torch.randn(8, requires_grad=True), torch.randn(8))
+        assert len(calls) == times
+
+
 @pytest.mark.parametrize(("hidden", "times"), [(False, 2), (True, 4)])
 def test_a_function_of_one_tensor_and_one_result(hidden, times, doubling):
     """A tuple of one tensor stays a tuple, and a tensor is not taken apart; a node keeps no tensor of an older call."""
