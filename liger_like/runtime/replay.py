@@ -173,9 +173,11 @@ def repeat(
     plan = PLANS.get(key)
     if type(plan) is Plan and not any(plan.hooks):
         return plan(pointers, args, kwargs)
-    tensors = _second(plan, key, args, kwargs)
+    tensors = _second(plan, args, kwargs)
     if tensors is None:
-        return launch(*args, **kwargs)
+        results = launch(*args, **kwargs)
+        _note(key)
+        return results
     with Recording(tensors) as recording, launcher.told(recording):
         results = launch(*args, **kwargs)
     PLANS[key] = recording.plan(results) or False
@@ -194,9 +196,11 @@ def repeat_with_node(
     node = PLANS.get(key)
     if type(node) is Node and not any(node.hooks):
         return node(pointers, args, kwargs)
-    tensors = _second(node, key, args, kwargs)
+    tensors = _second(node, args, kwargs)
     if tensors is None:
-        return function(*args, **kwargs)
+        results = function(*args, **kwargs)
+        _note(key)
+        return results
     before = vars(_watched).copy()
     _watched.tensors, _watched.applied = tensors, []
     try:
@@ -207,12 +211,16 @@ def repeat_with_node(
     return results
 
 
-def _second(plan: Any, key: tuple[Any, ...], args: tuple[Any, ...], kwargs: dict[str, Any]) -> list[Tensor] | None:
-    """Return the tensors of a call if it is the second of ``key``, which is recorded: ``plan`` is then True."""
-    if plan is None:
+def _note(key: tuple[Any, ...]) -> None:
+    """Note that a call of ``key`` is done. Only then all of its kernels are compiled, and a recording finds them."""
+    if key not in PLANS:
         if len(PLANS) >= MOST:
             PLANS.clear()
         PLANS[key] = True
+
+
+def _second(plan: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> list[Tensor] | None:
+    """Return the tensors of a call if it is the second of its key, which is recorded: ``plan`` is then True."""
     tensors = tensors_of((*args, *kwargs.values()))
     several = len({*map(id, tensors)}) == len(tensors)  # a plan must know the arguments apart
     return tensors if plan is True and several else None

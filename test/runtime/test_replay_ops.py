@@ -143,6 +143,23 @@ def test_a_function_in_grad_mode_makes_the_node_alone(doubling):
         op(torch.autograd.forward_ad.make_dual(same, same.detach()), same, factor=3.0)
 
 
+def test_a_call_that_failed_in_grad_mode_is_not_the_first(doubling):
+    linear, calls, full = linear_of(doubling[1]), [], [True]
+
+    @registry.together
+    def op(x, other):
+        calls.append(x)
+        if full and full.pop():
+            raise torch.OutOfMemoryError
+        return autograd.apply(linear, x, 1.0, other)
+
+    with pytest.raises(torch.OutOfMemoryError):
+        op(torch.randn(8, requires_grad=True), torch.randn(8))
+    for times in (2, 3, 3):
+        op(torch.randn(8, requires_grad=True), torch.randn(8))
+        assert len(calls) == times
+
+
 @pytest.mark.parametrize(("hidden", "times"), [(False, 2), (True, 4)])
 def test_a_function_of_one_tensor_and_one_result(hidden, times, doubling):
     """A tuple of one tensor stays a tuple, and a tensor is not taken apart; a node keeps no tensor of an older call."""
@@ -312,6 +329,7 @@ MIXTURES = {
     "on Hopper": ("moe_experts", EXPERTS, True, ONE_PLAN),
     "adapters": ("moe_experts", EXPERTS | {"rank": 16}, True, ONE_PLAN),
     "adapters of transposed experts": ("moe_experts", EXPERTS | {"rank": 16, "turned": True}, False, ONE_PLAN),
+    "A of transposed experts, copied for TMA": ("moe_experts", EXPERTS | {"rank": 16, "turned": True}, True, ONE_PLAN),
     "three dimensions": ("moe_experts", EXPERTS | {"lead": (37, 1), "rank": 16}, True, {"_gradients": Plan} | SEVERAL),
     "router": ("moe_route", {"E": 8}, False, {"moe_route": Node, "_moe_route_bwd": Plan}),
 }

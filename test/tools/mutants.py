@@ -49,6 +49,7 @@ FILES = (
     "test/runtime/test_graphs_beside.py",
     "test/runtime/test_replay.py",
     "test/runtime/test_replay_ops.py",
+    "test/runtime/test_replay_values.py",
     "test/runtime/test_dispatch.py",
     "test/ops/test_experts.py",
     "test/ops/test_experts_lora.py",
