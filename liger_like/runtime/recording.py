@@ -12,6 +12,7 @@ from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
+from torch._prims_common import compute_required_storage_length
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_map_only
 from torch.utils.weak import WeakTensorKeyDictionary
@@ -160,11 +161,20 @@ def _described(kind: type, fields: dict[str, Any], place: int, pointers: list[An
 
 
 class _Seen:
-    """Stands for a tensor in a recording, which does not hold it: the launcher frees memory as it does without."""
+    """Stands for a tensor in a recording, which does not hold it: the launcher frees memory as it does without.
+
+    Nor does it ask for the storage. torch would keep a Python object of it, and then not add to this memory in place
+    where it sums gradients.
+    """
 
     def __init__(self, t: Tensor) -> None:
         self.layout = t.shape, t.stride(), t.dtype, t.storage_offset()
-        self.nbytes = t.untyped_storage().nbytes()
+
+    @property
+    def nbytes(self) -> int:
+        """Return the bytes from the beginning of the memory to the end of the tensor."""
+        shape, strides, dtype, offset = self.layout
+        return compute_required_storage_length(shape, strides, offset) * dtype.itemsize
 
 
 class Recording(TorchDispatchMode):

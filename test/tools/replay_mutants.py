@@ -185,6 +185,12 @@ REPLAY = [
     (RECORDING, "(copied, source), {}", "(copied, copied), {}", "a plan copies nothing"),
     (RECORDING, "clone.default and self._knows(args[0]):", "clone.default:", "a plan copies memory from outside"),
     (RECORDING, "size += -(-t.nbytes // ALIGNMENT) * ALIGNMENT", "size += ALIGNMENT", "memory of kernels overlaps"),
+    (
+        RECORDING,
+        "        self.layout = t.shape, t.stride(), t.dtype, t.storage_offset()\n",
+        "        self.layout = t.shape, t.stride(), t.dtype, t.storage_offset()\n        t.untyped_storage()\n",
+        "a sum of gradients takes new memory",
+    ),
     (RECORDING, "t.nbytes <= SMALL", "t.nbytes >= 0", "large memory is allocated at once"),
     (
         RECORDING,
