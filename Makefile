@@ -19,7 +19,7 @@ PARALLEL := --numprocesses auto --dist worksteal
 OLDEST := $(addprefix test/,benchmark/test_coverage.py::test_families patches/test_patches_vision.py \
 	patches/test_patching_recognition.py patches/test_patches_experts.py patches/test_patches_every_expert.py patches/test_patches_experts_report.py \
 	patches/test_patches_routers.py patches/test_patches_balance.py patches/test_generation.py patches/test_generation_caches.py patches/test_generation_latents.py \
-	patches/test_rewriting.py ops/test_compiled.py ops/test_glu_linear.py)
+	patches/test_rewriting.py patches/test_patches_unpacked.py ops/test_compiled.py ops/test_glu_linear.py)
 # every kernel with its flags: the other tests of ops launch no further combination of them
 NEWEST := $(addprefix test/,runtime/test_tiles.py ops/test_norms_and_rope.py ops/test_weight_gradient.py ops/test_router_logits.py \
 	attention/test_attention_programs.py) \

@@ -8,6 +8,7 @@ from typing import Any
 
 import torch
 from torch import nn
+from torch.nn.modules import module as hooks
 
 from liger_like.patches import NAME
 from liger_like.patches.attention_source import only_makes_masks
@@ -49,12 +50,19 @@ def before_forward(module: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -
     return args, kwargs | {"attention_mask": UNPACKED} if ours else kwargs
 
 
-@torch.compiler.assume_constant_result  # type: ignore[untyped-decorator]
-def _is_alone(module: nn.Module) -> bool:
-    return not hook_on(module) and _is_known(module)
+def _is_alone(module: Any) -> bool:
+    if not torch.compiler.is_compiling():
+        return not hook_on(module) and _is_known(module)
+    others = any(map(len, (module._forward_hooks, hooks._global_forward_hooks, hooks._global_forward_pre_hooks)))
+    bare = "forward" not in module.__dict__ and len(module._forward_pre_hooks) == 1 and not others
+    return bare and _makes_masks(type(module))
 
 
 def _is_known(module: nn.Module) -> bool:
     """Return True if ``module`` runs a forward that only makes masks of its mask, which may change after patching."""
-    forward = type(module).forward
-    return not foreign_forward(module) and not foreign_decorator(forward) and only_makes_masks(forward)
+    return not foreign_forward(module) and _makes_masks(type(module))
+
+
+@torch.compiler.assume_constant_result  # type: ignore[untyped-decorator]
+def _makes_masks(cls: Any) -> bool:
+    return not foreign_decorator(cls.forward) and only_makes_masks(cls.forward)

@@ -16,7 +16,7 @@ from transformers.masking_utils import create_causal_mask, create_sliding_window
 import liger_like
 from liger_like.patches import NAME, attention, unpacked
 from liger_like.patches.attention_source import only_makes_masks
-from liger_like.patches.unpacked import UNPACKED, before_forward
+from liger_like.patches.unpacked import UNPACKED, before_forward, unhook
 
 
 @pytest.fixture
@@ -102,6 +102,24 @@ def test_a_model_whose_forward_was_replaced_has_no_hook(device):
     assert not hooks(original)
 
 
+def test_a_graph_gets_the_placeholder(device):
+    """It is smaller: nothing searches the positions."""
+    patched, original = pair("Llama", device)
+    inputs, sizes = batch(device) | {"use_cache": False}, []
+
+    def count(graph, _):
+        sizes.append(len(graph.graph.nodes))
+        return graph.forward
+
+    patched.compile(fullgraph=True, backend=count)
+    got = results(patched, inputs)
+    for name, t in results(original, inputs).items():
+        torch.testing.assert_close(got[name], t)
+    unhook(patched.model)
+    patched(**inputs)
+    assert sizes[0] < sizes[-1]
+
+
 def packs(module, args, kwargs):
     """Give a model positions of two documents: a hook before its forward."""
     tokens = kwargs["input_ids"]
@@ -139,14 +157,17 @@ CHANGES = {
 }
 
 
+@pytest.mark.parametrize("compiled", [False, True])
 @pytest.mark.parametrize("hook", [packs, pads])
 @pytest.mark.parametrize("how", CHANGES)
-def test_other_code_does_not_see_the_placeholder(how, hook, device):
+def test_other_code_does_not_see_the_placeholder(how, hook, compiled, device):
     patched, original = pair("Mistral", device)
     inputs = batch(device) | {"use_cache": False}
     whole = results(original, inputs)
     for model in (patched, original):
         CHANGES[how](model.model, hook)
+    if compiled:
+        patched.compile(backend="eager")
     expected, got = results(original, inputs), results(patched, inputs)
     assert not torch.allclose(expected["loss"], whole["loss"])
     for name, t in expected.items():
