@@ -24,7 +24,7 @@ from liger_like.patches import (
 )
 from liger_like.patches.foreign import replaced_in_class
 from liger_like.patches.lm_head import LMHead
-from liger_like.runtime.autograd import is_differentiated, is_forward_only, once_differentiable
+from liger_like.runtime.autograd import is_untransformed, once_differentiable
 from liger_like.runtime.machine import is_watched
 from liger_like.runtime.support import autocast_dtype, is_local, unhooked
 
@@ -107,7 +107,7 @@ def operands(layer: Any, x: Tensor) -> tuple[Any, ...] | None:
     if len(names) != 1 or obstacle(layer, names[0]):
         return None
     base, a, b = (parts["base_layer"], *(parts[part]._modules[names[0]] for part in ("lora_A", "lora_B")))
-    if not (unhooked(base) and unhooked(a) and unhooked(b) and (is_differentiated() or is_forward_only())):
+    if not (unhooked(base) and unhooked(a) and unhooked(b) and is_untransformed()):
         return None
     w, bias, scale = base._parameters.get("weight"), base._parameters.get("bias"), layer.scaling[names[0]]
     a, b, cast = a._parameters.get("weight"), b._parameters.get("weight"), autocast_dtype(x)

@@ -45,7 +45,7 @@ def once_differentiable(backward: Callable[..., Any]) -> Callable[..., Any]:
 
     @functools.wraps(backward)
     def run(ctx: Any, *grads: Tensor | None) -> Any:
-        if torch.compiler.is_compiling() or not torch.is_grad_enabled():
+        if not torch.is_grad_enabled() or torch.compiler.is_compiling():
             return backward(ctx, *grads)
         if getattr(ctx, "grads_now", False):
             raise RuntimeError(TWICE)
@@ -81,15 +81,11 @@ class _Forgets:
 
 def is_forward_only() -> bool:
     """Return True if nothing differentiates: no backward follows, and neither a transform nor a dual level is there."""
-    return not torch.is_grad_enabled() and _is_plain()
+    return not torch.is_grad_enabled() and is_untransformed()
 
 
-def is_differentiated() -> bool:
-    """Return True in grad mode if only a backward differentiates."""
-    return torch.is_grad_enabled() and _is_plain()
-
-
-def _is_plain() -> bool:
+def is_untransformed() -> bool:
+    """Return True if nothing but a backward may differentiate: neither a transform nor a dual level is there."""
     return not torch._C._are_functorch_transforms_active() and forward_ad._current_level < 0
 
 

@@ -108,14 +108,10 @@ class _Free(NamedTuple):
 _Step = _Launch | _Call | _Make | _Free
 
 
-class _Memory:
+class _Memory(int):
     """The base of a descriptor: Triton asks for nothing but the pointer."""
 
-    def __init__(self, pointer: int) -> None:
-        self.pointer = pointer
-
-    def data_ptr(self) -> int:
-        return self.pointer
+    data_ptr = int.__int__
 
 
 class Plan(NamedTuple):
@@ -159,7 +155,7 @@ class Plan(NamedTuple):
 def _described(kind: type, fields: dict[str, Any], place: int, pointers: list[Any]) -> Any:
     """Return a new descriptor of the memory at ``place``: two threads may follow a plan at once."""
     descriptor = object.__new__(kind)
-    vars(descriptor).update(fields, base=_Memory(pointers[place]))
+    descriptor.__dict__ = fields | {"base": _Memory(pointers[place])}
     return descriptor
 
 

@@ -10,7 +10,7 @@ from torch._subclasses.fake_tensor import FakeTensor
 from torch._subclasses.functional_tensor import FunctionalTensor, FunctionalTensorMode
 from torch.utils.flop_counter import register_flop_formula
 
-from liger_like.runtime.autograd import is_differentiated, is_forward_only
+from liger_like.runtime.autograd import is_untransformed
 from liger_like.runtime.fallback import NotCompiledError
 from liger_like.runtime.launcher import is_recorded
 from liger_like.runtime.replay import is_here, repeat, repeat_with_node, signature
@@ -178,10 +178,10 @@ def together(function: F) -> F:
 
 def _again(args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[Any, Any]:
     """Return how a call is repeated, and its signature; None without one."""
-    if torch.compiler.is_compiling() or _is_heard():
+    if torch.compiler.is_compiling() or _is_heard() or not is_untransformed():
         return None, None
-    again = repeat if is_forward_only() else repeat_with_node if is_differentiated() else None
-    return again, again and signature((*args, *kwargs.values()))
+    again = repeat_with_node if torch.is_grad_enabled() else repeat
+    return again, signature((*args, *kwargs.values()))
 
 
 def on_shards(rule: Callable[..., Any], *, replayed: bool = False) -> Callable[[F], F]:

@@ -366,7 +366,7 @@ PATCHES = [
     (LORA, "unhooked(base) and ", "", "a hook on the base layer is skipped"),
     (LORA, "unhooked(a) and ", "", "a hook on A is skipped"),
     (LORA, "unhooked(b) and ", "", "another forward of B is skipped"),
-    (LORA, "(is_differentiated() or is_forward_only())", "True", "transforms of functions get the autograd function"),
+    (LORA, " and is_untransformed()", "", "transforms of functions get the autograd function"),
     (LORA, "w.requires_grad or ", "", "a trained weight gets no gradient"),
     (LORA, "(bias is not None and bias.requires_grad)", "False", "a trained bias gets no gradient"),
     (LORA, "is_local(w) and is_local(a) and is_local(b)", "True", "sharded weights are multiplied as local ones"),

@@ -158,7 +158,7 @@ REPLAY = [
         "elif not out.shape:\n            self.refuse()\n        return out",
         "an op of torch is left out",
     ),
-    (RECORDING, "base=_Memory(pointers[place])", "base=_Memory(pointers[0])", "a descriptor has the memory of another"),
+    (RECORDING, "_Memory(pointers[place])", "_Memory(pointers[0])", "a descriptor has the memory of another"),
     (
         RECORDING,
         "step[-1].layout == step[0][0].layout",
@@ -181,6 +181,7 @@ REPLAY = [
     (RECORDING, "if i in pointed or id(maker[0]) in read", "if True", "a plan allocates what nobody reads"),
     (RECORDING, "and id(t) not in read}", "}", "results take the memory of kernels"),
     (RECORDING, "places[i] = place, size", "places[i] = place, 0", "two tensors of kernels share memory"),
+    (RECORDING, "size += -(-t.nbytes // ALIGNMENT) * ALIGNMENT", "size += ALIGNMENT", "memory of kernels overlaps"),
     (RECORDING, "t.nbytes <= SMALL", "t.nbytes >= 0", "large memory is allocated at once"),
     (
         RECORDING,
@@ -290,6 +291,24 @@ REPLAY = [
         "a plan without the launches by Triton",
     ),
     ("runtime/launcher.py", "class _Told(threading.local)", "class _Told", "a plan has launches of other threads"),
-    ("runtime/registry.py", "repeat if is_forward_only() else", "repeat if True else", "plans lose gradients"),
+    (
+        "runtime/registry.py",
+        "repeat_with_node if torch.is_grad_enabled() else",
+        "repeat if True else",
+        "plans lose gradients",
+    ),
+    ("runtime/registry.py", " or not is_untransformed():", ":", "a plan serves forward-mode AD"),
+    (
+        FILE,
+        "        results = launch(*args, **kwargs)\n        _note(key)\n",
+        "        _note(key)\n        results = launch(*args, **kwargs)\n",
+        "a call that failed keeps later ones from a plan",
+    ),
+    (
+        FILE,
+        "        results = function(*args, **kwargs)\n        _note(key)\n",
+        "        _note(key)\n        results = function(*args, **kwargs)\n",
+        "a call that failed keeps later ones from a node",
+    ),
     ("runtime/registry.py", "is_compiling() or _is_heard():", "is_compiling():", "modes do not see a plan"),
 ]
