@@ -196,6 +196,10 @@ class Recording(TorchDispatchMode):
         tensors = tensors_of((*args, *kwargs.values()))
         if func in _EMPTY:
             self._make(partial(torch.empty_strided, tuple(out.shape), out.stride(), **_kind(out)), out)
+        elif func is _ATEN.clone.default and self._knows(args[0]):  # as contiguous() copies
+            self._make(partial(torch.empty_strided, tuple(out.shape), out.stride(), **_kind(out)), out)
+            copied, source = self.seen[out], self.seen[args[0]]
+            self.steps.append((_ATEN.copy_.default, (copied, source), {}, copied))
         elif func in _ZEROS:
             self._make(partial(torch.zeros, tuple(out.shape), **_kind(out)), out)
         elif (func in _VIEWS or func in _CALLS) and all(map(self._knows, tensors)) and _on_one_device(tensors, out):

@@ -212,7 +212,7 @@ def test_tensors_in_two_places():
 
 REFUSED = {
     "an op of torch": lambda kernel, x: launch(kernel, (1,), (x * 1,), (1,), (1.0,), N=1),
-    "a copy": lambda kernel, x: launch(kernel, (1,), (x.T.contiguous(),), (1,), (1.0,), N=1),
+    "a copy of memory from outside": lambda kernel, x: launch(kernel, (1,), (OUTSIDE.clone(),), (1,), (1.0,), N=1),
     "a copy on another device": lambda kernel, x: [x.to("meta")].clear(),
     "an op in place": lambda kernel, x: launch(kernel, (1,), (torch.empty_like(x).neg_(),), (1,), (1.0,), N=1),
     "a kernel that reads a result of torch": lambda kernel, x: launch(kernel, (1,), (x.sum(0),), (1,), (1.0,), N=1),
@@ -300,6 +300,25 @@ def test_large_memory_lives_as_long_as_without_a_plan(monkeypatch):
         *_, (_, _, third_ptr, view_ptr, *_), (_, same_ptr, apart_ptr, *_) = kernel.runs
         assert (third_ptr, same_ptr, view_ptr) == (third.data_ptr(), third.data_ptr(), apart_ptr + 32)
         del third
+
+
+@pytest.mark.parametrize("mode", [torch.no_grad, torch.inference_mode])
+def test_copies(mode):
+    """Each call copies its own argument, for kernels and as a result."""
+    kernel = Kernel(2)
+
+    def run(x):
+        columns = x[1:].T.contiguous()
+        launch(kernel, (1,), (x.T.contiguous(), columns), (1,), (1.0,), N=1)
+        return columns
+
+    for repeats in (False, False, True, True):
+        x = torch.randn(5, 8)
+        with mode():
+            columns, found = called(run, x)
+        assert (found, columns.is_contiguous()) == (repeats, True)
+        assert torch.equal(columns, x[1:].T)
+        assert kernel.runs[-1][2] == columns.data_ptr() != kernel.runs[-1][1] != x.data_ptr()
 
 
 def test_memory_that_lasts(monkeypatch):

@@ -329,6 +329,7 @@ MIXTURES = {
     "on Hopper": ("moe_experts", EXPERTS, True, ONE_PLAN),
     "adapters": ("moe_experts", EXPERTS | {"rank": 16}, True, ONE_PLAN),
     "adapters of transposed experts": ("moe_experts", EXPERTS | {"rank": 16, "turned": True}, False, ONE_PLAN),
+    "A of transposed experts, copied for TMA": ("moe_experts", EXPERTS | {"rank": 16, "turned": True}, True, ONE_PLAN),
     "three dimensions": ("moe_experts", EXPERTS | {"lead": (37, 1), "rank": 16}, True, {"_gradients": Plan} | SEVERAL),
     "router": ("moe_route", {"E": 8}, False, {"moe_route": Node, "_moe_route_bwd": Plan}),
 }

@@ -181,6 +181,9 @@ REPLAY = [
     (RECORDING, "if i in pointed or id(maker[0]) in read", "if True", "a plan allocates what nobody reads"),
     (RECORDING, "and id(t) not in read}", "}", "results take the memory of kernels"),
     (RECORDING, "places[i] = place, size", "places[i] = place, 0", "two tensors of kernels share memory"),
+    (RECORDING, "elif func is _ATEN.clone.default and", "elif False and", "a copy keeps adapters from a plan"),
+    (RECORDING, "(copied, source), {}", "(copied, copied), {}", "a plan copies nothing"),
+    (RECORDING, "clone.default and self._knows(args[0]):", "clone.default:", "a plan copies memory from outside"),
     (RECORDING, "size += -(-t.nbytes // ALIGNMENT) * ALIGNMENT", "size += ALIGNMENT", "memory of kernels overlaps"),
     (RECORDING, "t.nbytes <= SMALL", "t.nbytes >= 0", "large memory is allocated at once"),
     (
