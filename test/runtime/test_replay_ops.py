@@ -143,6 +143,18 @@ def test_a_function_in_grad_mode_makes_the_node_alone(doubling):
         op(torch.autograd.forward_ad.make_dual(same, same.detach()), same, factor=3.0)
 
 
+def test_a_plan_loses_no_tangent(doubling):
+    """Without gradients, too, where a plan would return a tensor without one."""
+    linear = linear_of(doubling[1])
+    op = registry.together(lambda x, other: autograd.apply(linear, x, 1.0, other))
+    with torch.no_grad():
+        for _ in range(3):
+            op(torch.randn(8), torch.randn(8))
+        assert Plan in map(type, replay.PLANS.values())
+        with torch.autograd.forward_ad.dual_level(), pytest.raises(RuntimeError, match="jvp"):
+            op(torch.autograd.forward_ad.make_dual(torch.randn(8), torch.randn(8)), torch.randn(8))
+
+
 def test_a_call_that_failed_in_grad_mode_is_not_the_first(doubling):
     linear, calls, full = linear_of(doubling[1]), [], [True]
 
