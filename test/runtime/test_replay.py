@@ -73,34 +73,6 @@ def scaled(kernel):
     return run
 
 
-def test_sums_of_gradients_take_the_memory_of_a_recorded_one():
-    """torch adds in place if nothing else holds the memory, nor a Python object of its storage."""
-    kernel, pointers = Kernel(2), []
-
-    def double(dy):
-        dx = torch.empty_like(dy)
-        launch(kernel, (1,), (dy, dx), (1,), (1.0,), N=1)
-        pointers.append(dx.data_ptr())
-        return dx
-
-    class Doubled(torch.autograd.Function):
-        @staticmethod
-        def forward(ctx, x):
-            return x * 2
-
-        @staticmethod
-        def backward(ctx, dy):
-            return called(double, dy)[0]
-
-    for _ in range(2):  # the second backward is recorded
-        x = torch.ones(8, requires_grad=True)
-        first = x * 3
-        (Doubled.apply(x) + first).sum().backward()
-        assert x.grad.data_ptr() == pointers[-1]
-    assert len(replay.PLANS) == 1
-    assert all(isinstance(plan, Plan) for plan in replay.PLANS.values())
-
-
 def test_a_repetition_launches_the_same():
     """The third call runs no launcher, and uses the memory of its own arguments and results."""
     kernel = Kernel(5)

@@ -5,7 +5,7 @@ from types import SimpleNamespace
 
 import pytest
 import torch
-from test_replay import Kernel, pretended  # noqa: F401  # a fixture of all tests
+from test_replay import Kernel, called, pretended  # noqa: F401  # a fixture of all tests
 from torch.profiler import profile
 from torch.utils.checkpoint import checkpoint
 from triton.runtime.interpreter import InterpretedFunction
@@ -36,6 +36,34 @@ def doubling(monkeypatch):
 
     yield kernel, double
     registry.LIBRARY._destroy()
+
+
+def test_sums_of_gradients_take_the_memory_of_a_recorded_one():
+    """torch adds in place if nothing else holds the memory, nor a Python object of its storage."""
+    kernel, pointers = Kernel(2), []
+
+    def double(dy):
+        dx = torch.empty_like(dy)
+        launch(kernel, (1,), (dy, dx), (1,), (1.0,), N=1)
+        pointers.append(dx.data_ptr())
+        return dx
+
+    class Doubled(torch.autograd.Function):
+        @staticmethod
+        def forward(ctx, x):
+            return x * 2
+
+        @staticmethod
+        def backward(ctx, dy):
+            return called(double, dy)[0]
+
+    for _ in range(2):  # the second backward is recorded
+        x = torch.ones(8, requires_grad=True)
+        first = x * 3
+        (Doubled.apply(x) + first).sum().backward()
+        assert x.grad.data_ptr() == pointers[-1]
+    assert len(replay.PLANS) == 1
+    assert all(isinstance(plan, Plan) for plan in replay.PLANS.values())
 
 
 def test_a_function_repeats_the_launches_of_its_ops(doubling):
@@ -141,6 +169,18 @@ def test_a_function_in_grad_mode_makes_the_node_alone(doubling):
     assert checked[-3:] == [False] * 3
     with torch.autograd.forward_ad.dual_level(), pytest.raises(RuntimeError, match="jvp"):
         op(torch.autograd.forward_ad.make_dual(same, same.detach()), same, factor=3.0)
+
+
+def test_a_plan_loses_no_tangent(doubling):
+    """Without gradients, too, where a plan would return a tensor without one."""
+    linear = linear_of(doubling[1])
+    op = registry.together(lambda x, other: autograd.apply(linear, x, 1.0, other))
+    with torch.no_grad():
+        for _ in range(3):
+            op(torch.randn(8), torch.randn(8))
+        assert Plan in map(type, replay.PLANS.values())
+        with torch.autograd.forward_ad.dual_level(), pytest.raises(RuntimeError, match="jvp"):
+            op(torch.autograd.forward_ad.make_dual(torch.randn(8), torch.randn(8)), torch.randn(8))
 
 
 def test_a_call_that_failed_in_grad_mode_is_not_the_first(doubling):

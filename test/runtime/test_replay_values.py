@@ -6,7 +6,6 @@ Memory that a plan allocates is never used again: it holds 0xFF, which is NaN, b
 import ctypes
 import threading
 import weakref
-from functools import partial
 from types import SimpleNamespace
 
 import numpy as np
@@ -33,12 +32,11 @@ class Memory(np.ndarray):
 
 @pytest.fixture(autouse=True)
 def executed(monkeypatch):
-    """Launches of plans run their kernels; return the list that keeps the memory of plans."""
+    """Launches of plans run their kernels."""
     kept = []
     monkeypatch.setattr(InterpretedFunction, "params", (), raising=False)
     monkeypatch.setattr(launcher, "start", started)
-    monkeypatch.setattr(torch, "empty_strided", partial(allocated, kept))
-    return kept
+    monkeypatch.setattr(torch, "empty_strided", lambda *args, **kind: allocated(kept, *args, **kind))
 
 
 def started(kernel, grid, given, options):
@@ -62,6 +60,7 @@ def pointed(pointer, dtype):
 
 
 def allocated(kept, shape, stride, *, dtype, device):
+    """Return memory of its own, which ``kept`` keeps from other use."""
     size = dtype.itemsize * (1 + sum((n - 1) * step for n, step in zip(shape, stride, strict=True))) * all(shape)
     raw = np.full(size + ALIGNMENT, 255, np.uint8)
     start = -raw.ctypes.data % ALIGNMENT
