@@ -215,7 +215,9 @@ def _note(key: tuple[Any, ...]) -> None:
     """Note that a call of ``key`` is done. Only then all of its kernels are compiled, and a recording finds them."""
     if key not in PLANS:
         if len(PLANS) >= MOST:
-            PLANS.clear()
+            once = [known for known, plan in [*PLANS.items()] if plan is True]  # of sizes that differ in each step
+            for known in once if len(once) > MOST // 2 else [*PLANS]:
+                PLANS.pop(known, None)
         PLANS[key] = True
 
 

@@ -426,8 +426,22 @@ def test_a_call_that_failed_is_not_the_first():
     assert [called(run, torch.ones(4))[1] for _ in range(4)] == [False, False, True, True]
 
 
-def test_plans_do_not_pile_up(monkeypatch):
+@pytest.mark.parametrize("calls", [1, 2])
+def test_plans_do_not_pile_up(calls, monkeypatch):
     monkeypatch.setattr(replay, "MOST", 3)
     for n in range(1, 9):
-        called(len, torch.ones(n))
+        for _ in range(calls):
+            called(len, torch.ones(n))
     assert len(replay.PLANS) <= 3
+
+
+def test_signatures_that_come_once_do_not_drop_plans(monkeypatch):
+    """As sizes of expert parallelism, which differ in each step."""
+    monkeypatch.setattr(replay, "MOST", 8)
+    kernel = Kernel(5)
+    run, inputs = scaled(kernel), (torch.randn(3, 4), None, 0.5, True, [1, 2])
+    assert [called(run, *inputs)[1] for _ in range(3)] == [False, False, True]
+    for n in range(1, 40):
+        called(len, torch.ones(n))
+        assert called(run, *inputs)[1]
+        assert len(replay.PLANS) <= 8

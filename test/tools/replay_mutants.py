@@ -267,6 +267,8 @@ REPLAY = [
         "a plan has the bounds of another call",
     ),
     (FILE, "if len(PLANS) >= MOST:", "if False:", "plans pile up"),
+    (FILE, "in once if len(once) > MOST // 2 else [*PLANS]", "in once", "plans pile up where all are used"),
+    (FILE, "in once if len(once) > MOST // 2 else [*PLANS]", "in [*PLANS]", "sizes that come once drop all plans"),
     *(
         (
             f"ops/{name}.py",
