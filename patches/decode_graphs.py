@@ -24,6 +24,7 @@ from transformers.cache_utils import Cache, StaticLayer
 
 from liger_like.graphs import ADAPTERS, LAUNCHES, PLAIN
 from liger_like.patches import packed_lora, unpacked
+from liger_like.patches.generation import CACHES
 from liger_like.patches.growing_cache import GrowingLayer
 from liger_like.runtime.support import HOOKS, as_in_graph, is_local
 
@@ -34,7 +35,6 @@ MODES = "greedy_search", "sample"  # beams move in the cache, and assistants tak
 MIN_STEPS = 16  # fewer steps may take less time than a capture
 ROOM = 256  # tokens, or half of the cache if that is more: then few steps need another graph
 FREE = 10  # a graph leaves a tenth of the memory of the GPU free
-CACHES = "cache", "past_key_values"
 CHANGING = {"input_ids", "position_ids", "attention_mask"}
 CODE = "torch.nn.modules.", "transformers.", "peft.tuners.lora.", "liger_like."  # this does not read or count by itself
 # modules of hooks that do nothing in a step but record hidden states: on the device

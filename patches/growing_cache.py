@@ -42,7 +42,7 @@ class GrowingLayer(DynamicLayer):  # type: ignore[no-untyped-call]
         return self.keys, self.values
 
     def reserve(self, tokens: int) -> tuple[Tensor, Tensor]:
-        """Return memory of keys and values [B, Hk, R, D] for so many ``tokens`` or more, with zeros behind the last."""
+        """Return the memory of keys and values [B, Hk, R, D], with room for ``tokens`` in all; the rest is zeros."""
         held: tuple[Any, ...] = (self.keys, self.values)
         self._memory = self._with_room(tokens) or self._grown(held, held, tokens)
         self._use(self._memory)
@@ -57,7 +57,7 @@ class GrowingLayer(DynamicLayer):  # type: ignore[no-untyped-call]
         return len(memory) == 2 and all(m.rows is r and m.used is t for m, r, t in zip(memory, rows, held, strict=True))
 
     def extend(self) -> None:
-        """Append the token that others have written behind the last one."""
+        """Count the token behind the last one, which the caller has written there."""
         self._memory = [m._replace(used=m.rows[:, :, : m.used.shape[2] + 1]) for m in self._memory or ()]
         self._use(self._memory)
 

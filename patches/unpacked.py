@@ -51,9 +51,10 @@ def before_forward(module: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -
 
 
 def _is_alone(module: Any) -> bool:
+    """Return True if no other code gets the arguments. In a graph any other hook counts: torch 2.11 traces no more."""
     if not torch.compiler.is_compiling():
         return not hook_on(module) and _is_known(module)
-    others = any(map(len, (module._forward_hooks, hooks._global_forward_hooks, hooks._global_forward_pre_hooks)))
+    others = any(map(len, (module._forward_hooks, hooks._global_forward_hooks)))
     bare = "forward" not in module.__dict__ and len(module._forward_pre_hooks) == 1 and not others
     return bare and _makes_masks(type(module))
 

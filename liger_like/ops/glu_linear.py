@@ -16,7 +16,7 @@ from liger_like.runtime.autograd import apply, once_differentiable
 from liger_like.runtime.registry import op
 from liger_like.runtime.support import autocast_dtype, is_local, unhooked, use_kernel
 
-OLD_DYNAMO = torch.__version__ < "2.13"  # it takes torch.compiler.is_exporting() for True wherever it traces
+OLD_DYNAMO = torch.__version__ < "2.12"  # it takes torch.compiler.is_exporting() for True wherever it traces
 
 
 @op(

@@ -10,6 +10,7 @@ import torch
 import transformers
 from test_patches_attention import pair
 from tiny_models import batch, results
+from torch.nn.modules import module as module_code
 from transformers import masking_utils
 from transformers.masking_utils import create_causal_mask, create_sliding_window_causal_mask
 
@@ -128,7 +129,7 @@ def packs(module, args, kwargs):
 
 
 def pads(module, args, kwargs):
-    """Hide the last tokens in the mask, which it makes if there is none."""
+    """Hide the last three tokens in the mask; make a mask if none is given."""
     mask = kwargs.get("attention_mask")
     mask = torch.ones_like(kwargs["input_ids"]) if mask is None else mask.clone()
     mask[:, -3:] = 0
@@ -198,6 +199,27 @@ def test_a_hook_after_the_forward_does_not_see_the_placeholder(searches, device)
     searches.clear()
     patched(**batch(device), use_cache=False)
     assert not searches
+
+
+@pytest.mark.parametrize("compiled", [False, True])
+@pytest.mark.parametrize("everywhere", [False, True])
+def test_no_hook_after_a_forward_gets_the_placeholder(everywhere, compiled, device):
+    patched, _ = pair("Llama", device)
+    seen = []
+
+    def note(module, args, kwargs, output):
+        seen.append(kwargs.get("attention_mask") is UNPACKED)
+
+    register = module_code.register_module_forward_hook if everywhere else patched.model.register_forward_hook
+    handle = register(note, with_kwargs=True)
+    try:
+        if compiled:
+            patched.compile(backend="eager")
+        patched(**batch(device), use_cache=False)
+    finally:
+        handle.remove()
+    assert seen
+    assert not any(seen)
 
 
 def test_without_our_attention_there_is_no_hook(device):

@@ -25,6 +25,8 @@ PATCHES = [
     (UNPACKED, "not foreign_forward(module) and ", "", "a forward that nobody has read gets something else"),
     (UNPACKED, " and only_makes_masks(cls.forward)", "", "a forward that reads its mask gets something else"),
     (UNPACKED, "not foreign_decorator(cls.forward) and ", "", "a decorator that nobody has read gets something else"),
+    (UNPACKED, "(module._forward_hooks, hooks.", "(hooks.", "a hook behind a compiled forward gets the placeholder"),
+    (UNPACKED, ", hooks._global_forward_hooks)", ",)", "a hook behind all forwards gets the placeholder"),
     (UNPACKED, "len(module._forward_pre_hooks) == 1 and ", "", "a later hook in a graph adds positions"),
     (UNPACKED, '"forward" not in module.__dict__ and ', "", "a forward replaced in a graph gets something else"),
     (UNPACKED, "return bare and", "return False and", "a graph searches positions that the model counts"),
