@@ -14,7 +14,7 @@ from torch import Tensor, nn
 from liger_like import ops
 from liger_like.ops.experts.checks import checked_gate
 from liger_like.ops.glu import gelu_of
-from liger_like.ops.glu_linear import glu_linear
+from liger_like.ops.glu_linear import gated_mlp
 from liger_like.ops.rms_norm import CASTING_MODES
 from liger_like.ops.router import checked_settings
 from liger_like.runtime.checks import (
@@ -122,7 +122,7 @@ class SwiGLUMLP(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         """Apply the MLP to ``x``."""
-        return glu_linear(self.act, self.down_proj, self.gate_proj(x), self.up_proj(x))
+        return gated_mlp(self.act, self.gate_proj, self.up_proj, self.down_proj, x)
 
 
 class GeGLUMLP(SwiGLUMLP):

@@ -17,7 +17,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F  # noqa: N812  # as transformers has it
 
 from liger_like.ops.glu import GLUS
-from liger_like.ops.glu_linear import glu_linear
+from liger_like.ops.glu_linear import gated_mlp, glu_linear
 from liger_like.ops.tiled_mlp import are_tileable, tiled_mlp
 from liger_like.patches import (
     NothingToDoError,
@@ -88,14 +88,14 @@ def packed_inner(self: Any, x: Tensor) -> Any:
 
 # pattern -> its computation with the kernel of ``act``; ``p`` holds the module's attributes by role
 FORWARDS: dict[Callable[..., Any], Callable[[dict[str, Any], Tensor, str], Any]] = {
-    split: lambda p, x, act: glu_linear(act, p["down"], p["gate"](x), p["up"](x)),
-    split_silu: lambda p, x, act: glu_linear(act, p["down"], p["gate"](x), p["up"](x)),
-    split_float: lambda p, x, act: glu_linear(act, p["down"], p["gate"](x), p["up"](x)),
+    split: lambda p, x, act: gated_mlp(act, p["gate"], p["up"], p["down"], x),
+    split_silu: lambda p, x, act: gated_mlp(act, p["gate"], p["up"], p["down"], x),
+    split_float: lambda p, x, act: gated_mlp(act, p["gate"], p["up"], p["down"], x),
     split_inner: lambda p, x, act: p["down"](p["inner"](GLUS[act](p["gate"](x), p["up"](x)))),
     split_dropout: lambda p, x, act: F.dropout(
-        glu_linear(act, p["down"], p["gate"](x), p["up"](x)), p=p["dropout"], training=p["training"]
+        gated_mlp(act, p["gate"], p["up"], p["down"], x), p=p["dropout"], training=p["training"]
     ),
-    split_scaled: lambda p, x, act: glu_linear(act, p["down"], p["gate"](x), p["up"](x)) * p["scale"],
+    split_scaled: lambda p, x, act: gated_mlp(act, p["gate"], p["up"], p["down"], x) * p["scale"],
     split_scaled_gate: lambda p, x, act: (
         glu_linear(act, p["down"], p["gate"](x) * p["gate_scale"], p["up"](x)) * p["scale"]
     ),

@@ -14,6 +14,7 @@ import torch
 from torch import Tensor, nn
 from torch.distributed.fsdp import FSDPModule
 
+from liger_like.ops.few_rows import of_few_rows
 from liger_like.ops.losses.linear_cross_entropy import fused_linear_cross_entropy
 from liger_like.ops.losses.vocab_shards import Shard
 from liger_like.patches import UnrecognisedError, bare, original, random_parameter, where
@@ -87,7 +88,8 @@ def _linear_forward(cls: Any) -> Any:
         """Return the logits, or the result of ``fused_linear_cross_entropy``, or of the op in ``loss``."""
         released = isinstance(self, FSDPModule) and _is_released(self, x, loss)
         if loss is None:
-            return cls.forward(self, x)
+            found = of_few_rows(x, [self.weight], [self.bias]) if cls.forward is nn.Linear.forward else None
+            return cls.forward(self, x) if found is None else found[0]
         weight, options = self.weight, {"bias": self.bias, **loss}
         if words := options.pop("words", None):  # only the first words of the vocabulary count
             weight = weight[:words]

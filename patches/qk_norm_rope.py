@@ -16,7 +16,8 @@ from torch import Tensor, nn
 from liger_like.ops.qk_norm_rope import qk_norm_rope
 from liger_like.patches import Recogniser, Trial, UnrecognisedError, bare, random_like, where, with_methods
 from liger_like.patches.forms import definition_of
-from liger_like.patches.rewriting import compiled, plain_forward, with_names, with_renames
+from liger_like.patches.projections import NAMES, together
+from liger_like.patches.rewriting import plain_forward, with_names, with_renames
 from liger_like.patches.rms_norm import MODES, RMSNorm, fusible
 from liger_like.patches.rope import BY_NAME, Rope, adapter, functions_of, replacement, tables_of
 
@@ -54,7 +55,7 @@ class QKNormRope(Recogniser):
     def methods(self, cls: Any, variant: str) -> dict[str, Any]:
         """Return the forward of ``cls`` without the norms and with another rotary function."""
         sites: Sites = _sites(cls)
-        changed = {NAME: _norm_and_rotate(functions_of(cls)[sites.rotary])}
+        changed = NAMES | {NAME: _norm_and_rotate(functions_of(cls)[sites.rotary])}
         forward: Any = plain_forward(cls)
         return {"forward": with_renames(cls, with_names(forward, changed, sites.code))}
 
@@ -135,7 +136,7 @@ def _sites(cls: Any) -> Sites:
                     norms = [_norm_of(name, definition.body[:index]) for name in (q, k)]
                     if None not in norms:
                         names = norms[0].func.attr, norms[1].func.attr
-                        return Sites(names, rotary, compiled(forward, _Rewrite(norms, call).visit(definition), NAME))
+                        return Sites(names, rotary, together(forward, _Rewrite(norms, call).visit(definition), NAME))
     raise UnrecognisedError(f"{where(cls.forward)} does not rotate queries and keys right after their norms")
 
 

@@ -16,7 +16,8 @@ from torch import Tensor, nn
 
 from liger_like.ops.rope import rope
 from liger_like.patches import Recogniser, Trial, UnrecognisedError, bare, random_like, where
-from liger_like.patches.forms import match
+from liger_like.patches.forms import definition_of, match
+from liger_like.patches.projections import NAMES, together
 from liger_like.patches.rewriting import rewrapped, with_names, without_renames
 from liger_like.patches.rotary_functions import KINDS, PATTERNS, Kind
 
@@ -46,9 +47,11 @@ class Rope(Recogniser):
         return ", ".join(variants)
 
     def methods(self, cls: type[Any], variant: str) -> dict[str, Any]:
-        """Return the forward of ``cls`` with its rotary functions replaced."""
+        """Return the forward of ``cls`` with its rotary functions replaced, and its projections at once."""
         forward, decorate = _undecorated(cls)
-        return {"forward": decorate(with_names(forward, _replacements(cls)))}
+        names = NAMES | _replacements(cls)
+        code = together(forward, definition_of(forward), *names)
+        return {"forward": decorate(with_names(forward, names, code))}
 
     def miniature(self, module: nn.Module, variant: str) -> nn.Module:
         """Return a module with an empty weight, for its dtype: the trial runs only the functions."""

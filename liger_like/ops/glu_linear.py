@@ -11,6 +11,7 @@ import torch
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
+from liger_like.ops.few_rows import gated
 from liger_like.ops.glu import GLUS, bwd_outputs, check_halves, glu_backward, glu_fwd
 from liger_like.runtime.autograd import apply, once_differentiable
 from liger_like.runtime.registry import op
@@ -112,6 +113,12 @@ def glu_linear(act: str, linear: Callable[[Tensor], Tensor], gate: Tensor, up: T
         return apply(_GLULinear, *operands, act, True)
     kept = apply(_GLULinear, *operands, act, False)
     return apply(_GLULinearValues, kept, *(None if t is None else t.detach() for t in operands), act)
+
+
+def gated_mlp(act: str, gate: Any, up: Any, down: Callable[[Tensor], Tensor], x: Tensor) -> Tensor:
+    """Return ``down(act(gate(x)) * up(x))`` for a key ``act`` of GLUS; few rows take one kernel before down."""
+    y = gated(act, x, gate, up)
+    return glu_linear(act, down, gate(x), up(x)) if y is None else down(y)
 
 
 def _is_plain(linear: Any, x: Tensor) -> bool:

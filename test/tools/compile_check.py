@@ -39,7 +39,7 @@ from triton.experimental.gluon._runtime import GluonASTSource
 from triton.runtime.jit import JITFunction, create_function_from_signature
 
 from liger_like import testing
-from liger_like.ops import router_logits
+from liger_like.ops import few_rows, router_logits
 from liger_like.ops.attention import choice
 from liger_like.ops.attention import tiles as attention_tiles
 from liger_like.ops.attention.hopper import forward as hopper_forward
@@ -232,6 +232,16 @@ def run_router_logits() -> None:
         router_logits.router_logits(*(torch.empty(rows, H, dtype=torch.bfloat16) for rows in (2, E)))
 
 
+def run_few_rows() -> None:
+    """One to three layers of few rows, and gated units: in few and in many programs, with and without bias."""
+    units = [(1, None), (2, None), (3, None), *((2, act) for act in GLUS)]
+    for dtype, rows, K, N, unit in itertools.product(DTYPES[1:], (1, 20, 64), (2048, 2880), (64, 256), units):
+        layers, act = unit
+        weight, bias = torch.empty(N, K, dtype=dtype), torch.empty(N, dtype=dtype) if K == 2880 else None
+        with torch.no_grad():
+            few_rows.of_few_rows(torch.empty(rows, K, dtype=dtype), [weight] * layers, [bias] * layers, act)
+
+
 def run_paged_write() -> None:
     """Write rows of narrow and wide heads into paged caches, to slots and to the ends of sequences."""
     ids = torch.zeros(2, 2, dtype=torch.int32)
@@ -274,7 +284,12 @@ def record() -> list[Launch]:
         for name, members in CLASSES.items():
             gpus = members
             kind = lambda device, name=name: name  # noqa: E731
-            with patch.object(attention_tiles, "gpu_class", kind), patch.object(experts_tiles, "gpu_class", kind):
+            with (
+                patch.object(attention_tiles, "gpu_class", kind),
+                patch.object(experts_tiles, "gpu_class", kind),
+                patch.object(few_rows, "gpu_class", kind),
+            ):
+                run_few_rows()
                 for call in (*attention_calls(), *paged_calls(), *experts_calls(choice.DTYPES)):
                     differentiate(*call)
         gpus = ("sm_90",)

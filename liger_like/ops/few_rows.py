@@ -1,0 +1,154 @@
+"""Linear layers of one input of few rows, as in decode steps: y_i = x W_i^T + b_i, or act(y_0) * y_1
+
+x [..., K] is read as M rows, W_i [N_i, K], b_i [N_i]. Such products take as long as their weights take to be read, and
+most are too small to reach the bandwidth of the memory. So one kernel reads the weights of up to three layers. The sums
+are in fp32, and each y_i is rounded once, before a gated unit too.
+"""
+
+import math
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor, nn
+
+from liger_like.ops.glu import act_and_slope
+from liger_like.runtime.autograd import is_untransformed
+from liger_like.runtime.launcher import launch
+from liger_like.runtime.layout import with_stride
+from liger_like.runtime.registry import op
+from liger_like.runtime.support import autocast_dtype, gpu_class, is_local, num_programs, unhooked, use_kernel
+
+MOST_ROWS = 64
+MOST_LAYERS = 3
+BLOCK_N = 64
+
+
+@triton.jit(do_not_specialize=["M"])
+def _few_rows_kernel(
+    x_ptr, w0_ptr, w1_ptr, w2_ptr, b0_ptr, b1_ptr, b2_ptr, y0_ptr, y1_ptr, y2_ptr,
+    stride_xm, N0, N1, N2, M, K,
+    ACT: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr,
+):  # fmt: skip
+    # find the layer of this program
+    tile = tl.program_id(0)
+    w_ptr, b_ptr, y_ptr, N = w0_ptr, b0_ptr, y0_ptr, N0
+    if y1_ptr is not None and tile >= tl.cdiv(N0, BLOCK_N):
+        tile -= tl.cdiv(N0, BLOCK_N)
+        w_ptr, y_ptr, N = w1_ptr, y1_ptr, N1
+        if b_ptr is not None:
+            b_ptr = b1_ptr
+        if y2_ptr is not None and tile >= tl.cdiv(N1, BLOCK_N):
+            tile -= tl.cdiv(N1, BLOCK_N)
+            w_ptr, y_ptr, N = w2_ptr, y2_ptr, N2
+            if b_ptr is not None:
+                b_ptr = b2_ptr
+    offs_n = tile * BLOCK_N + tl.arange(0, BLOCK_N)
+    offs_m, offs_k = tl.arange(0, BLOCK_M), tl.arange(0, BLOCK_K)
+    rows = tl.minimum(offs_n, N - 1).to(tl.int64)[:, None]
+    w_ptrs = w_ptr + rows * K + offs_k[None, :]
+    x_ptrs = x_ptr + offs_m.to(tl.int64)[None, :] * stride_xm + offs_k[:, None]
+    inside = (offs_m < M)[None, :]
+    y = tl.zeros((BLOCK_N, BLOCK_M), tl.float32)
+    if ACT is not None:
+        up_ptrs = w1_ptr + rows * K + offs_k[None, :]
+        up = tl.zeros((BLOCK_N, BLOCK_M), tl.float32)
+    for first in range(0, K, BLOCK_K):
+        x = tl.load(x_ptrs + first, mask=inside, other=0.0)
+        y = tl.dot(tl.load(w_ptrs + first, eviction_policy="evict_first"), x, y)
+        if ACT is not None:
+            up = tl.dot(tl.load(up_ptrs + first, eviction_policy="evict_first"), x, up)
+    kind: tl.constexpr = y_ptr.dtype.element_ty
+    if b_ptr is not None:
+        y += tl.load(b_ptr + rows).to(tl.float32)
+    if ACT is not None:
+        if b_ptr is not None:
+            up += tl.load(b1_ptr + rows).to(tl.float32)
+        act, _ = act_and_slope(y.to(kind).to(tl.float32), ACT)
+        y = act * up.to(kind).to(tl.float32)
+    y_ptrs = y_ptr + offs_m[None, :] * N + offs_n[:, None]
+    tl.store(y_ptrs, y.to(kind), mask=inside & (offs_n < N)[:, None])
+
+
+def _outputs(x: Tensor, weights: Sequence[Tensor], biases: Sequence[Tensor], act: str | None) -> list[Tensor]:
+    return [x.new_empty((*x.shape[:-1], w.shape[0])) for w in (weights[:1] if act else weights)]
+
+
+@op(
+    "few_rows_linear(Tensor x, Tensor[] weights, Tensor[] biases, str? act) -> Tensor[]",
+    _outputs,
+    flops=lambda x, weights, *_: 2 * math.prod(x.shape[:-1]) * sum(w.numel() for w in weights),
+)
+def _few_rows_linear(x: Tensor, weights: list[Tensor], biases: list[Tensor], act: str | None) -> list[Tensor]:
+    """Return the results of up to three layers, or with ``act`` the gated unit of two."""
+    ys = _outputs(x, weights, biases, act)
+    x, stride_xm = with_stride(x)
+    M, K = x.numel() // x.shape[-1], x.shape[-1]
+    tiles = sum(-(-y.shape[-1] // BLOCK_N) for y in ys)
+    is_wide = K % 128 == 0 and gpu_class(x.device) in ("hopper", "large")
+    launch(
+        _few_rows_kernel,
+        (tiles,),
+        (x, *_three(weights), *_three(biases), *_three(ys)),
+        (stride_xm, *_three([w.shape[0] for w in weights], 0), M, K),
+        ACT=act,
+        BLOCK_M=max(16, triton.next_power_of_2(M)),
+        BLOCK_N=BLOCK_N,
+        BLOCK_K=128 if is_wide else 64,
+        num_warps=4,
+        # few programs keep more in flight; more of them share the memory of a multiprocessor
+        num_stages=5 if tiles <= num_programs(x.device, 1) and act is None else 3,
+    )
+    return ys
+
+
+def _three(values: list[Any], missing: Any = None) -> list[Any]:
+    return [*values, *[missing] * (MOST_LAYERS - len(values))]
+
+
+def of_few_rows(
+    x: Tensor, weights: Sequence[Tensor], biases: Sequence[Tensor | None], act: str | None = None
+) -> list[Tensor] | None:
+    """Return x W_i^T + b_i for each of up to three weights, or act(y_0) * y_1 alone for a key ``act`` of GLUS.
+
+    Return None where the kernel does not apply: for more than 64 rows, in grad mode, under autocast, in a compiled
+    graph, if only some layers have a bias, for K that is no multiple of 64, for other dtypes than fp16 and bf16, for
+    subclasses of tensors, and for weights that are not contiguous.
+    """
+    if torch.is_grad_enabled() or torch.compiler.is_compiling() or x.dtype not in (torch.float16, torch.bfloat16):
+        return None
+    K, given = x.shape[-1], [b for b in biases if b is not None]
+    applies = (
+        len(weights) <= MOST_LAYERS
+        and len(given) in (0, len(weights))
+        and 0 < x.numel() <= MOST_ROWS * K
+        and K % 64 == 0
+        and all(w.shape[1] == K and w.numel() for w in weights)
+        and all(is_local(t) and t.dtype == x.dtype and t.device == x.device for t in (x, *weights, *given))
+        and all(t.is_contiguous() for t in (*weights, *given))
+        and (act is None or weights[0].shape == weights[1].shape)
+        and use_kernel(x)
+        and not autocast_dtype(x)
+        and is_untransformed()
+    )
+    return _few_rows_linear(x, [*weights], given, act) if applies else None
+
+
+def linears(x: Tensor, *layers: Any) -> list[Any]:
+    """Return ``layer(x)`` for each of ``layers``, three at a time by one kernel if it applies."""
+    groups = [layers[i : i + MOST_LAYERS] for i in range(0, len(layers), MOST_LAYERS)]
+    return [y for group in groups for y in _of_layers(x, group) or [layer(x) for layer in group]]
+
+
+def gated(act: str, x: Tensor, gate: Any, up: Any) -> Tensor | None:
+    """Return act(gate(x)) * up(x) by one kernel, or None if it does not apply."""
+    found = _of_layers(x, (gate, up), act)
+    return None if found is None else found[0]
+
+
+def _of_layers(x: Tensor, layers: Sequence[Any], act: str | None = None) -> list[Tensor] | None:
+    if torch.is_grad_enabled() or not all(type(layer) is nn.Linear and unhooked(layer) for layer in layers):
+        return None
+    return of_few_rows(x, [layer.weight for layer in layers], [layer.bias for layer in layers], act)
