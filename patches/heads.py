@@ -88,7 +88,7 @@ def _linear_forward(cls: Any) -> Any:
         """Return the logits, or the result of ``fused_linear_cross_entropy``, or of the op in ``loss``."""
         released = isinstance(self, FSDPModule) and _is_released(self, x, loss)
         if loss is None:
-            found = of_few_rows(x, [self.weight], [self.bias]) if cls.forward is nn.Linear.forward else None
+            found = of_few_rows(x, [self.weight], [self.bias])
             return cls.forward(self, x) if found is None else found[0]
         weight, options = self.weight, {"bias": self.bias, **loss}
         if words := options.pop("words", None):  # only the first words of the vocabulary count

@@ -1,8 +1,8 @@
 """Linear layers of one input of few rows, as in decode steps: y_i = x W_i^T + b_i, or act(y_0) * y_1
 
 x [..., K] is read as M rows, W_i [N_i, K], b_i [N_i]. Such products take as long as their weights take to be read, and
-most are too small to reach the bandwidth of the memory. So one kernel reads the weights of up to three layers. The sums
-are in fp32, and each y_i is rounded once, before a gated unit too.
+most are too small to reach the bandwidth of the memory. So one kernel reads the weights of up to three layers. Sums and
+gated units are in fp32, and are rounded once.
 """
 
 import math
@@ -60,16 +60,15 @@ def _few_rows_kernel(
         y = tl.dot(tl.load(w_ptrs + first, eviction_policy="evict_first"), x, y)
         if ACT is not None:
             up = tl.dot(tl.load(up_ptrs + first, eviction_policy="evict_first"), x, up)
-    kind: tl.constexpr = y_ptr.dtype.element_ty
     if b_ptr is not None:
         y += tl.load(b_ptr + rows).to(tl.float32)
     if ACT is not None:
         if b_ptr is not None:
             up += tl.load(b1_ptr + rows).to(tl.float32)
-        act, _ = act_and_slope(y.to(kind).to(tl.float32), ACT)
-        y = act * up.to(kind).to(tl.float32)
+        act, _ = act_and_slope(y, ACT)
+        y = act * up
     y_ptrs = y_ptr + offs_m[None, :] * N + offs_n[:, None]
-    tl.store(y_ptrs, y.to(kind), mask=inside & (offs_n < N)[:, None])
+    tl.store(y_ptrs, y, mask=inside & (offs_n < N)[:, None])
 
 
 def _outputs(x: Tensor, weights: Sequence[Tensor], biases: Sequence[Tensor], act: str | None) -> list[Tensor]:

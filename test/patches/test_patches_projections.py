@@ -114,7 +114,7 @@ class Part:
 
     def conditional(self, x, y):
         q = self.q_proj(x)
-        v = self.v_proj(x) if self.v_proj is not None else self.q_proj(x)
+        v = self.v_proj(x) if self.v_proj is not None else q
         k = self.k_proj(x)
         return q, v, k
 

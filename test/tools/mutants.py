@@ -37,6 +37,7 @@ from paged_mutants import PAGED
 from parallel_mutants import PARALLEL
 from patches_mutants import PATCHES
 from planning_mutants import PLANNING
+from projections_mutants import PROJECTIONS
 from replay_mutants import REPLAY
 from rich.progress import track
 from router_mutants import ROUTERS
@@ -63,9 +64,11 @@ FILES = (
     "test/patches/test_patches_separate_experts.py",
     "test/patches/test_patches_every_expert.py",
     "test/patches/test_patches_attention.py",
+    "test/ops/test_few_rows.py",
     "test/ops/test_glu_linear.py",
     "test/ops/test_tiled_mlp.py",
     "test/patches/test_patches_mlp.py",
+    "test/patches/test_patches_projections.py",
     "test/patches/test_patches_unpacked.py",
     "test/patches/test_patches_lora.py",
     "test/patches/test_rewriting.py",
@@ -168,7 +171,8 @@ TESTS = {
     "ops/rope.py": "rope or compiled_graph",
     "ops/qk_norm_rope.py": "qk_norm_rope or compiled_graph",
     "ops/glu.py": "glu",
-    "ops/glu_linear.py": "glu",
+    "ops/few_rows.py": "few_rows or test_patches_projections",
+    "ops/glu_linear.py": "glu or few_rows",
     "ops/router.py": "moe_route or test_router",
     "ops/router_logits.py": "router_logits",
     "ops/load_balancing.py": "load_balancing or test_router",
@@ -212,6 +216,8 @@ TESTS = {
     **{file: "test_tokens or trl" for file, *_ in TRL},
     "patches/lm_head.py": "test_patches_balance or test_tokens or trl",
     "patches/forms.py": "recognition",
+    "patches/heads.py": "test_patches_projections",
+    "patches/projections.py": "test_patches_projections",
     "patches/rewriting.py": "test_rewriting",
     **dict.fromkeys(("patches/norm.py", "patches/rms_norm.py"), "test_patches_norms"),
     **dict.fromkeys(("doctor/__init__.py", "doctor/tiny.py"), "test_doctor"),
@@ -270,6 +276,7 @@ MUTANTS = [
         *PARALLEL,
         *LONG_CONTEXT,
         *PLANNING,
+        *PROJECTIONS,
         *VOCAB,
         *TRL,
         *ON_HOPPER,
