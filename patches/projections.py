@@ -41,11 +41,12 @@ def _groups(body: list[ast.stmt]) -> list[dict[ast.stmt, ast.Call]]:
 def _projection(statement: ast.stmt) -> ast.Call | None:
     """Return the call of a part of self on a name that ``statement`` assigns, if it uses the name but once."""
     code = [*ast.walk(statement)]
-    calls = [node for node in code if _is_projection(node)]
+    calls: list[Any] = [node for node in code if _is_projection(node)]
     if not isinstance(statement, ast.Assign) or len(calls) != 1 or any(isinstance(node, UNSURE) for node in code):
         return None
-    (call,) = calls
-    uses = [node for node in code if isinstance(node, ast.Name) and node.id == call.args[0].id]
+    call: ast.Call = calls[0]
+    (argument,) = calls[0].args
+    uses = [node for node in code if isinstance(node, ast.Name) and node.id == argument.id]
     return call if len(uses) == 1 else None
 
 

@@ -7,7 +7,12 @@ from typing import Any
 import torch
 
 from liger_like import testing
+from liger_like.ops.attention.paged import paged_write
+from liger_like.ops.few_rows import of_few_rows
+from liger_like.ops.glu import GLUS
+from liger_like.ops.glu_linear import glu_linear
 from liger_like.ops.router import MAX_EXPERTS
+from liger_like.ops.router_logits import router_logits
 
 DTYPES = (torch.float32, torch.float16, torch.bfloat16)
 WIDTHS = [*(2**k for k in range(1, 16)), *(3 * 2**k for k in range(3, 14))]  # 2**k fills its block, 3 * 2**k does not
@@ -111,3 +116,34 @@ def paged_calls() -> Iterator[tuple[testing.OpSpec, torch.dtype, dict[str, Any],
     for shape, width, dtype, options in itertools.product(latents, widths, DTYPES[1:], spec.options):
         yield spec, dtype, heads | shape | width | {"Hk": 1, "latent": True}, options
     yield spec, DTYPES[1], heads | widths[0] | {"Hk": 1, "latent": True, "page": 16, "kind": "slots"}, {}
+
+
+def run_glu_linear(dtypes: Iterable[torch.dtype]) -> None:
+    """Gated units before a linear layer, which have another backward; packed is one tensor of twice the width."""
+    for dtype, width, act, packed in itertools.product(dtypes, WIDTHS, GLUS, (1, 2)):
+        gates = torch.empty(3 - packed, 2, packed * width, dtype=dtype, requires_grad=True)
+        glu_linear(act, torch.nn.Linear(width, 8, dtype=dtype), *gates).sum().backward()
+
+
+def run_router_logits() -> None:
+    """Logits of few and many experts, of widths that fill their blocks, that do not, and that are not aligned."""
+    for E, H in itertools.product((8, 60, 256), (2048, 2880, 100, 75)):
+        router_logits(*(torch.empty(rows, H, dtype=torch.bfloat16) for rows in (2, E)))
+
+
+def run_paged_write() -> None:
+    """Write rows of narrow and wide heads into paged caches, to slots and to the ends of sequences."""
+    ids = torch.zeros(2, 2, dtype=torch.int32)
+    for dtype, D in itertools.product(DTYPES, (16, 80, 128, 256)):
+        rows, cache = (torch.empty(*sizes, 8, D, dtype=dtype) for sizes in ((2,), (3, 16)))
+        paged_write(rows, rows, cache, cache, ids[0].clone())
+        paged_write(rows, rows, cache, cache, pages=ids, lengths=ids[0].clone(), cu_seqlens_q=torch.zeros(3).int())
+
+
+def run_few_rows() -> None:
+    """One to three layers of few rows, and gated units: in few and in many programs, with and without bias."""
+    units = [(1, None), (2, None), (3, None), *((2, act) for act in GLUS)]
+    for dtype, rows, K, N, (layers, act) in itertools.product(DTYPES[1:], (1, 20, 64), (2048, 2880), (64, 256), units):
+        weight, bias = torch.empty(N, K, dtype=dtype), torch.empty(N, dtype=dtype) if K == 2880 else None
+        with torch.no_grad():
+            of_few_rows(torch.empty(rows, K, dtype=dtype), [weight] * layers, [bias] * layers, act)

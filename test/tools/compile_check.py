@@ -20,7 +20,7 @@ import subprocess
 import sys
 import tempfile
 from collections import defaultdict
-from collections.abc import Iterable, Mapping
+from collections.abc import Mapping
 from concurrent.futures import Future, ProcessPoolExecutor
 from concurrent.futures.process import BrokenProcessPool
 from typing import Any, NamedTuple
@@ -28,7 +28,19 @@ from unittest.mock import patch
 
 import torch
 import triton
-from compile_calls import DTYPES, WIDTHS, attention_calls, calls, experts_calls, kept_calls, paged_calls, unstored_calls
+from compile_calls import (
+    DTYPES,
+    attention_calls,
+    calls,
+    experts_calls,
+    kept_calls,
+    paged_calls,
+    run_few_rows,
+    run_glu_linear,
+    run_paged_write,
+    run_router_logits,
+    unstored_calls,
+)
 from rich.console import Console
 from rich.progress import track
 from rich.table import Table
@@ -39,14 +51,11 @@ from triton.experimental.gluon._runtime import GluonASTSource
 from triton.runtime.jit import JITFunction, create_function_from_signature
 
 from liger_like import testing
-from liger_like.ops import few_rows, router_logits
+from liger_like.ops import few_rows
 from liger_like.ops.attention import choice
 from liger_like.ops.attention import tiles as attention_tiles
 from liger_like.ops.attention.hopper import forward as hopper_forward
-from liger_like.ops.attention.paged import paged_write
 from liger_like.ops.experts import tiles as experts_tiles
-from liger_like.ops.glu import GLUS
-from liger_like.ops.glu_linear import glu_linear
 from liger_like.ops.losses import dw_sum
 from liger_like.ops.losses.dw_sum import portable as dw_sum_portable
 from liger_like.runtime import support, tiles, tma
@@ -217,38 +226,6 @@ def differentiate(
     result = spec.fn(**inputs, **options)
     outputs = [t for t in (result if isinstance(result, tuple) else (result,)) if t is not None and t.requires_grad]
     torch.autograd.backward(outputs, [t.new_empty(t.shape) for t in outputs])
-
-
-def run_glu_linear(dtypes: Iterable[torch.dtype]) -> None:
-    """Gated units before a linear layer, which have another backward; packed is one tensor of twice the width."""
-    for dtype, width, act, packed in itertools.product(dtypes, WIDTHS, GLUS, (1, 2)):
-        gates = torch.empty(3 - packed, 2, packed * width, dtype=dtype, requires_grad=True)
-        glu_linear(act, torch.nn.Linear(width, 8, dtype=dtype), *gates).sum().backward()
-
-
-def run_router_logits() -> None:
-    """Logits of few and many experts, of widths that fill their blocks, that do not, and that are not aligned."""
-    for E, H in itertools.product((8, 60, 256), (2048, 2880, 100, 75)):
-        router_logits.router_logits(*(torch.empty(rows, H, dtype=torch.bfloat16) for rows in (2, E)))
-
-
-def run_few_rows() -> None:
-    """One to three layers of few rows, and gated units: in few and in many programs, with and without bias."""
-    units = [(1, None), (2, None), (3, None), *((2, act) for act in GLUS)]
-    for dtype, rows, K, N, unit in itertools.product(DTYPES[1:], (1, 20, 64), (2048, 2880), (64, 256), units):
-        layers, act = unit
-        weight, bias = torch.empty(N, K, dtype=dtype), torch.empty(N, dtype=dtype) if K == 2880 else None
-        with torch.no_grad():
-            few_rows.of_few_rows(torch.empty(rows, K, dtype=dtype), [weight] * layers, [bias] * layers, act)
-
-
-def run_paged_write() -> None:
-    """Write rows of narrow and wide heads into paged caches, to slots and to the ends of sequences."""
-    ids = torch.zeros(2, 2, dtype=torch.int32)
-    for dtype, D in itertools.product(DTYPES, (16, 80, 128, 256)):
-        rows, cache = (torch.empty(*sizes, 8, D, dtype=dtype) for sizes in ((2,), (3, 16)))
-        paged_write(rows, rows, cache, cache, ids[0].clone())
-        paged_write(rows, rows, cache, cache, pages=ids, lengths=ids[0].clone(), cu_seqlens_q=torch.zeros(3).int())
 
 
 def record() -> list[Launch]:
