@@ -10,6 +10,7 @@ compile, spills registers, or needs more shared memory than the GPU has.
 """
 
 import argparse
+import contextlib
 import functools
 import itertools
 import math
@@ -261,11 +262,9 @@ def record() -> list[Launch]:
         for name, members in CLASSES.items():
             gpus = members
             kind = lambda device, name=name: name  # noqa: E731
-            with (
-                patch.object(attention_tiles, "gpu_class", kind),
-                patch.object(experts_tiles, "gpu_class", kind),
-                patch.object(few_rows, "gpu_class", kind),
-            ):
+            with contextlib.ExitStack() as stack:
+                for module in (attention_tiles, experts_tiles, few_rows):
+                    stack.enter_context(patch.object(module, "gpu_class", kind))
                 run_few_rows()
                 for call in (*attention_calls(), *paged_calls(), *experts_calls(choice.DTYPES)):
                     differentiate(*call)
