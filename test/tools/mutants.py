@@ -213,7 +213,8 @@ TESTS = {
     "patches/lm_head.py": "test_patches_balance or test_tokens or trl",
     "patches/forms.py": "recognition",
     "patches/rewriting.py": "test_rewriting",
-    **dict.fromkeys(("patches/norm.py", "patches/rms_norm.py"), "test_patches_norms"),
+    "patches/norm.py": "test_patches_norms",
+    "patches/rms_norm.py": "test_patches_norms or guards_no_class",
     **dict.fromkeys(("doctor/__init__.py", "doctor/tiny.py"), "test_doctor"),
     **{file: "test_parallel_moe" for file, *_ in PARALLEL},
     **{

@@ -38,6 +38,12 @@ PATCHES = [
         "return ACTIVATIONS.get(_name_of(activation))",
         "a graph guards each MLP part by part",
     ),
+    (
+        "patches/rms_norm.py",
+        "not _is_patched(type(norm))",
+        'not hasattr(type(norm), "fused_arguments")',
+        "a graph guards each attention part by part",
+    ),
     ("patches/attention.py", "None, kv_length or q_length", "None, kv_length", "a mask has no keys"),
     (
         "patches/attention.py",
