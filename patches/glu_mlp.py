@@ -136,7 +136,7 @@ def _kernel_of(activation: Any) -> str | None:
     if isinstance(activation, nn.GELU):
         return "geglu tanh" if activation.approximate == "tanh" else "geglu erf"
     if isinstance(activation, nn.Module):
-        return _kernel_of_class(type(activation))
+        return _kernel_of_class(type(activation))  # type: ignore[no-any-return]
     return ACTIVATIONS.get(_name_of(activation))
 
 
