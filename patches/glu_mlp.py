@@ -135,7 +135,15 @@ def runs(variant: str, activation: Any) -> bool:
 def _kernel_of(activation: Any) -> str | None:
     if isinstance(activation, nn.GELU):
         return "geglu tanh" if activation.approximate == "tanh" else "geglu erf"
+    if isinstance(activation, nn.Module):
+        return _kernel_of_class(type(activation))  # type: ignore[no-any-return]
     return ACTIVATIONS.get(_name_of(activation))
+
+
+@torch.compiler.assume_constant_result  # type: ignore[untyped-decorator]
+def _kernel_of_class(cls: type[Any]) -> str | None:
+    """Return the kernel for modules of ``cls``: a graph that read its name would guard each layer part by part."""
+    return ACTIVATIONS.get(cls.__name__)
 
 
 def _name_of(activation: Any) -> str:

@@ -146,9 +146,15 @@ MODES = {"llama": (0.0, "llama"), "olmo": (0.0, "gemma"), "helium": (0.0, "gemma
 
 def fusible(norm: Any) -> bool:
     """Return True if a fused kernel may replace a call of ``norm``: patched, without hooks, its weight not sharded."""
-    if not hasattr(type(norm), "fused_arguments") or not unhooked(norm):
+    if not _is_patched(type(norm)) or not unhooked(norm):
         return False
     return not hasattr(norm.fused_arguments()[0], "device_mesh")
+
+
+@torch.compiler.assume_constant_result  # type: ignore[untyped-decorator]
+def _is_patched(cls: type[Any]) -> bool:
+    """Return True if ``cls`` gives arguments: a graph that asked the class would guard each layer part by part."""
+    return hasattr(cls, "fused_arguments")
 
 
 class RMSNorm(Norm):

@@ -245,3 +245,22 @@ def test_what_is_not_tiled(device):
 def test_the_option():
     with pytest.raises(TypeError, match="mlp must be True, 'tiled' or False, got 'tile'"):
         patch(nn.Sequential(), mlp="tile")
+
+
+def test_a_graph_guards_no_name_of_an_activation(device):
+    """torch.compile skips the guards of an MLP at once unless one of them reads an attribute of a class."""
+    model, guarded = nn.Sequential(LlamaMLP(CONFIG), LlamaMLP(CONFIG)).to(device), []
+
+    def keep(guards):
+        guarded.extend(guard.name for guard in guards)
+        return [True] * len(guards)
+
+    patch(model, norm=False)
+    model.compile(fullgraph=True, backend="eager", options={"guard_filter_fn": keep})
+    model(x := torch.randn(3, 16, device=device))
+    assert guarded
+    assert not [name for name in guarded if name.endswith("__name__")]
+    model[1].act_fn = nn.ReLU()  # a graph of the other activation must not run
+    eager = copy.deepcopy(model)
+    unpatch(eager)
+    torch.testing.assert_close(model(x), eager[1](eager[0](x)))

@@ -173,3 +173,21 @@ def test_the_code_is_the_original_less_the_norms():
     assert sites.norms == ("q_norm", "k_norm")
     assert sites.code.co_filename == Moved.forward.__code__.co_filename
     assert sites.code.co_firstlineno == Moved.forward.__code__.co_firstlineno
+
+
+def test_a_graph_guards_no_class_of_a_norm(device):
+    """torch.compile skips the guards of an attention at once unless one of them asks the class of its norms."""
+    model, original, _ = pair(device)
+    guarded = []
+
+    def keep(guards):
+        guarded.extend((guard.guard_type, guard.name) for guard in guards)
+        return [True] * len(guards)
+
+    inputs = batch(device) | {"use_cache": False}
+    model.compile(fullgraph=True, backend="eager", options={"guard_filter_fn": keep})
+    got = results(model, inputs)
+    for name, t in results(original, inputs).items():
+        torch.testing.assert_close(got[name], t)
+    assert guarded
+    assert not [name for kind, name in guarded if kind == "HASATTR" and name.startswith("type(") and "_norm'" in name]

@@ -259,12 +259,10 @@ def record() -> list[Launch]:
                 if dtype != torch.float32 and "V" not in shape:
                     differentiate(spec, dtype, shape, options)
             run_glu_linear(choice.DTYPES)
-        for name, members in CLASSES.items():
-            gpus = members
-            kind = lambda device, name=name: name  # noqa: E731
+        for name, gpus in CLASSES.items():  # noqa: B007  # ``run`` reads them
             with contextlib.ExitStack() as stack:
                 for module in (attention_tiles, experts_tiles, few_rows):
-                    stack.enter_context(patch.object(module, "gpu_class", kind))
+                    stack.enter_context(patch.object(module, "gpu_class", lambda device, name=name: name))
                 run_few_rows()
                 for call in (*attention_calls(), *paged_calls(), *experts_calls(choice.DTYPES)):
                     differentiate(*call)

@@ -32,6 +32,18 @@ PATCHES = [
     (UNPACKED, "return bare and", "return False and", "a graph searches positions that the model counts"),
     (UNPACKED, "not hook_on(module) and ", "", "a later hook adds positions that nobody looks at"),
     (UNPACKED, " and _is_alone(module)", "", "a forward that was replaced after patching gets something else"),
+    (
+        "patches/glu_mlp.py",
+        "return _kernel_of_class(type(activation))",
+        "return ACTIVATIONS.get(_name_of(activation))",
+        "a graph guards each MLP part by part",
+    ),
+    (
+        "patches/rms_norm.py",
+        "not _is_patched(type(norm))",
+        'not hasattr(type(norm), "fused_arguments")',
+        "a graph guards each attention part by part",
+    ),
     ("patches/attention.py", "None, kv_length or q_length", "None, kv_length", "a mask has no keys"),
     (
         "patches/attention.py",
