@@ -29,6 +29,9 @@ LAUNCH = 2e-6  # seconds of the GPU for each kernel
 # seconds of the host for a view, an op of torch's, and an op of ours
 VIEW, OP, OWN = 7e-6, 22e-6, 110e-6
 MODE = 12e-6  # for an op that the mode of a selective checkpoint sees, even one that it leaves out
+STEP = 6 * OP  # Python of an optimizer's step, whose ops count beside: so many times an op of torch's on a CPU
+TURN = 2 * OP  # bitsandbytes waits for the GPU after each parameter, so the GPU waits for the next update
+DTENSOR = 250e-6  # for an op of DTensors: layouts are looked up and local tensors unwrapped, whose ops count beside
 VIEWS = {
     *("detach", "alias", "view", "_unsafe_view", "t", "transpose", "expand", "slice", "select", "unsqueeze", "squeeze"),
     *("permute", "as_strided", "split", "split_with_sizes", "chunk", "narrow", "unbind", "reshape", "lift_fresh"),
@@ -97,9 +100,9 @@ class Clock:
             else:
                 self.groups[group] += count * seconds
 
-    def listen(self) -> None:
-        """Count the host's time of a mode that sees an op."""
-        self.ops.append((MODE, 0.0))
+    def listen(self, seconds: float = MODE) -> None:
+        """Count the host's time of a mode that sees an op, or ``seconds`` of other Python."""
+        self.ops.append((seconds, 0.0))
 
     @property
     def gpu(self) -> float:
@@ -145,8 +148,9 @@ class Clock:
             backward = name != "attention_fwd"
             q = args[1] if backward else args[0]
             whole = [arg for arg in args if isinstance(arg, int) and not isinstance(arg, bool)]
-            keys, (left, right) = whole[1], whole[-2:]
-            seen = 0.5 if right == 0 else 1.0
+            rows, keys, (left, right) = *whole[:2], whole[-2:]
+            # the last query sees the last key, so fewer queries than keys see more than half
+            seen = 1.0 if right else keys / 2 / rows if rows > keys else 1 - rows / 2 / keys
             if 0 <= left < keys:
                 seen = min(seen, (left + 1) / keys * (1 - left / 2 / keys))
             self._products("attention", flops * seen, 0, self._attention(OURS, q.shape[-1], backward))
@@ -165,6 +169,7 @@ class Clock:
             self._products("attention", flops, 0, rate)
         elif name.removeprefix("_").startswith(("fused_adam", "fused_sgd")):  # parameters and moments are written, too
             self.groups["optimizer"] += (size + moved(args[0], args[2:4])) / (ADAM * self.copy)
+            self.groups["optimizer"] += TURN * (name == "fused_adamw8bit_")
         elif packet is _aten._grouped_mm or packet in flop_registry:
             known = flop_registry.get(packet)
             # of rows [T, K] with [E, K, N], or of [N, T] with [T, K]: torch's registry lacks grouped products

@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from torch._subclasses.fake_tensor import FakeTensorMode
 
-from liger_like.planning._clock import Clock
+from liger_like.planning._clock import MODE, Clock
 from liger_like.planning._machine import GPU, gpu_of
 from liger_like.planning._prediction import Prediction, changes_of, predicted
 from liger_like.planning._stand_ins import standing_in
@@ -25,6 +25,7 @@ class Trace:
     def __init__(self, tracer: Tracer, gpu: GPU) -> None:
         self._tracer, self._gpu = tracer, gpu
         self._clock = tracer.watch = Clock(gpu)
+        tracer.listen = self._listen
         self._prediction: Prediction | None = None
 
     def know(self, model: torch.nn.Module) -> None:
@@ -41,10 +42,10 @@ class Trace:
         """Count ``size`` bytes that checkpoints take of the host."""
         self._clock.sent += size
 
-    def _listen(self) -> None:
-        """Count the host's time of a mode that sees an op, except those within an op that the clock counts whole."""
+    def _listen(self, seconds: float = MODE) -> None:
+        """Count ``seconds`` of the host, by default a mode's for an op, except within an op that is counted whole."""
         if self._tracer.watch is not None:
-            self._clock.listen()
+            self._clock.listen(seconds)
 
     @property
     def parts(self) -> tuple[Tracer, Clock]:

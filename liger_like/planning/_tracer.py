@@ -18,6 +18,7 @@ from torch.optim.optimizer import register_optimizer_step_post_hook, register_op
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
+from liger_like.planning._clock import DTENSOR, STEP
 from liger_like.planning._stand_ins import CUDA_ONLY, workspace_of
 from liger_like.runtime import machine
 from liger_like.runtime.registry import LAUNCHERS
@@ -64,6 +65,7 @@ class Tracer(TorchDispatchMode):  # type: ignore[no-untyped-call]
         self.heads: set[str] = {""}  # modules of the loss: the head, and the root that calls it
         self.stepping = self.paused = False
         self.watch: Callable[[Any, Any, Any, Any], None] | None = None  # the clock's
+        self.listen: Callable[[float], None] = lambda seconds: None  # gets the host's time of Python beside the ops
 
     # ------------------------------------------------------------ what is allocated
 
@@ -129,6 +131,7 @@ class Tracer(TorchDispatchMode):  # type: ignore[no-untyped-call]
         if self.paused:
             return func(*args, **kwargs)
         if any(kind.__name__ == "DTensor" for kind in types):
+            self.listen(DTENSOR)
             return NotImplemented  # its local tensors come by
         name = func._schema.name
         try:
@@ -251,6 +254,7 @@ class Tracer(TorchDispatchMode):  # type: ignore[no-untyped-call]
         self.nodes.append((torch._C._autograd._get_sequence_nr(), self.stack[-1] if self.stack else ""))
 
     def _before_step(self, optimizer: Any, args: Any, kwargs: Any) -> None:
+        self.listen(STEP)
         for group in optimizer.param_groups:
             for parameter in group["params"]:
                 owner = self.owners.get(parameter, "")

@@ -1,12 +1,19 @@
 """The clock of a plan: seconds of single ops by their FLOPs, bytes and rates."""
 
+import contextlib
+
 import pytest
 import torch
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.tensor import DTensor, Replicate
 from torch.utils.checkpoint import checkpoint, noop_context_fn
 
+from liger_like.ops import flash_attention
 from liger_like.parallel import checkpoint_policy
 from liger_like.planning import GPUS, traced
-from liger_like.planning._clock import LAUNCH, MASKED, MODE, OP, TORCHS, Clock
+from liger_like.planning._clock import DTENSOR, LAUNCH, MASKED, MODE, OP, OURS, STEP, TORCHS, TURN, Clock
+from liger_like.planning._models import processes
+from liger_like.planning._optimizers import optimizer_of
 from liger_like.planning._stand_ins import workspace_of
 
 aten = torch.ops.aten
@@ -60,6 +67,45 @@ def test_modes_of_selective_checkpoints_take_the_host_s_time():
     assert listened(checkpoint_policy((), host=("attention",))) == 2 * listened(checkpoint_policy(()))
 
 
+def test_steps_of_optimizers_take_the_host_s_time():
+    """An optimizer for each parameter has as many steps, as ``step_in_backward`` makes them."""
+    with traced("h200") as t:
+        parameters = [torch.nn.Parameter(torch.empty(8)) for _ in range(3)]
+        for p in parameters:
+            p.grad = torch.empty(8)
+        optimizers = [torch.optim.AdamW([p], fused=True) for p in parameters]
+        for optimizer in (torch.optim.AdamW(parameters, fused=True), *optimizers):
+            optimizer.step()
+    assert t.parts[1].ops.count((STEP, 0.0)) == 1 + 3
+
+
+def test_moments_in_8_bits_make_the_gpu_wait_for_each_parameter():
+    def seconds(count):
+        with traced("h200") as t:
+            parameters = [torch.nn.Parameter(torch.empty(2**20 // count)) for _ in range(count)]
+            for p in parameters:
+                p.grad = torch.empty_like(p)
+            optimizer_of("adamw8bit", parameters).step()
+        return t.times["optimizer"]
+
+    assert seconds(8) - seconds(2) == pytest.approx(6 * TURN, rel=0.01)  # maps of values are read each time
+
+
+def test_ops_of_dtensors_take_the_host_s_time():
+    """Ops on their local tensors count beside."""
+    with contextlib.ExitStack() as stack:
+        stack.enter_context(processes(2))
+        mesh = init_device_mesh("cpu", (2,))  # it reads data
+        ops = stack.enter_context(traced("h200")).parts[1].ops
+        x = DTensor.from_local(torch.empty(4, 4), mesh, [Replicate()])
+        before, given = ops.count((DTENSOR, 0.0)), len(ops)
+        x.sin().cos()
+        assert ops.count((DTENSOR, 0.0)) - before == 2
+        assert len(ops) - given == 2 * 2
+        x.to_local().sin()
+        assert ops.count((DTENSOR, 0.0)) - before == 2
+
+
 @pytest.mark.parametrize("causal", [True, False])
 def test_attention_of_torch(causal):
     """The kernel of a mask is another one: it computes all pairs."""
@@ -72,6 +118,15 @@ def test_attention_of_torch(causal):
     forward_rate, backward_rate = (rate * 1e12 * (1 if causal else MASKED) for rate in TORCHS[128])
     flops = 4 * 8 * 1024 * 2048 * 128 * (0.5 if causal else 1)
     assert clock.groups["attention"] == pytest.approx(flops / forward_rate + 2.5 * flops / backward_rate + 2 * LAUNCH)
+
+
+@pytest.mark.parametrize(("rows", "keys", "seen"), [(512, 512, 1 / 2), (256, 512, 3 / 4), (512, 256, 1 / 4)])
+def test_the_last_query_of_causal_attention_sees_the_last_key(rows, keys, seen):
+    with traced("h200") as t:
+        q, k = (torch.empty(8, n, 8, 128, dtype=torch.bfloat16) for n in (rows, keys))
+        flash_attention(q, k, k, causal=True)
+    flops = 4 * 8 * 8 * rows * keys * 128 * seen
+    assert t.times["attention"] == pytest.approx(flops / OURS[128][0] / 1e12 + LAUNCH)
 
 
 def test_workspace_of_attentions_backward():
