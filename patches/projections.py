@@ -18,7 +18,7 @@ def together(forward: FunctionType, definition: ast.FunctionDef, *names: str) ->
 
     Consecutive statements that each call another part of self on the same name get the results of one call:
     ``q = self.q(x).view(shape); k = self.k(x)`` becomes
-    ``results = linears(x, self.q, self.k); q = results[0].view(shape); k = results[1]``.
+    ``results = linears(x, self.q, self.k); q = results.pop(0).view(shape); k = results.pop(0)``.
     """
     groups = [
         calls
@@ -62,7 +62,7 @@ class _Together(ast.NodeTransformer):
 
     def __init__(self, groups: list[dict[ast.stmt, ast.Call]]) -> None:
         self.first = {next(iter(group)): [*group.values()] for group in groups}
-        self.places = {call: i for group in groups for i, call in enumerate(group.values())}
+        self.calls = {call for group in groups for call in group.values()}
 
     def visit_Assign(self, node: ast.Assign) -> Any:
         calls = self.first.get(node)
@@ -76,6 +76,7 @@ class _Together(ast.NodeTransformer):
 
     def visit_Call(self, node: ast.Call) -> Any:
         self.generic_visit(node)
-        if node not in self.places:
+        if node not in self.calls:
             return node
-        return ast.Subscript(ast.Name(RESULTS, ast.Load()), ast.Constant(self.places[node]), ast.Load())
+        # the list does not hold a result any longer than the forward does
+        return ast.Call(ast.Attribute(ast.Name(RESULTS, ast.Load()), "pop", ast.Load()), [ast.Constant(0)], [])

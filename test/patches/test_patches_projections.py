@@ -1,6 +1,7 @@
 """Projections of few rows at once, in models of half precision: where, with which numbers, and where not."""
 
 import copy
+import weakref
 
 import pytest
 import torch
@@ -142,6 +143,22 @@ class Part:
         else:
             q, k, g = x, x, x
         return q, k, g
+
+
+def test_a_result_is_freed_as_before():
+    class Holder:
+        def forward(self, x):
+            q = self.q_proj(x)
+            k = self.k_proj(x)
+            made = weakref.ref(q)
+            q = q + 1
+            return made(), q, k
+
+    code = together(Holder.forward, definition_of(Holder.forward))
+    part = Holder()
+    part.q_proj = part.k_proj = torch.nn.Linear(2, 2)
+    made, *_ = with_names(Holder.forward, NAMES, code)(part, torch.ones(2))
+    assert made is None
 
 
 GROUPS = {"plain": [2], "conditional": [], "changed": [], "used": [], "twice": [], "nested": [3]}

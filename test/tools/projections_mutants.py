@@ -38,6 +38,12 @@ PROJECTIONS = [
     (PATCH, "or len(calls) != 1 or any", "or len(calls) != 1 or not any", "no projection is computed at once"),
     (PATCH, "UNSURE = ast.IfExp | ", "UNSURE = ", "a call that a condition skips is made"),
     (PATCH, "return call if len(uses) == 1 else None", "return call", "an input that is changed in between"),
+    (
+        PATCH,
+        '"pop", ast.Load()), [ast.Constant(0)], [])',
+        '"__getitem__", ast.Load()), [ast.Constant(0)], [])',
+        "one result for all",
+    ),
     (HEAD, "of_few_rows(x, [self.weight], [self.bias])", "None", "a head of few rows waits for cuBLAS"),
     (MLP, "y = gated(act, x, gate, up)", "y = None", "gated units of few rows are apart"),
 ]
