@@ -16,6 +16,10 @@ def test_every_bug_has_a_name():
     assert len({*KEYS}) == len(KEYS)
 
 
+def test_every_bug_has_tests():
+    assert all(mutant.tests() for mutant in MUTANTS)
+
+
 def test_list_of_fates(tmp_path, monkeypatch):
     monkeypatch.setattr(mutants_report, "LIST", tmp_path / "MUTANTS.md")
     keys = [("a.py", "x | y"), ("b.py", "eps"), ("b.py", "of a GPU"), ("c.py", "new")]
