@@ -74,7 +74,7 @@ def moe_route_ref(
         by_group = choice.unflatten(-1, (n, -1))
         top = by_group.sort(-1, descending=True).values[..., : GROUP_SCORES.index(group_score) + 1]
         best = highest_first(top.sum(-1))[..., :chosen]
-        others = torch.ones_like(top[..., 0], dtype=torch.bool).scatter(-1, best, False)
+        others = torch.ones_like(top[..., 0], dtype=torch.bool).scatter(-1, best, 0)  # torch.jit knows no False here
         others = others.unsqueeze(-1).expand_as(by_group).flatten(-2)
         # experts of other groups come last, whatever their score
         order = order.gather(-1, others.gather(-1, order).sort(dim=-1, stable=True).indices)

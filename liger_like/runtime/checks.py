@@ -43,12 +43,18 @@ def require_choice(name: str, value: object, choices: tuple[object, ...]) -> Non
         raise ValueError(f"{name} must be one of {', '.join(map(repr, choices))}, got {value!r}")
 
 
+def _number(value: Any) -> Any:
+    """Return ``value``, or in a trace of torch.jit, whose sizes are tensors, its number."""
+    return value.item() if isinstance(value, Tensor) and torch.jit.is_tracing() else value
+
+
 def require_number(
     name: str, value: Any, must: str = "must be finite", low: float = -FLOAT_MAX, high: float = FLOAT_MAX
 ) -> float:
     """Return ``value`` as a Python float. Raise unless it is a number, of Python or NumPy, in [``low``, ``high``]."""
     if type(value) is float and not torch.compiler.is_compiling() and low <= value <= high:
         return value
+    value = _number(value)
     if not isinstance(value, int | float) and not isinstance(value, torch.SymInt | torch.SymFloat | numbers.Real):
         raise TypeError(f"{name} must be a number, got {type(value).__name__}")
     if not torch.compiler.is_compiling() and not low <= value <= high:  # a traced number may have no value
@@ -71,6 +77,7 @@ def require_eps(eps: Any) -> float:
 
 def require_integer(name: str, value: Any, low: int | None = None) -> int:
     """Return ``value`` as a Python int. Raise unless it is an integer, of Python or NumPy, and at least ``low``."""
+    value = _number(value)
     if isinstance(value, bool) or not isinstance(value, int | torch.SymInt | numbers.Integral):
         raise TypeError(f"{name} must be an integer, got {type(value).__name__}")
     if not torch.compiler.is_compiling():  # a traced number may have no value

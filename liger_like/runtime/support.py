@@ -43,11 +43,15 @@ def refused(reason: str) -> bool:
 
 def use_kernel(x: Tensor) -> bool:
     """Return True if a Triton kernel can run on ``x``; otherwise the plain-torch reference runs."""
-    return (x.dtype in KERNEL_DTYPES or refused("kernels take float32, float16 and bfloat16")) and (
-        x.is_cuda
-        or machine.current is not None
-        or (INTERPRET and x.device.type == "cpu")
-        or refused("kernels run on GPUs, and interpreted on a CPU where TRITON_INTERPRET=1")
+    return (
+        (x.dtype in KERNEL_DTYPES or refused("kernels take float32, float16 and bfloat16"))
+        and (
+            x.is_cuda
+            or machine.current is not None
+            or (INTERPRET and x.device.type == "cpu")
+            or refused("kernels run on GPUs, and interpreted on a CPU where TRITON_INTERPRET=1")
+        )
+        and (not torch.jit.is_tracing() or refused("torch.jit.trace records torch's own operations alone"))
     )
 
 

@@ -432,3 +432,14 @@ def test_a_loss_that_uses_the_logits_is_not_fused_and_warned_of(device):
         assert_exact(patched, original, inputs)
     with pytest.warns(UserWarning, match="not fused"):
         assert torch.is_tensor(patched(**inputs).logits)
+
+
+@pytest.mark.filterwarnings("ignore::DeprecationWarning", "ignore::torch.jit.TracerWarning")
+@pytest.mark.parametrize("family", ["Mistral", "Qwen3"])
+def test_a_trace_of_torch_jit_serves_other_sizes(family, device):
+    patched, original = (model.eval().requires_grad_(False) for model in pair(family, device))
+    logits = lambda model: lambda ids: model(ids, use_cache=False).logits  # noqa: E731
+    traced = torch.jit.trace(logits(patched), batch(device)["input_ids"], check_trace=False)
+    for rows, length in ((2, 12), (1, 7), (3, 20)):
+        ids = batch(device, rows, length)["input_ids"]
+        torch.testing.assert_close(traced(ids), logits(original)(ids))

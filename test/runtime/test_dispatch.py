@@ -6,7 +6,7 @@ import pytest
 import torch
 from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
 from torch.profiler import profile
-from torch.utils._pytree import tree_map
+from torch.utils._pytree import tree_leaves, tree_map
 
 import liger_like
 from liger_like.ops.rms_norm import _rms_norm_fwd as rms_norm_fwd
@@ -181,3 +181,35 @@ def test_ops_repeat_their_results(spec, monkeypatch):
             alone.setattr(registry, "signature", lambda args: None)
             expected = results(inputs)
         assert [name for name, t in found.items() if not torch.equal(t, expected[name])] == [], (shape, seed)
+
+
+@pytest.mark.filterwarnings("ignore::DeprecationWarning", "ignore::torch.jit.TracerWarning")
+@pytest.mark.parametrize("spec", SPECS, ids=lambda spec: spec.name)
+def test_a_trace_of_torch_jit_holds_plain_torch(spec, device):
+    """Trace with other numbers than those that the trace is then given."""
+    shape = max((s for s in spec.test_shapes if s.get("N", 0) < 1000), key=len)
+    for options in spec.options:
+        first, second = (spec.inputs(torch.float32, device, **shape) for _ in range(2))
+        names = [name for name, value in first.items() if isinstance(value, torch.Tensor)]
+        rest = {name: value for name, value in first.items() if name not in names}
+
+        def call(*tensors, fn=spec.fn, names=names, rest=rest, options=options):
+            results = fn(**dict(zip(names, tensors, strict=True)), **rest, **options)
+            return tuple(t for t in tree_leaves(results) if isinstance(t, torch.Tensor))
+
+        traced = torch.jit.trace(call, tuple(first[name].detach() for name in names), check_trace=False)
+        assert not [node for node in traced.graph.nodes() if "liger_like" in node.kind()]
+        values = [second[name].detach() for name in names]
+        torch.testing.assert_close(traced(*values), call(*values, fn=spec.ref), equal_nan=True)
+
+
+@pytest.mark.filterwarnings("ignore::DeprecationWarning", "ignore::torch.jit.TracerWarning")
+def test_sizes_are_tensors_in_a_trace_of_torch_jit(device):
+    def call(q, table):
+        turned, _ = liger_like.rope(q, q, table, table, rotary_dim=table.shape[-1])
+        return liger_like.flash_attention(turned, q, q, scale=q.shape[-1])
+
+    q, table = torch.randn(1, 3, 5, 16, device=device), torch.randn(5, 16, device=device)
+    torch.testing.assert_close(torch.jit.trace(call, (q, table))(q, table), call(q, table))
+    with pytest.raises(TypeError, match="rotary_dim must be an integer, got Tensor"):
+        liger_like.rope(q, q, table, table, rotary_dim=torch.tensor(16))

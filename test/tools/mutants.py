@@ -165,7 +165,8 @@ TESTS = {
     **{file: "test_replay or test_ops or test_tiles or compiled_graph" for file, *_ in REPLAY},
     **dict.fromkeys(("runtime/replay.py", "runtime/recording.py"), "test_replay"),
     **dict.fromkeys(
-        ("runtime/checks.py", "runtime/registry.py"), "dispatch or test_ops or test_tiles or compiled_graph"
+        ("runtime/checks.py", "runtime/registry.py", "runtime/support.py"),
+        "dispatch or test_ops or test_tiles or compiled_graph",
     ),
     "runtime/tiles.py": "test_ops or test_tiles",
     "ops/rms_norm.py": "rms_norm or norms",

@@ -1,6 +1,7 @@
 """Bugs, as in mutants.py, in the routers of experts, their loss and the modules: file, old, new, why."""
 
 _ROUTER = [
+    ("scatter(-1, best, 0)", "scatter(-1, best, False)", "torch.jit traces no groups"),
     ("logits.new_empty(shape, dtype=args[-1])", "logits.new_empty(shape, dtype=torch.float32)", "weights keep fp32"),
     ("bits ^ ((bits >> 31) & 0x7FFFFFFF), 0x7FFFFFFF", "bits, 0x7FFFFFFF", "negative scores in reverse order"),
     ("& 0x7FFFFFFF), 0x7FFFFFFF)", "& 0x7FFFFFFF), 0)", "NaN counts as 0"),
