@@ -1,12 +1,13 @@
 """The masks of patched models, eager and compiled: those of eager attention, and made only where they must be."""
 
+import copy
 import inspect
 
 import pytest
 import torch
 import transformers
 from test_patches_attention import BATCHES, masked, pair
-from tiny_models import batch, results
+from tiny_models import assert_exact, batch, results
 from torch._dynamo.testing import CompileCounterWithBackend
 from transformers import masking_utils
 
@@ -166,3 +167,14 @@ def test_masks_of_documents_do_not_wait_for_the_gpu(overlay):
     finally:
         torch.cuda.set_sync_debug_mode("default")
     assert mask.spans is not None
+
+
+def test_rows_that_see_no_key_are_those_of_sdpa(device):
+    """The last row of padding on the left predicts the first token: eager attention gives it the mean of all values."""
+    patched, eager = pair("Llama", device, attn_implementation="eager")
+    sdpa = copy.deepcopy(eager)
+    sdpa.set_attn_implementation("sdpa")
+    inputs = batch(device)
+    inputs["attention_mask"] = (inputs["labels"] != -100).long()
+    assert_exact(patched, sdpa, inputs)
+    assert abs(patched(**inputs).loss - eager(**inputs).loss) > 1e-4
