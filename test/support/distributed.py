@@ -16,6 +16,7 @@ from liger_like.runtime import support
 
 # Imports take longer than most workers' own work: one process imports these modules, and workers are its forks.
 PRELOADED = ("liger_like", "transformers.models.llama.modeling_llama", "accelerate", "torch.distributed.fsdp")
+INTERPRETED = support.INTERPRET  # before a test pretends another value: the fork server outlives that test
 
 
 def run(worker, world_size, *args, backend="gloo"):
@@ -29,7 +30,7 @@ def run(worker, world_size, *args, backend="gloo"):
         if not on_gpus:
             os.environ["CUDA_VISIBLE_DEVICES"] = ""
         args = worker, world_size, args, backend, f"{folder}/store", dict(os.environ)
-        os.environ["TRITON_INTERPRET"] = str(int(support.INTERPRET))  # one import decorates kernels for all workers
+        os.environ["TRITON_INTERPRET"] = str(int(INTERPRETED))  # one import decorates kernels for all workers
         multiprocessing.set_forkserver_preload([*PRELOADED])
         start_processes(_work, args, nprocs=world_size, start_method="spawn" if on_gpus else "forkserver")
 
