@@ -95,7 +95,7 @@ class Norm(Recogniser):
         _, part = match(type(module).forward, type(module), self.patterns)
         vectors = [getattr(module, part[role], None) for role in VECTORS if role in part]
         parameters = tuple(vector for vector in vectors if vector is not None)
-        like = next(module.parameters(), torch.empty(0))
+        like = next(module.parameters(), torch.empty(0, device="cpu"))
         size = parameters[0].numel() if parameters else (*getattr(module, part.get("shape", ""), (8,)),)[0]
         count = len(inspect.signature(type(module).forward).parameters) - 1
         inputs = tuple(random_like(like, 2, 3, size) for _ in range(count))

@@ -4,7 +4,7 @@ import copy
 
 import pytest
 import torch
-from tiny_models import rows
+from tiny_models import assert_exact, batch, rows, tiny
 from torch import nn
 from transformers.models.cohere.modeling_cohere import CohereLayerNorm
 from transformers.models.gemma3n.modeling_gemma3n import Gemma3nRMSNorm
@@ -16,6 +16,7 @@ from transformers.models.qwen3_next.modeling_qwen3_next import Qwen3NextRMSNormG
 from transformers.models.t5.modeling_t5 import T5LayerNorm
 from transformers.models.zamba2.modeling_zamba2 import Zamba2RMSNormGated
 
+from liger_like import patching
 from liger_like.patches import layer_norm, rms_norm
 from liger_like.patching import patch, unpatch
 
@@ -137,3 +138,14 @@ def test_a_norm_is_named_once():
     """A norm is recognised by its code, not its name."""
     (row,) = (row for row in patch(nn.Sequential(T5LayerNorm(N))).rows if row.cls)
     assert row.pattern == "rms_norm"
+
+
+@pytest.mark.parametrize("family", ["Llama", "Olmo"])  # Olmo's norms have no weights to show a device
+def test_patching_under_another_default_device(family, device, monkeypatch):
+    model = tiny(family, device)
+    expected = patch(copy.deepcopy(model), verify="numeric")
+    monkeypatch.setattr(patching, "_confirmed", set())
+    original = copy.deepcopy(model)
+    with torch.device("meta"):
+        assert patch(model, verify="numeric").to_dict() == expected.to_dict()
+    assert_exact(model, original, batch(device))

@@ -9,6 +9,7 @@ from torch.profiler import profile
 from torch.utils._pytree import tree_leaves, tree_map
 
 import liger_like
+from liger_like.ops.losses import rows
 from liger_like.ops.rms_norm import _rms_norm_fwd as rms_norm_fwd
 from liger_like.runtime import registry
 from liger_like.testing import SPECS, run
@@ -110,6 +111,27 @@ def test_memory_that_is_negated(name, device):
     assert changed[next(iter(inputs))].is_neg()
     assert all(map(torch.equal, *found))
     assert len(found[0]) > 2
+
+
+@pytest.mark.parametrize("spec", SPECS, ids=lambda spec: spec.name)
+def test_another_default_device(spec, device):
+    """``torch.set_default_device`` chooses where new tensors are: an op's own are where its arguments are."""
+    rows.bad_label.cache_clear()
+    shape = max((s for s in spec.test_shapes if s.get("N", 0) < 1000), key=lambda s: (len(s), str(s)))
+    inputs = spec.inputs(torch.float32, device, **shape)
+    leaves = [t for t in inputs.values() if t.requires_grad]
+
+    def results(options):
+        outputs = spec.fn(**inputs, **options)
+        outputs = [t for t in (outputs if isinstance(outputs, tuple) else (outputs,)) if t is not None]
+        made = [t for t in outputs if t.requires_grad]
+        upstream = [torch.ones_like(t) for t in made]
+        return [*outputs, *torch.autograd.grad(made, leaves, upstream)] if spec.differentiable else outputs
+
+    for options in spec.options:
+        with torch.device("meta"):
+            found = results(options)
+        assert all(map(torch.equal, found, results(options))), options
 
 
 def test_zeros_without_memory(device):

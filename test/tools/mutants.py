@@ -212,7 +212,7 @@ TESTS = {
     **{file: "patches" for file, *_ in PATCHES},
     "graphs.py": "test_graphs_beside",
     **dict.fromkeys(("patches/own_experts.py", "patches/separate_experts.py"), "experts or test_patches_every_expert"),
-    "patches/attention.py": "test_generation or spans_of_documents or test_patches_unpacked",
+    "patches/attention.py": "default_device or test_generation or spans_of_documents or test_patches_unpacked",
     **dict.fromkeys(("patches/unpacked.py", "patches/attention_source.py"), "test_patches_unpacked"),
     "patches/routers.py": "test_patches_routers",
     "patches/balance.py": "test_patches_balance",

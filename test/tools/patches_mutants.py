@@ -310,6 +310,18 @@ PATCHES = [
         "x, None, eps",
         "a gated norm has no weight",
     ),
+    (
+        "patches/norm.py",
+        'torch.empty(0, device="cpu")',
+        "torch.empty(0)",
+        "norms without weights are tried on the default device",
+    ),
+    (
+        "patches/attention.py",
+        "[[6], [4]], device=q.device",
+        "[[6], [4]]",
+        "attention is tried on the default device",
+    ),
     ("patches/norm.py", ", nn.utils.parametrizations._WeightNorm)", ")", "torch's weight norm is taken for an RMSNorm"),
     (
         "doctor/__init__.py",

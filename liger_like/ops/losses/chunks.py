@@ -140,7 +140,7 @@ def _outputs(call: Forward, wide: bool = False) -> tuple[Tensor, ...]:
     )
     order = x.new_empty(T, dtype=torch.int64)
     # a CUDA graph must not hold a tensor of the host
-    chunk_bounds = torch.empty(3, dtype=torch.int64) if call.reads_count else torch.empty_like(order[:0])
+    chunk_bounds = torch.empty(3, dtype=torch.int64, device="cpu") if call.reads_count else torch.empty_like(order[:0])
     return *rows, order, chunk_bounds, dx, dw, exponents, last_logits, last_x, dbias, du, db
 
 
@@ -321,7 +321,7 @@ def run_chunks(
             n = count()
             step = even_step(n - end, step)
         if call.reads_count:
-            chunk_bounds.copy_(torch.tensor([n, start, end]))
+            chunk_bounds.copy_(torch.tensor([n, start, end], device="cpu"))
         is_left = exponents.numel() > 0 and end >= n
         if dz is not None:
             own_x = None if needs[0] and not last_x.numel() else x_c

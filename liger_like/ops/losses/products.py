@@ -56,7 +56,7 @@ def kept_first(target: Tensor, ignore_index: int, order: Tensor, *, many: bool) 
     T = target.shape[0]
     traced = machine.current is not None
     if not many or (in_graph(target) and not traced):
-        torch.arange(T, out=order)
+        torch.arange(T, out=order, device=order.device)
         return lambda: T
     ignored = target == ignore_index
     torch.argsort(ignored, stable=True, out=order)

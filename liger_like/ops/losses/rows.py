@@ -62,7 +62,7 @@ def check_labels(target: Tensor, V: int, ignore_index: int, name: str = "target"
 def bad_label(device_type: str) -> Tensor:
     """Return the host memory into which kernels write a label that is out of range."""
     with torch.inference_mode(False), _disable_current_modes():  # later calls use it without these modes
-        flag = torch.zeros(1, dtype=torch.int64, pin_memory=device_type == "cuda")
+        flag = torch.zeros(1, dtype=torch.int64, device="cpu", pin_memory=device_type == "cuda")
     LASTING.append(flag)
     return flag
 

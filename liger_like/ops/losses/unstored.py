@@ -94,5 +94,5 @@ def run_unstored(call: Any, outs: tuple[Tensor, ...], results: Any) -> None:
             n = count()
             step = even_step(n - end, step)
         if call.reads_count:
-            chunk_bounds.copy_(torch.tensor([n, start, end]))
+            chunk_bounds.copy_(torch.tensor([n, start, end], device="cpu"))
         start, end = end, max(end, min(end + step, n))
