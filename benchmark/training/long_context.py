@@ -11,8 +11,9 @@ A step is forward, backward and optimizer in bf16, with every layer checkpointed
 of Llama-3-8B. Each setting has a process of its own, which ends with the setting's time. In it all contestants have the
 same weights and take turns, so that 1 % shows; Liger comes last, because it changes the model for good. A turn begins
 with steps on at most 65,536 tokens: they compile kernels, and last until the clock has fallen to where it stays. AdamW
-steps in the backward. GPU memory is the peak of all that torch allocated. Host memory is what a step copies there. The
-host's memory is pinned before. The floor is the time of a step's matrix products and attention alone.
+steps in the backward, with states of 8 bits for all layers of the longest. GPU memory is the peak of all that torch
+allocated. Host memory is what a step copies there. The host's memory is pinned before. The floor is the time of a
+step's matrix products and attention alone.
 `python -m benchmark plan --files long-context` compares the peaks with predicted ones.
 """
 
@@ -35,10 +36,11 @@ from benchmark.common.markdown import Row
 from benchmark.common.measure import RESULTS, ToldError, attempt, environment, known, locked, present, rounded, save
 from benchmark.common.processes import DEVICE, GPU, Processes, reset_peak, times
 from benchmark.training.long_context_report import tables, write_report
+from benchmark.training.planned import optimizer_kind
 from benchmark.training.training import build, nothing, patch_by_liger, tokens_of
 from examples.parallel import LARGER
 from examples.train import CONFIGS
-from liger_like.parallel import checkpoint_policy, offload_checkpoints, step_in_backward
+from liger_like.parallel import checkpoint_policy, group_checkpoints, offload_checkpoints, step_in_backward
 from liger_like.parallel.host_memory import ENGINES
 from liger_like.parallel.offload import GIB, CheckpointOffload
 
@@ -47,11 +49,12 @@ WARM, LOAD = 65536, 2.0  # tokens, and seconds under load: the first second runs
 
 
 class Contestant(NamedTuple):
-    """Contestant: what patches the model, and which checkpoints and results go to the host."""
+    """Contestant: what patches the model, which checkpoints and results go to the host, and layers of a checkpoint."""
 
     patch: dict[str, Any] | None = None
     offload: bool = False
     host: tuple[str, ...] = ()
+    group: int = 1
 
 
 OURS = "liger_like"
@@ -62,12 +65,13 @@ CONTESTANTS = {
     "liger_like, tiled": Contestant({"mlp": "tiled"}),
     "liger_like, offloaded, tiled": Contestant({"mlp": "tiled"}, offload=True),
     "liger_like, offloaded, tiled, attention kept": Contestant({"mlp": "tiled"}, offload=True, host=("attention",)),
+    "liger_like, offloaded, tiled, 2 layers a checkpoint": Contestant({"mlp": "tiled"}, offload=True, group=2),
     "Liger": Contestant(),
 }
 
 
 class Setting(NamedTuple):
-    """Steps to measure: layers, tokens of the sequence, who takes turns, how often, and seconds for all of it."""
+    """Steps to measure: layers, tokens of the sequence, who takes turns, how often, seconds for all, and optimizer."""
 
     layers: int
     tokens: int
@@ -75,9 +79,10 @@ class Setting(NamedTuple):
     rounds: int
     steps: int
     limit: float
+    optimizer: str = "adamw"
 
     def text(self) -> str:
-        return f"{self.layers} layers, {self.tokens:,} tokens"
+        return f"{self.layers} layers, {self.tokens:,} tokens" + ", 8-bit AdamW" * (self.optimizer == "adamw8bit")
 
     def floor(self, config: LlamaConfig, kept: bool) -> float:
         """Return the seconds of a step's products and attention, at rates that both reach alone on an H100 or H200.
@@ -92,7 +97,8 @@ class Setting(NamedTuple):
         return products / 690e12 + (1 if kept else 2) * attention / 692e12 + 2.5 * attention / 567e12
 
 
-TILED, KEPT = "liger_like, offloaded, tiled", "liger_like, offloaded, tiled, attention kept"
+TILED = "liger_like, offloaded, tiled"
+KEPT, PAIRS = f"{TILED}, attention kept", f"{TILED}, 2 layers a checkpoint"
 SETTINGS = (
     *(Setting(4, tokens, tuple(CONTESTANTS), 3, 3, 300) for tokens in (16384, 32768, 65536)),
     Setting(8, 131072, ("transformers", "liger_like, tiled", TILED, KEPT, "Liger"), 1, 1, 150),
@@ -100,6 +106,7 @@ SETTINGS = (
     Setting(4, 655360, (KEPT,), 1, 1, 200),
     Setting(2, 1310720, (KEPT,), 1, 1, 300),
     Setting(32, 131072, (KEPT,), 1, 1, 200),
+    Setting(32, 655360, (PAIRS,), 1, 1, 1500, "adamw8bit"),  # needs an H200
 )
 QUICK = Setting(3, 64, tuple(CONTESTANTS), 1, 1, 300)
 
@@ -112,6 +119,8 @@ def prepare(model: PreTrainedModel, name: str) -> None:
         liger_like.patch(model, strict=True, **contestant.patch)
     policy = {"context_fn": checkpoint_policy((), host=contestant.host)} if contestant.host else {}
     model.gradient_checkpointing_enable({"use_reentrant": False, **policy})
+    if contestant.group > 1:
+        group_checkpoints(model, contestant.group)
     if name == "Liger":
         patch_by_liger(model)
 
@@ -145,12 +154,13 @@ def time_steps(model: PreTrainedModel, tokens: Tensor, host: CheckpointOffload |
 
 def pin(host: CheckpointOffload, setting: Setting, config: LlamaConfig) -> None:
     """Let ``host`` pin what the contestants of ``setting`` send there: inputs of layers, and results of attention."""
-    chosen = [CONTESTANTS[name] for name in setting.contestants]
+    chosen = [CONTESTANTS[name] for name in setting.contestants if CONTESTANTS[name].offload]
     row, lse = 2 * config.hidden_size, 4 * config.num_attention_heads
-    several = [row] * any(c.offload for c in chosen) + [row, lse] * any(c.host for c in chosen)
+    inputs = -(-setting.layers // min((c.group for c in chosen), default=1)) - 1  # the last checkpoint stays
+    several = [row] * inputs * bool(chosen) + [row, lse] * (setting.layers - 1) * any(c.host for c in chosen)
     pages = host.pages_of(torch.device("cuda", torch.cuda.current_device()))
     start = time.perf_counter()
-    taken = [pages.take(setting.tokens * each) for each in several for _ in range(setting.layers - 1)]
+    taken = [pages.take(setting.tokens * each) for each in several]
     for own in taken:
         pages.give(own or [])
     print(f"{host.host_gib:.1f} GiB pinned in {time.perf_counter() - start:.1f} s", flush=True)
@@ -161,7 +171,7 @@ def turns(setting: Setting, config: LlamaConfig, host_gib: float | None) -> Iter
     config.num_hidden_layers = setting.layers
     model = build(nothing, config, checkpointing=False)
     tokens = tokens_of(config, 1, setting.tokens)
-    step_in_backward(model, partial(torch.optim.AdamW, lr=1e-5, fused=True))
+    step_in_backward(model, optimizer_kind(setting.optimizer))
     warm = setting._replace(tokens=min(setting.tokens, WARM))
     warmups = math.ceil(LOAD / warm.floor(config, True)) if GPU else 1
     host = offload_checkpoints(host_gib)
@@ -258,7 +268,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
         return write_report()
     if not GPU and not options.quick:
         parser.error("needs a GPU (all but --quick and --report)")
-    result: Row = environment("transformers", "Liger") | {"settings": {}}
+    result: Row = environment("transformers", "Liger", "bitsandbytes") | {"settings": {}}
     if GPU and (options.copies or len(options.settings) == len(SETTINGS)):
         (result["copies"],) = Processes(1, 60).run(copies)
         if "reason" in result["copies"]:

@@ -127,6 +127,8 @@ def of_long_context(result: Row, file: str) -> Iterator[Job]:
                     checkpoint="attention" if contestant.host else "full",
                     checkpoint_on_host=contestant.offload,
                     tiled_mlp=bool(contestant.patch),
+                    checkpoint_layers=contestant.group,
+                    optimizer=setting.optimizer,
                     step_in_backward=True,
                 )
                 yield Job(file, setting.text(), name, config, how, row)

@@ -11,7 +11,7 @@ from liger_like.parallel import host_memory, offload
 
 @pytest.mark.skipif(long_context.GPU, reason="on a GPU it is bf16 and true copies: --quick")
 def test_tiny_form(monkeypatch, references, capsys):
-    """Each contestant trains; those that are offloaded copy, and attention's results double what is copied."""
+    """Each contestant trains; offloaded ones copy, more with attention's results, half with two layers a checkpoint."""
     monkeypatch.setitem(host_memory.ENGINES, "cpu", Late)
     for module in (host_memory, offload):
         monkeypatch.setattr(module, "PAGE", 1024)
@@ -26,6 +26,7 @@ def test_tiny_form(monkeypatch, references, capsys):
     size = 64 * long_context.CONFIGS["tiny"].hidden_size * 2  # bf16
     assert ours[:5] == [0, 0, 2 * size, 0, 2 * size]
     assert ours[5] >= 2 * size
+    assert ours[6] == size
     assert printed.count("| 3 layers, 64 tokens |") == len(rows)
 
 
