@@ -85,7 +85,7 @@ class Setting(NamedTuple):
         return f"{self.layers} layers, {self.tokens:,} tokens" + ", 8-bit AdamW" * (self.optimizer == "adamw8bit")
 
     def floor(self, config: LlamaConfig, kept: bool) -> float:
-        """Return the seconds of a step's products and attention, at rates that both reach alone on an H100 or H200.
+        """Return the seconds of a step's products and attention, at the rates that both reach alone on an H100.
 
         ``kept``: attention's forward runs once, else twice.
         """
@@ -94,7 +94,7 @@ class Setting(NamedTuple):
         weights = L * (2 * H * (H + kv) + 3 * H * config.intermediate_size)
         attention = 2 * S * S * H * L
         products = S * (8 * weights + 6 * V * H)
-        return products / 690e12 + (1 if kept else 2) * attention / 692e12 + 2.5 * attention / 567e12
+        return products / 726e12 + (1 if kept else 2) * attention / 762e12 + 2.5 * attention / 611e12
 
 
 TILED = "liger_like, offloaded, tiled"
