@@ -161,7 +161,7 @@ GROUPED = {"checkpoint": "full", "checkpoint_layers": 2}
         (
             NORMS,
             {"tp": 2},
-            "tp must be 1 for Qwen3ForCausalLM, got 2: gradients of its k_norm are not summed over heads",
+            "tp must be 1 for Qwen3ForCausalLM, got 2: its self_attn.k_norm would see some of the heads or features",
         ),
         (DROPOUT, {"pp": 2}, "model must have patched attention to be spread, got 'sdpa' in Llama"),
         (MODEL, {"tp": 2, "patched": False}, "tp must be 1 unless patched"),
