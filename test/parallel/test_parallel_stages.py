@@ -44,6 +44,14 @@ CASES = [  # model, changes of its config, mesh, checkpoints, and whether MLPs a
 ]
 
 
+class Weight(nn.Module):
+    """A layer that is not linear."""
+
+    def __init__(self):
+        super().__init__()
+        self.weight = nn.Parameter(torch.zeros(32, 32))
+
+
 def mesh_of(sizes):
     whole = {name: sizes.get(name, 1) for name in ("pp", "fsdp", "cp", "tp")}
     return dist.init_device_mesh("cpu", tuple(whole.values()), mesh_dim_names=tuple(whole))
@@ -114,8 +122,10 @@ def test_kernels_give_the_gradients_of_one_process():
 def check_placements_and_errors(rank):
     mesh, ids = mesh_of({"tp": 2}), torch.randint(SIZES["vocab_size"], (2, 8))
     model = made(LLAMA, BIASES)
+    model.model.layers[0].mlp.up_proj.weight.requires_grad_(False)
     liger_like.patch(model)
     stage = spread(model, mesh)
+    assert [name for name, p in stage.named_parameters() if not p.requires_grad] == ["layers.0.mlp.up_proj.weight"]
     placed = {name.removeprefix("layers.0."): p.placements[-1] for name, p in stage.named_parameters()}
     for name in ("self_attn.q_proj.weight", "self_attn.v_proj.bias", "mlp.up_proj.weight", "mlp.gate_proj.bias"):
         assert placed[name] == Shard(0), name
@@ -141,8 +151,25 @@ def check_placements_and_errors(rank):
 
     with pytest.raises(ValueError, match="tp must divide the tokens of a sequence, 7, got 2"):
         stage(ids[:, :7], torch.arange(7).expand(2, 7))
+    check_refusals(mesh)
     check_dropout(mesh, rank)
     check_tokens(mesh["tp"].get_group(), rank)
+
+
+def check_refusals(mesh):
+    """What would see some of the heads or features: layers other than nn.Linear, their parts, other parameters."""
+    for at, name, part in (
+        ("self_attn", "q_proj", Weight()),
+        ("mlp.down_proj", "adapter", Weight()),
+        ("mlp", "inner", nn.Identity()),
+        ("self_attn", "sinks", nn.Parameter(torch.zeros(4))),
+    ):
+        model = made(LLAMA, {})
+        liger_like.patch(model)
+        setattr(model.model.layers[0].get_submodule(at), name, part)
+        path = at if isinstance(part, nn.Parameter) else f"{at}.{name}"
+        with pytest.raises(ValueError, match=f"tp must be 1 for LlamaForCausalLM, got 2: its {path} would see some"):
+            spread(model, mesh)
 
 
 def check_dropout(mesh, rank):
@@ -162,10 +189,10 @@ def check_tokens(group, rank):
     x = torch.arange(12.0).view(3, 4).mT.add(100 * rank).requires_grad_()
     whole = gather_parts(x, group)
     assert torch.equal(whole[1] - whole[0], torch.full((4, 3), 100.0))
-    summed = sum_parts(whole * (rank + 1), group)
-    assert torch.equal(summed, 3 * x)
-    summed.backward(torch.ones(3, 4).mT * (1 + rank))
-    assert torch.equal(x.grad, torch.full((4, 3), 3.0 * (1 + rank)))
+    summed = sum_parts((whole * (rank + 1))[..., :2], group)
+    assert torch.equal(summed, 3 * x[..., :2])
+    summed.backward(torch.ones(2, 4).mT * (1 + rank))
+    assert torch.equal(x.grad, torch.tensor([3.0, 3.0, 0.0]).mul(1 + rank).expand(4, 3))
 
 
 def test_parameters_are_sharded_and_errors_leave_nothing(monkeypatch):
