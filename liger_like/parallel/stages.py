@@ -64,7 +64,7 @@ def spread(model: Any, mesh: DeviceMesh, **options: Any) -> Stage:
 
     ``mesh`` has the dimensions "pp", "fsdp", "cp" and "tp". The model is patched, has the layers and the names of a
     Llama, and a head that is not tied to its embeddings. Raises ValueError for another model, and for a mesh that its
-    sizes do not allow.
+    sizes do not allow; the stage raises it for sequences whose tokens "tp" does not divide.
     """
     tp = mesh["tp"]
     if told := _refusal(model, tp.size(), mesh["pp"].size()):

@@ -2,8 +2,8 @@
 
 The residual stream is sharded along the sequence (Korthikanti et al., arXiv:2205.05198). Attention and MLP get the
 tokens of all processes, compute some heads or features of them, and return sums over the processes. An op of DTensors
-takes the host several times as long as the op itself, so a layer has none: while it runs, its modules have the local
-tensors of their parameters.
+takes the host several times as long as the op itself, so a layer runs none but for the gradients of parameters: during
+its forward, its modules have the local tensors of their parameters.
 """
 
 from typing import Any
