@@ -68,8 +68,6 @@ class Shards:
 
     def pass_on(self, x: Tensor) -> Callable[[], Tensor]:
         """Send ``x`` to the next process; return a function that waits for the previous process's tensor."""
-        if self.size == 1:
-            return lambda: x
         arriving, peers = torch.empty_like(x), [(self.rank + step) % self.size for step in (1, -1)]
         to, source = (dist.get_global_rank(self.group, peer) for peer in peers)
         transfers = [dist.P2POp(dist.isend, x, to, self.group), dist.P2POp(dist.irecv, arriving, source, self.group)]
@@ -313,6 +311,26 @@ class _Exchange(torch.autograd.Function):
         return exchange(grad, ctx.group), None
 
 
+def attend_to_own(
+    _: Shards, q: Tensor, k: Tensor, v: Tensor, sinks: Tensor | None, starts: Tensor | None, left: int,
+    scale: float | None, softcap: float | None, deterministic: bool | None,
+) -> Tensor:  # fmt: skip
+    """Return attention over the tokens of this process, which has all tokens of these heads."""
+    out: Any = flash_attention(
+        q,
+        k,
+        v,
+        causal=True,
+        window=(left, -1),
+        scale=scale,
+        softcap=softcap,
+        sinks=sinks,
+        spans=None if starts is None else torch.stack((starts, torch.full_like(starts, q.shape[1]))).int(),
+        deterministic=deterministic,
+    )
+    return out  # type: ignore[no-any-return]
+
+
 def _with_exchanged_heads(
     shards: Shards, q: Tensor, k: Tensor, v: Tensor, sinks: Tensor | None, starts: Tensor | None, left: int,
     scale: float | None, softcap: float | None, deterministic: bool | None,
@@ -325,18 +343,8 @@ def _with_exchanged_heads(
     whole = shards.join(exchange(heads.movedim(2, 0), shards.group))
     parts = whole.split_with_sizes([H // n * D, Hk // n * D, Hk // n * Dv], -1)
     q, k, v = (t.view(B, n * s, -1, width) for t, width in zip(parts, (D, D, Dv), strict=True))
-    out: Any = flash_attention(
-        q,
-        k,
-        v,
-        causal=True,
-        window=(left, -1),
-        scale=scale,
-        softcap=softcap,
-        sinks=None if sinks is None else sinks.chunk(n)[shards.rank],
-        spans=None if starts is None else torch.stack((starts, torch.full_like(starts, n * s))).int(),
-        deterministic=deterministic,
-    )
+    sinks = None if sinks is None else sinks.chunk(n)[shards.rank]
+    out = attend_to_own(shards, q, k, v, sinks, starts, left, scale, softcap, deterministic)
     return exchange(shards.part(out), shards.group).movedim(0, 2).flatten(2, 3)
 
 

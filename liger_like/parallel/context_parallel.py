@@ -9,7 +9,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.nn.functional import pad
 
 from liger_like.ops.attention.checks import check_heads, check_offsets, check_options
-from liger_like.parallel._spread_attention import METHODS, Shards
+from liger_like.parallel._spread_attention import METHODS, Shards, attend_to_own
 from liger_like.patches import attention
 from liger_like.runtime.checks import require_choice, require_integer, require_type
 
@@ -141,7 +141,8 @@ class ContextParallel:
             rows = torch.arange(B * S, device=q.device)
             document = torch.bucketize(rows, cu_seqlens, right=True) - 1
             starts = (cu_seqlens[document] - (rows - rows % S)).clamp(min=0).view(B, S)
-        return METHODS[self.method](self.shards, q, k, v, sinks, starts, left, scale, softcap, deterministic)
+        run = METHODS[self.method] if self.shards.size > 1 else attend_to_own
+        return run(self.shards, q, k, v, sinks, starts, left, scale, softcap, deterministic)
 
 
 def _starts(batch: Mapping[str, Any], tokens: Tensor) -> Tensor | None:

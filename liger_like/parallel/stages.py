@@ -5,20 +5,13 @@ from typing import Any
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import fully_shard
-from torch.distributed.tensor import DTensor, Replicate, Shard
-from torch.distributed.tensor.parallel import (
-    ColwiseParallel,
-    ParallelStyle,
-    PrepareModuleInput,
-    RowwiseParallel,
-    SequenceParallel,
-    parallelize_module,
-)
+from torch.distributed.tensor import Shard
+from torch.distributed.tensor.parallel import SequenceParallel, parallelize_module
 
+from liger_like.parallel.tensor_parallel import parallelize_layer, unknown_parts
 from liger_like.parallel.vocab_parallel import VocabParallelHead
 from liger_like.patches import NAME
 
-EMBEDDINGS = RowwiseParallel(input_layouts=Replicate(), output_layouts=Shard(1), use_local_output=False)
 LAYER = {"self_attn", "mlp", "input_layernorm", "post_attention_layernorm"}
 SCALES = "embedding_multiplier", "logits_scaling"  # of Granite, whose layers are a Llama's
 PROJECTIONS = {
@@ -27,26 +20,12 @@ PROJECTIONS = {
 }
 
 
-def tensor_parallel_plan() -> dict[str, ParallelStyle]:
-    """Return the plan of a layer with a residual stream sharded along the sequence.
+class _Embeddings(VocabParallelHead):
+    """Plan of the embeddings: shards their words, and returns this process's part of the sequence."""
 
-    Korthikanti et al., arXiv:2205.05198.
-    """
-    sharded, whole = Shard(1), Replicate()
-    attention: dict[str, Any] = {
-        "input_kwarg_layouts": {"hidden_states": sharded},
-        "desired_input_kwarg_layouts": {"hidden_states": whole},
-    }
-    return {
-        "input_layernorm": SequenceParallel(),
-        "self_attn": PrepareModuleInput(**attention),
-        **{f"self_attn.{name}_proj": ColwiseParallel() for name in "qkv"},
-        "self_attn.o_proj": RowwiseParallel(output_layouts=sharded, use_local_output=False),
-        "post_attention_layernorm": SequenceParallel(),
-        "mlp": PrepareModuleInput(input_layouts=sharded, desired_input_layouts=whole),
-        **{f"mlp.{name}_proj": ColwiseParallel(use_local_output=False) for name in ("gate", "up")},
-        "mlp.down_proj": RowwiseParallel(output_layouts=sharded, use_local_output=False),
-    }
+    @staticmethod
+    def _returned(_: nn.Module, output: Any, mesh: DeviceMesh) -> Any:
+        return output.redistribute(placements=[Shard(1)]).to_local()
 
 
 class Stage(nn.Module):
@@ -56,7 +35,7 @@ class Stage(nn.Module):
     tensors: with sequence parallelism, the process's own part of the residual stream.
     """
 
-    def __init__(self, model: Any, tp: DeviceMesh, index: int, stages: int) -> None:
+    def __init__(self, model: Any, tp: int, index: int, stages: int) -> None:
         super().__init__()
         layers, last = model.model.layers, index == stages - 1
         cuts = [len(layers) * i // stages for i in (index, index + 1)]
@@ -70,18 +49,14 @@ class Stage(nn.Module):
 
     def forward(self, x: Tensor, position_ids: Tensor) -> Tensor:
         """Return the hidden states after this stage, from token ids or from the previous stage's hidden states."""
+        if position_ids.shape[1] % self.tp:
+            raise ValueError(f"tp must divide the tokens of a sequence, {position_ids.shape[1]}, got {self.tp}")
         if self.embed_tokens is not None:
             x = self.embed_tokens(x)
-        elif self.tp.size() > 1:
-            x = DTensor.from_local(x, self.tp, [Shard(1)], run_check=False)
         embeddings = self.rotary_emb(x, position_ids=position_ids)
         for layer in self.layers.values():
             x = layer(x, position_embeddings=embeddings, attention_mask=None, position_ids=position_ids)
-        if self.norm is not None:
-            x = self.norm(x)
-        elif isinstance(x, DTensor):
-            x = x.to_local()
-        return x
+        return x if self.norm is None else self.norm(x)
 
 
 def spread(model: Any, mesh: DeviceMesh, **options: Any) -> Stage:
@@ -89,17 +64,17 @@ def spread(model: Any, mesh: DeviceMesh, **options: Any) -> Stage:
 
     ``mesh`` has the dimensions "pp", "fsdp", "cp" and "tp". The model is patched, has the layers and the names of a
     Llama, and a head that is not tied to its embeddings. Raises ValueError for another model, and for a mesh that its
-    sizes do not allow.
+    sizes do not allow; the stage raises it for sequences whose tokens "tp" does not divide.
     """
     tp = mesh["tp"]
     if told := _refusal(model, tp.size(), mesh["pp"].size()):
         raise ValueError(told)
-    stage = Stage(model, tp, mesh["pp"].get_local_rank(), mesh["pp"].size())
+    stage = Stage(model, tp.size(), mesh["pp"].get_local_rank(), mesh["pp"].size())
     if tp.size() > 1:
-        plan = {"embed_tokens": EMBEDDINGS, "norm": SequenceParallel(), "lm_head": VocabParallelHead()}
+        plan = {"embed_tokens": _Embeddings(), "norm": SequenceParallel(), "lm_head": VocabParallelHead()}
         parallelize_module(stage, tp, {name: style for name, style in plan.items() if getattr(stage, name) is not None})
         for layer in stage.layers.values():
-            parallelize_module(layer, tp, tensor_parallel_plan())
+            parallelize_layer(layer, tp)
     # processes with other tokens, from other rows or from the same rows, contribute to the same gradients
     options["mesh"] = mesh["fsdp", "cp"]._flatten("tokens")
     for layer in stage.layers.values():
@@ -130,8 +105,8 @@ def _refusal(model: Any, tp: int, pp: int) -> str:
         return f"model must not scale embeddings or logits to be spread, got {name} with {scaled[0]}"
     if {*kinds} != {"full_attention"}:
         return f"model must have full attention in each layer to be spread, got windows or other kinds in {name}"
-    if tp > 1 and (more := _children(layers[0].self_attn) - PROJECTIONS["self_attn"]):
-        return f"tp must be 1 for {name}, got {tp}: gradients of its {min(more)} are not summed over heads"
+    if tp > 1 and (unknown := unknown_parts(layers[0])):
+        return f"tp must be 1 for {name}, got {tp}: its {min(unknown)} would see some of the heads or features"
     if config._attn_implementation != NAME:
         return f"model must have patched attention to be spread, got {config._attn_implementation!r} in {name}"
     if config.tie_word_embeddings:

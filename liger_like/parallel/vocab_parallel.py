@@ -7,7 +7,7 @@ from collections.abc import Callable
 from typing import Any
 
 import torch.distributed as dist
-from torch import Tensor, autograd, nn
+from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_module, distribute_tensor
 from torch.distributed.tensor.parallel import ParallelStyle
@@ -16,22 +16,8 @@ from liger_like.ops.losses import vocab_shards
 from liger_like.ops.losses.linear_cross_entropy import LossOutput, fused_linear_cross_entropy
 from liger_like.ops.losses.linear_logprobs import TokenOutputs, fused_linear_logprobs
 from liger_like.ops.losses.linear_token_loss import fused_linear_token_loss
-from liger_like.runtime.autograd import once_differentiable
+from liger_like.parallel.tokens import gather_parts
 from liger_like.runtime.checks import require, require_integer, require_type
-
-
-class _GatherTokens(autograd.Function):
-    @staticmethod
-    def forward(ctx: Any, x: Tensor, group: dist.ProcessGroup) -> Tensor:
-        ctx.group = group
-        return vocab_shards.gathered(x, group)
-
-    @staticmethod
-    @once_differentiable
-    def backward(ctx: Any, dx: Tensor) -> Any:
-        own = dx.new_empty(dx.shape[1:])
-        vocab_shards.reduce_scatter(own, dx.contiguous().flatten(0, 1), group=ctx.group)
-        return own, None
 
 
 def vocab_parallel_cross_entropy(
@@ -193,10 +179,10 @@ def over_words(
     # the gathered tokens are in the order of the processes: reorder the labels to match
     parts = [t.view(*shape[:-1], processes, x.shape[-2], *t.shape[last + 1 :]) for t in tokens.values()]
     ordered = [t.movedim(last, 0) for t in parts]
-    x = _GatherTokens.apply(x, group)  # type: ignore[no-untyped-call]
+    x = gather_parts(x, group)
     lora = options.get("lora")
     if lora is not None and len(lora) == 2:  # u [..., S / R, r] is sharded by tokens, too
-        options = {**options, "lora": (_GatherTokens.apply(lora[0], group), lora[1])}  # type: ignore[no-untyped-call]
+        options = {**options, "lora": (gather_parts(lora[0], group), lora[1])}
     return _in_order(function(x, weight, *ordered, shard=shard, **options), last)
 
 
@@ -232,7 +218,7 @@ class VocabParallelHead(ParallelStyle):
 
     def _apply(self, module: nn.Module, device_mesh: DeviceMesh) -> nn.Module:
         to_dtensor: Any = self._as_dtensor  # torch annotates its type as returning None
-        return distribute_module(module, device_mesh, self._shard, to_dtensor, self._whole)
+        return distribute_module(module, device_mesh, self._shard, to_dtensor, self._returned)
 
     def _shard(self, _: str, module: nn.Module, mesh: DeviceMesh) -> None:
         for name, parameter in [*module.named_parameters(recurse=False)]:
@@ -247,5 +233,5 @@ class VocabParallelHead(ParallelStyle):
         return x, *others
 
     @staticmethod
-    def _whole(_: nn.Module, output: Any, mesh: DeviceMesh) -> Any:
+    def _returned(_: nn.Module, output: Any, mesh: DeviceMesh) -> Any:
         return output.full_tensor() if isinstance(output, DTensor) else output

@@ -26,6 +26,7 @@ from examples import parallel
 from liger_like.parallel.stages import spread
 from liger_like.planning import Setting, predict
 from liger_like.planning import _layers as layers
+from liger_like.planning._clock import DTENSOR
 from liger_like.planning._models import build, model_class
 from liger_like.planning._prediction import of_pipeline
 from liger_like.planning._tracer import rounded
@@ -125,6 +126,18 @@ def test_collectives_send_all_but_the_part_of_this_gpu():
     assert clock.groups["network"] * clock.link == pytest.approx(0.75 * (gathered + 4 * total), rel=1e-2)
 
 
+def test_tensor_parallel_layers_send_their_tokens_eight_times():
+    """In bf16, to all other GPUs. The host runs ops of DTensors for gradients alone: one for each parameter."""
+    setting, found = Setting(2, SEQ, tp=2, dtype="fp32"), []
+    for layer_count in (1, 3):
+        config = LlamaConfig(**{**MODEL.to_dict(), "num_hidden_layers": layer_count})
+        *_, clock, _ = layers.trace_step(made(setting, config), setting, "h200")
+        found.append((clock.groups["network"] * clock.link, clock.ops.count((DTENSOR, 0.0))))
+    (sent, ops), (more_sent, more_ops) = found
+    assert (more_sent - sent) / 2 == pytest.approx(8 * setting.micro_batch * SEQ * SIZES["hidden_size"] * 2 / 2)
+    assert (more_ops - ops) / 2 == len([*LlamaForCausalLM(MODEL).model.layers[0].parameters()])
+
+
 TIED = LlamaConfig(**SIZES, num_hidden_layers=2, tie_word_embeddings=True)
 WINDOWS = MistralConfig(**SIZES, num_key_value_heads=2, num_hidden_layers=2, sliding_window=16)
 NORMS = Qwen3Config(**SIZES, head_dim=32, num_key_value_heads=2, num_hidden_layers=2)
@@ -161,7 +174,7 @@ GROUPED = {"checkpoint": "full", "checkpoint_layers": 2}
         (
             NORMS,
             {"tp": 2},
-            "tp must be 1 for Qwen3ForCausalLM, got 2: gradients of its k_norm are not summed over heads",
+            "tp must be 1 for Qwen3ForCausalLM, got 2: its self_attn.k_norm would see some of the heads or features",
         ),
         (DROPOUT, {"pp": 2}, "model must have patched attention to be spread, got 'sdpa' in Llama"),
         (MODEL, {"tp": 2, "patched": False}, "tp must be 1 unless patched"),

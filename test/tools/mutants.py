@@ -41,6 +41,7 @@ from projections_mutants import PROJECTIONS
 from replay_mutants import REPLAY
 from rich.progress import track
 from router_mutants import ROUTERS
+from tensor_mutants import TENSOR
 from trl_mutants import TRL
 from vocab_mutants import VOCAB
 
@@ -77,7 +78,9 @@ FILES = (
     "test/parallel/test_parallel_host_memory.py",
     "test/parallel/test_parallel_offload.py",
     "test/parallel/test_parallel_offload_results.py",
+    "test/parallel/test_parallel_context.py",
     "test/parallel/test_parallel_groups.py",
+    "test/parallel/test_parallel_stages.py",
     "test/parallel/test_parallel_stepping.py",
     "test/ops/test_token_loss.py",
     "test/ops/test_ignored_tokens.py",
@@ -230,7 +233,9 @@ TESTS = {
         f"parallel/{file}.py": "(test_parallel_offload or test_parallel_host_memory) and not fsdp2"
         for file in ("offload", "host_memory", "checkpoint")
     },
-    "parallel/stages.py": "test_planning_stages and not holds_what",
+    "parallel/stages.py": "test_planning_stages and not holds_what or test_parallel_stages",
+    **dict.fromkeys(("parallel/tensor_parallel.py", "parallel/tokens.py"), "test_parallel_stages"),
+    **dict.fromkeys(("parallel/context_parallel.py", "parallel/_spread_attention.py"), "test_one_process"),
     "planning/_stages.py": "test_planning_stages and not holds_what or hold_what_is_planned",
     "planning/_clock.py": "test_planning_clock or send_all_but",
     "planning/_trace.py": "test_planning_clock",
@@ -283,6 +288,7 @@ MUTANTS = [
         *PLANNING,
         *PROJECTIONS,
         *VOCAB,
+        *TENSOR,
         *TRL,
         *ON_HOPPER,
     )

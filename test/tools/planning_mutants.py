@@ -109,7 +109,7 @@ PLANNING = [
     (STAGES, "if len(flying) == setting.pp - index:", "if len(flying) == setting.pp:", "each stage is the first"),
     (SPREAD, "if config.tie_word_embeddings:", "if False:", "a tied head is spread"),
     (SPREAD, 'if {*kinds} != {"full_attention"}:', "if False:", "windows are lost"),
-    (SPREAD, "if tp > 1 and (more :=", "if False and (more :=", "norms of heads are spread"),
+    (SPREAD, "if tp > 1 and (unknown :=", "if False and (unknown :=", "norms of heads are spread"),
     (SPREAD, "if config._attn_implementation != NAME:", "if False:", "attention that is not patched is spread"),
     (
         SPREAD,
