@@ -6,6 +6,7 @@ import pytest
 import torch
 from torch import nn
 from torch.nn import functional as F  # noqa: N812  # as torch has it
+from torch.nn.modules import module as all_modules
 from torch.utils.flop_counter import FlopCounterMode
 
 from liger_like.ops import few_rows
@@ -138,6 +139,7 @@ CASES = {
     "fp32": {"dtype": torch.float32},
     "features": {"K": 96},
     "gradients": {"context": torch.enable_grad},
+    "hook of all modules": {"context": lambda: all_modules.register_module_forward_hook(lambda module, args, y: 2 * y)},
     "autocast": {"context": lambda: torch.autocast(torch.get_default_device().type, torch.bfloat16)},
     **{f.__name__: {"change": f} for f in (hooked, shadowed, doubled, transposed, of_subclass, unbiased)},
 }
