@@ -214,7 +214,10 @@ def test_offsets_beyond_int32():
     x += rows(3, 64, "cuda")
     layers = layers_of(64, (8, 8), True, "cuda")
     assert all(map(torch.equal, few_rows.linears(x, *layers), few_rows.linears(x.contiguous(), *layers)))
-    tall = torch.zeros(2**25 + 8, 64, dtype=torch.bfloat16, device="cuda")
+    tall = torch.zeros(2**25 + 2**20, 64, dtype=torch.bfloat16, device="cuda")
     tall[-8:] = layers[0].weight
     (y,) = few_rows.of_few_rows(x[:1], [tall], [None])
-    assert torch.equal(y[:, -8:], few_rows.of_few_rows(x[:1], [layers[0].weight], [None])[0])
+    (expected,) = few_rows.of_few_rows(x[:1], [layers[0].weight], [None])
+    assert torch.equal(y[:, -8:], expected)
+    (y,) = few_rows.of_few_rows(x[:1].expand(64, -1), [tall], [None])
+    assert torch.equal(y[-1:, -8:], expected)
