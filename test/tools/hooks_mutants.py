@@ -1,4 +1,7 @@
-"""Bugs, as in mutants.py, in what sees hooks and forwards of others on the parts of a model: file, old, new, why."""
+"""Bugs, as in mutants.py, in what a patched model must not miss: hooks and forwards of others, and what came before.
+
+Each is (file, old, new, why).
+"""
 
 SUPPORT, HEADS = "runtime/support.py", "patches/heads.py"
 OWN, SEPARATE = "patches/own_experts.py", "patches/separate_experts.py"
@@ -19,5 +22,11 @@ HOOKS = [
         "                lambda self: (getattr(self, weight), getattr(self, eps), *mode)\n"
         "            )",
         "a compiled graph keeps the norms that there were",
+    ),
+    (
+        "patching.py",
+        "        torch.default_generator.manual_seed(0)  # whether",
+        "        # whether",
+        "errors of a report depend on models that were patched before",
     ),
 ]
