@@ -189,11 +189,16 @@ def main() -> None:
     def bench(context: typer.Context) -> None:
         """Measure every op against every peer that is installed; only in a checkout of the repository."""
         if not Path("benchmark/kernels/bench.py").is_file():
-            sys.exit(
-                "liger-like: bench needs a checkout of the repository; in its root, run: python -m benchmark bench"
-            )
-        if not importlib.util.find_spec("matplotlib"):
-            sys.exit(missing("matplotlib", "bench"))
+            needs = "liger-like: bench needs a checkout of the repository; in its root, run: python -m benchmark bench"
+        elif not importlib.util.find_spec("matplotlib"):
+            needs = missing("matplotlib", "bench")
+        else:
+            needs = ""
+        if needs and "--help" in context.args:  # else the benchmark gives its own
+            print(context.get_help())
+            raise typer.Exit
+        if needs:
+            sys.exit(needs)
         raise typer.Exit(subprocess.run([sys.executable, "-m", "benchmark", "bench", *context.args]).returncode)
 
     app(prog_name="liger-like")

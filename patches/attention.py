@@ -434,9 +434,7 @@ class Attention(Recogniser):
         size = vars(module).get("head_dim") or 8  # some eager functions scale by head_dim and ignore ``scaling``
         q, k, v = (random_like(parameter, 2, h, 6, size) for h in (heads, heads // groups, heads // groups))
         q = q / max(1.0, (options.get("scaling") or 0.0) * size**0.5)
-        mask = Mask(
-            left=3, right=0, padding=torch.arange(6, device=q.device) < torch.tensor([[6], [4]], device=q.device)
-        )
+        mask = Mask(3, 0, padding=torch.arange(6, device=q.device) < torch.tensor([[6], [4]], device=q.device))
         bias = mask.bias(q, k, torch.finfo(q.dtype).min)
 
         def original(q: Tensor, k: Tensor, v: Tensor) -> Tensor:

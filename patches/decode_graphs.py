@@ -249,7 +249,8 @@ def _is_known(module: nn.Module) -> bool:
 
 def _setup(model: nn.Module, inputs: dict[str, Any]) -> list[Any]:
     """Return what a graph depends on, but for values of tensors: a step compares it with that of the capture."""
-    setup: list[Any] = [torch.is_inference_mode_enabled()]
+    hooks_of_all = torch_module._global_forward_hooks, torch_module._global_forward_pre_hooks
+    setup: list[Any] = [torch.is_inference_mode_enabled(), *map(len, hooks_of_all)]
     for name, given in inputs.items():
         if name in CHANGING and isinstance(given, Tensor):
             setup += (name, given.shape[:-1], given.dtype, given.device, name == "attention_mask" or given.shape[-1])

@@ -108,6 +108,11 @@ def hook_on(module: nn.Module) -> str:
     return ""
 
 
+def changed(module: nn.Module) -> str:
+    """Return the name of a hook on ``module``, or of a function that replaced its forward; empty if none."""
+    return hook_on(module) or ("forward" in module.__dict__ and foreign_forward(module)) or ""
+
+
 def replaced_in_class(cls: type[Any]) -> list[str]:
     """Return a sentence for the forward of ``cls``, and for each function of its module it calls, if replaced."""
     owner = next((base for base in original(cls).__mro__ if "forward" in vars(base)), None)

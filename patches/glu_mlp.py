@@ -28,7 +28,7 @@ from liger_like.patches import (
     random_like,
     random_parameter,
 )
-from liger_like.patches.foreign import foreign_forward, hook_on
+from liger_like.patches.foreign import changed
 from liger_like.patches.forms import definition_of, form_of, match
 
 
@@ -119,8 +119,8 @@ SIZES = {"gate": (4, 6), "up": (4, 6), "gate_up": (4, 12), "down": (6, 4)}
 
 def kernel_of(activation: Any) -> str:
     """Return the name of the kernel for ``activation``. Raises UnrecognisedError if there is none."""
-    if changed := _changed(activation):
-        raise UnrecognisedError(f"its activation has a hook or a replaced forward: {changed}")
+    if found := _changed(activation):
+        raise UnrecognisedError(f"its activation has a hook or a replaced forward: {found}")
     kernel = _kernel_of(activation)
     if kernel is None:
         raise UnrecognisedError(f"no kernel for the activation {_name_of(activation)}")
@@ -152,10 +152,7 @@ def _name_of(activation: Any) -> str:
 
 
 def _changed(activation: Any) -> str:
-    """Return the name of a hook on the activation, or of a function that replaced its forward; empty if none."""
-    if not isinstance(activation, nn.Module):
-        return ""
-    return hook_on(activation) or ("forward" in activation.__dict__ and foreign_forward(activation)) or ""
+    return changed(activation) if isinstance(activation, nn.Module) else ""
 
 
 class GLUMLP(Recogniser):

@@ -18,7 +18,7 @@ from liger_like.ops.few_rows import of_few_rows
 from liger_like.ops.losses.linear_cross_entropy import fused_linear_cross_entropy
 from liger_like.ops.losses.vocab_shards import Shard
 from liger_like.patches import UnrecognisedError, bare, original, random_parameter, where
-from liger_like.patches.foreign import foreign_forward, hook_on
+from liger_like.patches.foreign import changed, foreign_forward, hook_on
 from liger_like.patches.trl_code import operands, token_numbers
 from liger_like.runtime.support import use_kernel
 
@@ -79,8 +79,12 @@ def obstacle(head: Any) -> str:
 
 
 def hook_in(head: nn.Module) -> str:
-    """Return the name of a hook on ``head`` or its parts that may read logits or their gradient; empty if none."""
-    return next(filter(None, map(hook_on, head.modules())), "")
+    """Return the name of a hook or forward of others, on ``head`` or its parts, that may read logits or their gradient.
+
+    It is empty if there is none. ``loss_of`` takes off the forward of transformers' tensor parallelism.
+    """
+    kinds = ((part, getattr(type(part), "_kind", "")) for part in head.modules())
+    return next(filter(None, (hook_on(part) if kind == TENSOR_PARALLEL else changed(part) for part, kind in kinds)), "")
 
 
 def _linear_forward(cls: Any) -> Any:

@@ -360,8 +360,9 @@ def _model_methods(cls: type[Any]) -> dict[str, Any]:
                 "liger_like: the head changed after patching, patch again; this loss is not fused", stacklevel=2
             )
             lazy = False
-        elif lazy and (hook := hook_in(head)):
-            warnings.warn(f"liger_like: the head has a hook, {hook}; this loss is not fused", stacklevel=2)
+        elif lazy and (found := hook_in(head)):
+            reason = f"the head has a hook or a new forward, {found}"
+            warnings.warn(f"liger_like: {reason}; this loss is not fused", stacklevel=2)
             lazy = False
         # torch.compile does not trace torch's own cross_entropy into __torch_function__ of lazy logits
         if not lazy or (torch.compiler.is_compiling() and not traceable):

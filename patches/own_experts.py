@@ -18,6 +18,7 @@ from torch.nn import functional as F  # noqa: N812  # as transformers has it
 from liger_like.ops.experts import moe_experts
 from liger_like.patches import Recogniser, Trial, UnrecognisedError, bare, original, random_like, random_parameter
 from liger_like.patches.experts import PACKED, adapters, check_weights, factored, is_run_by_transformers
+from liger_like.patches.foreign import changed
 from liger_like.patches.forms import code_of
 from liger_like.patches.glu_mlp import KERNELS, is_experts, kernel_of, runs
 from liger_like.runtime.support import use_kernel
@@ -231,13 +232,14 @@ class OwnExperts(Recogniser):
         return [(part, variant) for part in dict.fromkeys((module, experts_of(module)))]
 
     def methods(self, cls: type[Any], variant: str) -> dict[str, Any]:
-        """Return the forward, which runs the original where no kernel can, or if the activation has changed."""
+        """Return the forward, which runs the original where no kernel can, or if a part has changed or has hooks."""
         kernel = next(kernel for kernel in KERNELS if kernel in variant)
         code = code_of(original(cls).forward)
 
         def of_block(self: Any, hidden_states: Tensor) -> Any:
             experts = self.experts.get_base_layer() if hasattr(self.experts, "get_base_layer") else self.experts
             ours = hasattr(type(experts), "_liger_like") and runs(kernel, experts.act_fn) and use_kernel(hidden_states)
+            ours = ours and not any(map(changed, (self.router, self.experts, experts)))
             return block_forward(self, hidden_states, self.experts) if ours else cls.forward(self, hidden_states)
 
         def of_rows(self: Any, hidden_states: Tensor, index: Tensor | None = None) -> Any:
@@ -246,7 +248,7 @@ class OwnExperts(Recogniser):
             return rows_forward(self, hidden_states, index, kernel)
 
         def of_identities(self: Any, hidden_states: Tensor, top_k_index: Tensor, top_k_weights: Tensor) -> Any:
-            if not (runs(kernel, self.act_fn) and use_kernel(hidden_states)):
+            if not (runs(kernel, self.act_fn) and use_kernel(hidden_states)) or changed(self.identity_expert):
                 return cls.forward(self, hidden_states, top_k_index, top_k_weights)
             return identities_forward(self, hidden_states, top_k_index, top_k_weights, kernel)
 

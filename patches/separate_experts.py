@@ -19,6 +19,7 @@ from liger_like.ops.experts import moe_experts
 from liger_like.ops.router import moe_route
 from liger_like.patches import Recogniser, Trial, UnrecognisedError, bare, random_like, random_parameter
 from liger_like.patches.experts import check_weights
+from liger_like.patches.foreign import changed
 from liger_like.patches.glu_mlp import KERNELS, kernel_of, runs
 from liger_like.patches.own_experts import matches
 from liger_like.runtime.support import use_kernel
@@ -220,14 +221,15 @@ class SeparateExperts(Recogniser):
         return [(module, variant), *((module.router, variant) for _ in [0] if pattern_of(module) is sorted_block)]
 
     def methods(self, cls: type[Any], variant: str) -> dict[str, Any]:
-        """Return the forward, which runs the original where no kernel can, or if a part or the activation has changed.
+        """Return the forward, which runs the original where no kernel can, or if a part has changed or has hooks.
 
         DBRX's also does so where few rows are decoded, since it copies all weights.
         """
 
         def runs_kernel(self: Any, pattern: Callable[..., Any], x: Tensor) -> bool:
             parts, weights, act = PARTS[pattern]
-            known = all(matches(getattr(self, name), code) for name, code in parts.items())
+            named = ((getattr(self, name), code) for name, code in parts.items())
+            known = all(matches(part, code) and not changed(part) for part, code in named)
             return (
                 known
                 and use_kernel(x)

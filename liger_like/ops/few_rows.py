@@ -67,7 +67,7 @@ def _few_rows_kernel(
             up += tl.load(b1_ptr + rows).to(tl.float32)
         act, _ = act_and_slope(y, ACT)
         y = act * up
-    y_ptrs = y_ptr + offs_m[None, :] * N + offs_n[:, None]
+    y_ptrs = y_ptr + offs_m.to(tl.int64)[None, :] * N + offs_n[:, None]
     tl.store(y_ptrs, y, mask=inside & (offs_n < N)[:, None])
 
 

@@ -16,6 +16,7 @@ KERNEL_DTYPES = (torch.float32, torch.float16, torch.bfloat16)
 _reasons: list[str] | None = None  # while ``collected_reasons`` is entered
 _as_in_graph = False  # within ``as_in_graph``
 HOOKS = ("_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_pre_hooks")
+HOOKS_OF_ALL = tuple(getattr(torch.nn.modules.module, f"_global{kind}") for kind in HOOKS)
 
 
 @contextlib.contextmanager
@@ -139,8 +140,15 @@ def is_local(t: Tensor) -> bool:
 
 
 def unhooked(module: torch.nn.Module) -> bool:
-    """Return True if a call of ``module`` runs the forward of its class and no hook."""
-    return "forward" not in module.__dict__ and not any(getattr(module, hooks) for hooks in HOOKS)
+    """Return True if a call of ``module`` runs the forward of its class and no hook, of all modules neither.
+
+    The library's own hooks of all modules only look on.
+    """
+    if "forward" in module.__dict__ or any(getattr(module, hooks) for hooks in HOOKS):
+        return False
+    return not any(HOOKS_OF_ALL) or all(
+        hook.__module__.startswith("liger_like.") for hooks in HOOKS_OF_ALL for hook in hooks.values()
+    )
 
 
 def autocast_dtype(x: Tensor) -> torch.dtype | None:

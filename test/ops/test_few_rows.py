@@ -6,6 +6,7 @@ import pytest
 import torch
 from torch import nn
 from torch.nn import functional as F  # noqa: N812  # as torch has it
+from torch.nn.modules import module as all_modules
 from torch.utils.flop_counter import FlopCounterMode
 
 from liger_like.ops import few_rows
@@ -138,6 +139,7 @@ CASES = {
     "fp32": {"dtype": torch.float32},
     "features": {"K": 96},
     "gradients": {"context": torch.enable_grad},
+    "hook of all modules": {"context": lambda: all_modules.register_module_forward_hook(lambda module, args, y: 2 * y)},
     "autocast": {"context": lambda: torch.autocast(torch.get_default_device().type, torch.bfloat16)},
     **{f.__name__: {"change": f} for f in (hooked, shadowed, doubled, transposed, of_subclass, unbiased)},
 }
@@ -212,7 +214,10 @@ def test_offsets_beyond_int32():
     x += rows(3, 64, "cuda")
     layers = layers_of(64, (8, 8), True, "cuda")
     assert all(map(torch.equal, few_rows.linears(x, *layers), few_rows.linears(x.contiguous(), *layers)))
-    tall = torch.zeros(2**25 + 8, 64, dtype=torch.bfloat16, device="cuda")
+    tall = torch.zeros(2**25 + 2**20, 64, dtype=torch.bfloat16, device="cuda")
     tall[-8:] = layers[0].weight
     (y,) = few_rows.of_few_rows(x[:1], [tall], [None])
-    assert torch.equal(y[:, -8:], few_rows.of_few_rows(x[:1], [layers[0].weight], [None])[0])
+    (expected,) = few_rows.of_few_rows(x[:1], [layers[0].weight], [None])
+    assert torch.equal(y[:, -8:], expected)
+    (y,) = few_rows.of_few_rows(x[:1].expand(64, -1), [tall], [None])
+    assert torch.equal(y[-1:, -8:], expected)

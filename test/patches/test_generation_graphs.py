@@ -13,6 +13,7 @@ from conftest import DEVICE
 from test_generation import model_of, options
 from test_generation_caches import padded
 from tiny_models import batch, tiny
+from torch.nn.modules.module import register_module_forward_hook
 from transformers import DynamicCache, LogitsProcessor
 from transformers.cache_utils import StaticLayer
 
@@ -263,12 +264,15 @@ class Changing(LogitsProcessor):
         return scores
 
     def change(self, there):
+        norm = self.model.model.norm
         if self.way == "hook" and there:
-            self.handle = self.model.model.norm.register_forward_hook(lambda module, args, output: -output)
-        elif self.way == "hook":
+            self.handle = norm.register_forward_hook(lambda module, args, output: -output)
+        elif self.way == "hook of all" and there:
+            self.handle = register_module_forward_hook(lambda each, args, output: -output if each is norm else None)
+        elif "hook" in self.way:
             self.handle.remove()
         elif self.way == "weight":
-            self.model.model.norm.weight.data = -self.weight if there else self.weight
+            norm.weight.data = -self.weight if there else self.weight
         elif self.way == "in place":
             self.weight.mul_(-1)
         elif self.way == "module":
@@ -276,7 +280,7 @@ class Changing(LogitsProcessor):
             norm.weight.data *= -1
 
 
-@pytest.mark.parametrize("way", ["hook", "weight", "in place", "module"])
+@pytest.mark.parametrize("way", ["hook", "hook of all", "weight", "in place", "module"])
 def test_a_model_that_changes_within_a_call(way, graphs):
     """Where a graph would not see it, the steps are plain until the model is again as it was."""
     model, inputs, expected = patched()

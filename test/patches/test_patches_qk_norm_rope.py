@@ -78,12 +78,26 @@ def test_changes_after_patching_are_heard(change, device, calls):
     torch.testing.assert_close(got, expected)
 
 
+@pytest.mark.parametrize("change", [of_another_eps, replaced])
+def test_changes_after_compiling_are_heard(change, device):
+    """By default torch guards no hooks, so those are not heard in the unpatched model either."""
+    model, original, _ = pair(device)
+    ids, compiled = batch(device)["input_ids"], torch.compile(model, backend="eager")
+    before = compiled(ids).logits
+    for m in (model, original):
+        change(m)
+    got, expected = (m(ids).logits for m in (compiled, original))
+    torch.testing.assert_close(got, expected)
+    assert (got - before).norm() > 1e-3 * before.norm()
+
+
 @pytest.mark.parametrize(
     ("weights", "table", "fused"), [("float32", "float16", 0), ("float16", "float32", 0), ("float16", "float16", 1)]
 )
 def test_dtypes(weights, table, fused, device, calls):
     """Layers whose rounding one kernel would change keep norms and RoPE apart."""
     model, original, _ = pair(device)
+    calls.clear()
     attention, same = (m.model.layers[0].self_attn.to(getattr(torch, weights)) for m in (model, original))
     q, k = (torch.randn(2, h, 5, 16, device=device).half() for h in (4, 2))
     angles = torch.randn(2, 5, 8, device=device).repeat(1, 1, 2)

@@ -63,6 +63,14 @@ def test_bench_without_its_extra_says_what_to_install(monkeypatch):
     assert run(monkeypatch, "bench") == "liger-like: matplotlib is not installed; run: pip install 'liger-like[bench]'"
 
 
+@pytest.mark.parametrize("lacks", ["checkout", "extra"])
+def test_bench_where_it_cannot_run_has_help(lacks, monkeypatch, tmp_path, capsys):
+    monkeypatch.chdir(ROOT if lacks == "extra" else tmp_path)
+    monkeypatch.setattr(cli.importlib.util, "find_spec", lambda name: None)
+    assert run(monkeypatch, "bench", "--quick", "--help") == 0
+    assert "Measure every op against every peer" in capsys.readouterr().out
+
+
 def test_bench_runs_the_checkouts_benchmark_with_its_arguments(monkeypatch, capfd):
     monkeypatch.chdir(ROOT)
     assert run(monkeypatch, "bench", "--op", "no_such_op") == 2

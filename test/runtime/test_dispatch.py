@@ -11,7 +11,7 @@ from torch.utils._pytree import tree_leaves, tree_map
 import liger_like
 from liger_like.ops.losses import rows
 from liger_like.ops.rms_norm import _rms_norm_fwd as rms_norm_fwd
-from liger_like.runtime import registry
+from liger_like.runtime import registry, support
 from liger_like.testing import SPECS, run
 
 OPS = ["liger_like::rms_norm_fwd", "liger_like::rms_norm_bwd"]
@@ -235,3 +235,22 @@ def test_sizes_are_tensors_in_a_trace_of_torch_jit(device):
     torch.testing.assert_close(torch.jit.trace(call, (q, table))(q, table), call(q, table))
     with pytest.raises(TypeError, match="rotary_dim must be an integer, got Tensor"):
         liger_like.rope(q, q, table, table, rotary_dim=torch.tensor(16))
+
+
+@pytest.mark.parametrize("kind", support.HOOKS)
+def test_hooks_of_a_module_and_of_all_modules(kind):
+    module = torch.nn.Linear(2, 2)
+    assert support.unhooked(module)
+    for hooks in (getattr(module, kind), getattr(torch.nn.modules.module, f"_global{kind}")):
+        handle = torch.utils.hooks.RemovableHandle(hooks)
+        with handle:
+            hooks[handle.id] = print
+            assert not support.unhooked(module)
+        assert support.unhooked(module)
+
+
+def test_the_library_s_own_hooks_of_all_modules_look_on():
+    from liger_like.planning._tracer import Tracer
+
+    with Tracer().listening():
+        assert support.unhooked(torch.nn.Linear(2, 2))

@@ -8,6 +8,7 @@ CHOICE = "ops/attention/choice.py"
 PORTABLE = "ops/attention/portable"
 
 EXACT = [
+    ("cli.py", 'if needs and "--help" in context.args', "if False", "a bench that cannot run has no help"),
     ("runtime/launcher.py", "16 | size & 15", "16", "a kernel for strides divisible by 16 is run with others"),
     (
         "runtime/launcher.py",

@@ -28,6 +28,7 @@ from exact_mutants import EXACT
 from experts_mutants import EXPERTS
 from generation_mutants import GENERATING
 from graphs_mutants import GRAPHS
+from hooks_mutants import HOOKS
 from hopper_mutants import HOPPER, HOPPER_TESTS
 from logprobs_mutants import LOGPROBS
 from long_context_mutants import LONG_CONTEXT
@@ -53,6 +54,7 @@ FILES = (
     "test/runtime/test_replay_ops.py",
     "test/runtime/test_replay_values.py",
     "test/runtime/test_dispatch.py",
+    "test/project/test_cli.py",
     "test/ops/test_experts.py",
     "test/ops/test_experts_lora.py",
     "test/patches/test_patches_experts_report.py",
@@ -65,6 +67,7 @@ FILES = (
     "test/patches/test_patches_separate_experts.py",
     "test/patches/test_patches_every_expert.py",
     "test/patches/test_patches_attention.py",
+    "test/patches/test_patches_hooks.py",
     "test/ops/test_few_rows.py",
     "test/ops/test_glu_linear.py",
     "test/ops/test_tiled_mlp.py",
@@ -183,6 +186,7 @@ TESTS = {
     "ops/router_logits.py": "router_logits",
     "ops/load_balancing.py": "load_balancing or test_router",
     "nn.py": "test_moe_modules or modules",
+    "cli.py": "test_cli",
     "losses.py": "test_post_training_losses",
     "_loss_checks.py": "test_post_training_losses",
     TOPK: "test_topk_divergence",
@@ -214,7 +218,9 @@ TESTS = {
     "patches/decode_graphs.py": "test_generation_graphs or plain_steps",
     **{file: "patches" for file, *_ in PATCHES},
     "graphs.py": "test_graphs_beside",
-    **dict.fromkeys(("patches/own_experts.py", "patches/separate_experts.py"), "experts or test_patches_every_expert"),
+    **dict.fromkeys(
+        ("patches/own_experts.py", "patches/separate_experts.py"), "experts or test_patches_every_expert or hooks"
+    ),
     "patches/attention.py": "default_device or test_generation or spans_of_documents or test_patches_unpacked",
     **dict.fromkeys(("patches/unpacked.py", "patches/attention_source.py"), "test_patches_unpacked"),
     "patches/routers.py": "test_patches_routers",
@@ -222,11 +228,11 @@ TESTS = {
     **{file: "test_tokens or trl" for file, *_ in TRL},
     "patches/lm_head.py": "test_patches_balance or test_tokens or trl",
     "patches/forms.py": "recognition",
-    "patches/heads.py": "test_patches_projections",
+    "patches/heads.py": "test_patches_projections or test_patches_hooks",
     "patches/projections.py": "test_patches_projections",
     "patches/rewriting.py": "test_rewriting",
     "patches/norm.py": "test_patches_norms",
-    "patches/rms_norm.py": "test_patches_norms or guards_no_class",
+    "patches/rms_norm.py": "test_patches_norms or guards_no_class or after_compiling",
     **dict.fromkeys(("doctor/__init__.py", "doctor/tiny.py"), "test_doctor"),
     **{file: "test_parallel_moe" for file, *_ in PARALLEL},
     **{
@@ -287,6 +293,7 @@ MUTANTS = [
         *LONG_CONTEXT,
         *PLANNING,
         *PROJECTIONS,
+        *HOOKS,
         *VOCAB,
         *TENSOR,
         *TRL,

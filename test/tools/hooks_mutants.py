@@ -1,0 +1,32 @@
+"""Bugs, as in mutants.py, in what a patched model must not miss: hooks and forwards of others, and what came before.
+
+Each is (file, old, new, why).
+"""
+
+SUPPORT, HEADS = "runtime/support.py", "patches/heads.py"
+OWN, SEPARATE = "patches/own_experts.py", "patches/separate_experts.py"
+
+HOOKS = [
+    (SUPPORT, "not any(HOOKS_OF_ALL) or all(", "True or all(", "hooks of all modules are passed by"),
+    (SUPPORT, "not any(HOOKS_OF_ALL) or all(", "not any(HOOKS_OF_ALL) or False and all(", "a traced step is another"),
+    (HEADS, "else changed(part) for part", "else hook_on(part) for part", "a new forward of the head gets the loss"),
+    (HEADS, "if kind == TENSOR_PARALLEL else", "if False else", "the forward of a sharded head is in the way"),
+    (OWN, "(self.router, self.experts, experts)", "()", "hooks on Llama 4's router and experts see other rows"),
+    (OWN, " or changed(self.identity_expert)", "", "hooks on LongCat's identity do not run"),
+    (SEPARATE, " and not changed(part)", "", "hooks on the parts of DBRX or JetMoE do not run"),
+    ("patches/decode_graphs.py", ", *map(len, hooks_of_all)]", "]", "a graph does not see a hook of all modules"),
+    (
+        "patches/rms_norm.py",
+        'methods["fused_arguments"] = lambda self: (getattr(self, weight), getattr(self, eps), *mode)',
+        'methods["fused_arguments"] = torch.compiler.assume_constant_result(\n'
+        "                lambda self: (getattr(self, weight), getattr(self, eps), *mode)\n"
+        "            )",
+        "a compiled graph keeps the norms that there were",
+    ),
+    (
+        "patching.py",
+        "        torch.default_generator.manual_seed(0)  # whether",
+        "        # whether",
+        "errors of a report depend on models that were patched before",
+    ),
+]
