@@ -6,8 +6,10 @@ takes the host several times as long as the op itself, so a layer runs none but 
 its forward, its modules have the local tensors of their parameters.
 """
 
-from typing import Any
+import functools
+from typing import Any, NamedTuple
 
+import torch
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import Partial, Replicate, Shard, distribute_module, distribute_tensor
@@ -20,6 +22,18 @@ COLUMNS = {"self_attn.q_proj", "self_attn.k_proj", "self_attn.v_proj", "mlp.gate
 ROWS = {"self_attn.o_proj", "mlp.down_proj"}
 LINEAR_END = {"split", "split_silu", "split_float"}  # MLPs that do nothing behind their last projection
 NORMS = {"input_layernorm", "post_attention_layernorm"}
+
+
+class Place(NamedTuple):
+    """A parameter of a module, and the placements of its gradient.
+
+    ``counts`` is False where another process adds the parameter to a sum over the processes.
+    """
+
+    module: nn.Module
+    name: str
+    gradient: Any
+    counts: bool
 
 
 def unknown_parts(layer: nn.Module) -> set[str]:
@@ -39,22 +53,23 @@ def parallelize_layer(layer: Any, mesh: DeviceMesh) -> None:
         whole = gather_parts(kwargs["hidden_states"], group).transpose(0, 1).flatten(1, 2)
         return args, {**kwargs, "hidden_states": whole}
 
-    def from_attention(_: nn.Module, args: Any, out: Tensor) -> Tensor:
+    def from_attention(_: nn.Module, args: Any, out: Tensor) -> Any:
         B, S, H = out.shape
         return sum_parts(out.view(B, parts, S // parts, H).transpose(0, 1), group)
 
     # an MLP does not mind the order of tokens: [R B, S / R, H] needs no copy
-    def to_mlp(_: nn.Module, args: tuple[Tensor]) -> Tensor:
+    def to_mlp(_: nn.Module, args: tuple[Tensor]) -> Any:
         return gather_parts(args[0], group).flatten(0, 1)
 
-    def from_mlp(_: nn.Module, args: Any, out: Tensor) -> Tensor:
+    def from_mlp(_: nn.Module, args: Any, out: Tensor) -> Any:
         return sum_parts(out.view(parts, len(out) // parts, *out.shape[1:]), group)
 
     layer.self_attn.register_forward_pre_hook(to_attention, with_kwargs=True)
     layer.self_attn.o_proj.register_forward_hook(from_attention)
     layer.mlp.register_forward_pre_hook(to_mlp)
     _end_of(layer.mlp).register_forward_hook(from_mlp)
-    _run_on_local_parameters(layer, mesh)
+    cls: Any = type(layer)
+    layer._places, layer.__class__ = _places(layer, mesh), _on_local_parameters(cls)
 
 
 def _shard(path: str, module: nn.Module, mesh: DeviceMesh) -> None:
@@ -76,30 +91,40 @@ def _end_of(mlp: Any) -> nn.Module:
     return end
 
 
-def _run_on_local_parameters(layer: Any, mesh: DeviceMesh) -> None:
-    """Give the modules of ``layer`` the local tensors of their parameters while its forward runs.
-
-    A local tensor stands in the module's ``__dict__``, which hides the parameter of its name from the module's code,
-    but not from FSDP2, optimizers and checkpoints. The forward is that of a subclass: transformers recomputes
-    forwards without the hooks of the layer.
-    """
-    cls, first = type(layer), mesh.get_local_rank() == 0
-    # modules, names, placements of the gradients, and whether the parameter is added to a sum over the processes
-    places: list[tuple[nn.Module, str, Any, bool]] = []
+def _places(layer: nn.Module, mesh: DeviceMesh) -> list[Place]:
+    first, places = mesh.get_local_rank() == 0, []
     for path, module in layer.named_modules():
         for name, parameter in module.named_parameters(recurse=False):
-            whole = parameter.placements == (Replicate(),)  # each process has the gradient of some tokens
-            places.append((module, name, [Partial()] if whole else parameter.placements, path in ROWS and whole))
+            own: Any = parameter.placements
+            whole = own == (Replicate(),)  # each process has the gradient of some tokens
+            places.append(Place(module, name, [Partial()] if whole else own, first or not (whole and path in ROWS)))
+    return places
+
+
+@torch.compiler.disable  # type: ignore[untyped-decorator]  # else each parameter would have a graph of its own
+def _show(places: list[Place]) -> None:
+    """Hide the parameters, which FSDP2 has gathered, behind their local tensors."""
+    for module, name, gradient, counts in places:
+        parameter: Any = module._parameters[name]
+        local = parameter.to_local(grad_placements=gradient)
+        vars(module)[name] = local if counts else 0 * local
+
+
+@functools.cache  # layers of one class share the new one, and what is compiled for it
+def _on_local_parameters(cls: Any) -> Any:
+    """Return a subclass of ``cls`` whose modules have the local tensors of their parameters while the forward runs.
+
+    A local tensor stands in the module's ``__dict__``, which hides the parameter of its name from the module's code,
+    but not from FSDP2, optimizers and checkpoints. Hooks of the layer would not do: transformers recomputes its
+    forward alone.
+    """
 
     def forward(self: Any, *args: Any, **kwargs: Any) -> Any:
         try:
-            for module, name, placements, summed in places:
-                parameter: Any = module._parameters[name]  # which FSDP2 has gathered
-                local = parameter.to_local(grad_placements=placements)
-                vars(module)[name] = local * first if summed else local
+            _show(self._places)
             return cls.forward(self, *args, **kwargs)
         finally:
-            for module, name, *_ in places:
-                vars(module).pop(name, None)
+            for place in self._places:
+                vars(place.module).pop(place.name, None)
 
-    layer.__class__ = type(cls.__name__, (cls,), {"forward": forward})
+    return type(cls.__name__, (cls,), {"forward": forward})

@@ -2,6 +2,7 @@
 
 from typing import Any
 
+import torch
 import torch.distributed as dist
 from torch import Tensor, autograd
 
@@ -40,12 +41,14 @@ class _Sum(autograd.Function):
         return vocab_shards.gathered(dx, ctx.group), None
 
 
+@torch.compiler.disable  # type: ignore[untyped-decorator]  # transfers between processes stay out of graphs
 def gather_parts(x: Tensor, group: dist.ProcessGroup) -> Tensor:
     """Return ``x`` [...] of all R processes, [R, ...]. The gradient of ``x`` is summed over them."""
     out: Tensor = _Gather.apply(x, group)  # type: ignore[no-untyped-call]
     return out
 
 
+@torch.compiler.disable  # type: ignore[untyped-decorator]  # transfers between processes stay out of graphs
 def sum_parts(x: Tensor, group: dist.ProcessGroup) -> Tensor:
     """Return the sum over the R processes of this process's part of ``x`` [R, ...]. Gradients are gathered."""
     out: Tensor = _Sum.apply(x, group)  # type: ignore[no-untyped-call]

@@ -4,9 +4,9 @@ LAYER, TOKENS, STAGES = "parallel/tensor_parallel.py", "parallel/tokens.py", "pa
 CONTEXT, ATTENTION = "parallel/context_parallel.py", "parallel/_spread_attention.py"
 
 TENSOR = [
-    (LAYER, "local * first if summed else local", "local", "each process adds the bias to the sum"),
+    (LAYER, "local if counts else 0 * local", "local", "each process adds the bias to the sum"),
     (LAYER, "[Partial()] if whole else", "[Replicate()] if whole else", "norms have the gradient of some tokens"),
-    (LAYER, "vars(module).pop(name, None)", "pass", "local tensors stay on the modules"),
+    (LAYER, "vars(place.module).pop(place.name, None)", "pass", "local tensors stay on the modules"),
     (LAYER, "        finally:\n", "        except Exception:\n", "only exceptions give the parameters back"),
     (LAYER, 'LINEAR_END = {"split",', 'LINEAR_END = {"split_dropout",', "dropout of terms before they are summed"),
     (LAYER, "fused = cls is not", "fused = False and cls is not", "activation and projection are two ops"),
@@ -30,6 +30,7 @@ TENSOR = [
         "inside",
         "parameters of attention itself",
     ),
+    (LAYER, "@functools.cache  # layers", "# layers", "each layer has graphs of its own"),
     (TOKENS, "return _summed(dx, ctx.group), None", "return dx[0], None", "gradients of tokens are not summed"),
     (STAGES, "if position_ids.shape[1] % self.tp:", "if False:", "tokens that tp does not divide"),
     (CONTEXT, "if self.shards.size > 1 else", "if True else", "one process sends to itself"),
