@@ -119,9 +119,10 @@ bench-long-context: $(ready)
 bench-curves: $(ready)
 	$(py) -m benchmark curves
 
-# with transformers as it was when the steps were measured; needs no GPU
-bench-plan: $(ready) .cache/transformers-5.17.0
-	PYTHONPATH=$(CURDIR)/.cache/transformers-5.17.0:$(PYTHONPATH) OMP_NUM_THREADS=1 $(py) -m benchmark plan
+# with torch and transformers as they were when the steps were measured; needs no GPU
+bench-plan: $(ready) .cache/transformers-5.17.0 .cache/torch-2.11.0
+	PYTHONPATH=$(CURDIR)/.cache/transformers-5.17.0:$(CURDIR)/.cache/torch-2.11.0:$(PYTHONPATH) OMP_NUM_THREADS=1 \
+		$(py) -m benchmark plan
 
 coverage: $(ready)
 	OMP_NUM_THREADS=1 $(py) -m benchmark coverage
