@@ -25,7 +25,7 @@ HOOKS = [
     ),
     (
         "patching.py",
-        "        torch.default_generator.manual_seed(0)  # whether",
+        "        torch.default_generator.manual_seed(SEED)  # whether",
         "        # whether",
         "errors of a report depend on models that were patched before",
     ),
