@@ -79,9 +79,10 @@ def obstacle(head: Any) -> str:
 
 
 def hook_in(head: nn.Module) -> str:
-    """Return the name of a hook or forward of others, on ``head`` or its parts, that may read logits or their gradient.
+    """Return the name of a hook or a replaced forward that may read logits or their gradient; empty if there is none.
 
-    It is empty if there is none. ``loss_of`` takes off the forward of transformers' tensor parallelism.
+    It looks at ``head`` and at its parts. The forward that transformers sets for tensor parallelism does not count,
+    since ``loss_of`` removes it.
     """
     kinds = ((part, getattr(type(part), "_kind", "")) for part in head.modules())
     return next(filter(None, (hook_on(part) if kind == TENSOR_PARALLEL else changed(part) for part, kind in kinds)), "")

@@ -21,6 +21,7 @@ from liger_like.runtime.support import unhooked
 SIZES = {"hidden_size": 32, "intermediate_size": 48, "num_attention_heads": 4, "vocab_size": 64, "head_dim": 8}
 SIZES |= {"num_key_value_heads": 2, "num_hidden_layers": 2, "tie_word_embeddings": False, "pad_token_id": None}
 BIASES = {"attention_bias": True, "mlp_bias": True}
+UNDROPPED = {"attention_dropout": 0.0, "residual_dropout": 0.0}
 LLAMA, OLMO, SEED = (
     (LlamaForCausalLM, LlamaConfig),
     (OlmoForCausalLM, OlmoConfig),
@@ -32,13 +33,7 @@ CASES = [  # model, changes of its config, mesh, checkpoints or "compiled", and 
     (LLAMA, BIASES, {"tp": 2}, "selective", True),
     (LLAMA, BIASES, {"tp": 2}, "full", False),
     (OLMO, {}, {"tp": 2}, "none", True),  # norms without weights
-    (
-        SEED,
-        {"attention_dropout": 0.0, "residual_dropout": 0.0},
-        {"tp": 2},
-        "none",
-        True,
-    ),  # MLPs with dropout at their end
+    (SEED, UNDROPPED, {"tp": 2}, "none", True),  # MLPs with dropout at their end
     (LLAMA, BIASES, {"tp": 2, "fsdp": 2}, "full", True),
     (LLAMA, BIASES, {"tp": 2, "pp": 2}, "selective", True),
     (LLAMA, BIASES, {"tp": 2, "pp": 2}, "full", True),
@@ -163,7 +158,7 @@ def check_placements_and_errors(rank):
 
 
 def check_refusals(mesh):
-    """What would see some of the heads or features: layers other than nn.Linear, their parts, other parameters."""
+    """Refuse layers whose parts would see some of the heads or features: not nn.Linear, or with other parameters."""
     for at, name, part in (
         ("self_attn", "q_proj", Weight()),
         ("mlp.down_proj", "adapter", Weight()),
