@@ -42,7 +42,8 @@ class Processes(NamedTuple):
     def run(self, worker: Worker, *args: Any) -> list[Row]:
         """Return what ``worker(*args)``, a function of a module, yields in the first process.
 
-        The first process to fail, or the end of the time, ends all of them, and the last row is the reason.
+        The first process to fail, or the end of the time, ends all of them, and the last row is the reason. A row that
+        has more than a reason is a result.
         """
         spawned = get_context("spawn")
         with tempfile.TemporaryDirectory() as folder:
@@ -58,7 +59,7 @@ class Processes(NamedTuple):
                 process.kill()
                 process.join()
             rows: list[Row] = [json.loads(line) for line in file.read_text().splitlines()]
-        told = next((i for i, row in enumerate(rows) if "reason" in row), len(rows))
+        told = next((i for i, row in enumerate(rows) if [*row] == ["reason"]), len(rows))
         return [*rows[:told], {"reason": failure}] if failure else rows[: told + 1]
 
     def run_all(self, worker: Worker, tasks: Sequence[Any], *args: Any) -> list[Row]:

@@ -34,6 +34,15 @@ def test_failures_are_rows():
     ]
 
 
+def contestants():
+    yield {"name": "a", "reason": "out of memory"}
+    yield {"name": "b", "ms": 1.0}
+
+
+def test_the_failure_of_a_contestant_is_a_result():
+    assert Processes(2, 60).run(contestants) == [*contestants()]
+
+
 def local_rank():
     """Yield the rank that torchrun would set; each process has its own."""
     rank = os.environ["LOCAL_RANK"]
