@@ -2,7 +2,7 @@
 
 x [..., K] is read as M rows, W_i [N_i, K], b_i [N_i]. Such products take as long as their weights take to be read, and
 most are too small to reach the bandwidth of the memory. So one kernel reads the weights of up to three layers. Sums and
-gated units are in fp32, and are rounded once.
+gated units are in fp32, and are rounded once. Blocks of rows read the weights again, from the L2 cache.
 """
 
 import math
@@ -21,9 +21,14 @@ from liger_like.runtime.layout import with_stride
 from liger_like.runtime.registry import op
 from liger_like.runtime.support import autocast_dtype, gpu_class, is_local, num_programs, unhooked, use_kernel
 
-MOST_ROWS = 64
+MOST_ROWS = 256  # on Hopper; else FEW
+FEW = 64  # rows of one block
 MOST_LAYERS = 3
-BLOCK_N = 64
+TILES = (  # rows, outputs and features of a block, warps and stages, for more than FEW rows
+    (64, 64, 128, 4, 3),
+    (128, 64, 64, 8, 5),
+    (128, 128, 64, 8, 4),
+)
 
 
 @triton.jit(do_not_specialize=["M"])
@@ -32,8 +37,9 @@ def _few_rows_kernel(
     stride_xm, N0, N1, N2, M, K,
     ACT: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr,
 ):  # fmt: skip
-    # find the layer of this program
-    tile = tl.program_id(0)
+    # find the layer of this program; those of the same outputs are neighbours, which read their weights together
+    blocks = tl.cdiv(M, BLOCK_M)
+    tile = tl.program_id(0) // blocks
     w_ptr, b_ptr, y_ptr, N = w0_ptr, b0_ptr, y0_ptr, N0
     if y1_ptr is not None and tile >= tl.cdiv(N0, BLOCK_N):
         tile -= tl.cdiv(N0, BLOCK_N)
@@ -46,7 +52,7 @@ def _few_rows_kernel(
             if b_ptr is not None:
                 b_ptr = b2_ptr
     offs_n = tile * BLOCK_N + tl.arange(0, BLOCK_N)
-    offs_m, offs_k = tl.arange(0, BLOCK_M), tl.arange(0, BLOCK_K)
+    offs_m, offs_k = tl.program_id(0) % blocks * BLOCK_M + tl.arange(0, BLOCK_M), tl.arange(0, BLOCK_K)
     rows = tl.minimum(offs_n, N - 1).to(tl.int64)[:, None]
     w_ptrs = w_ptr + rows * K + offs_k[None, :]
     x_ptrs = x_ptr + offs_m.to(tl.int64)[None, :] * stride_xm + offs_k[:, None]
@@ -85,22 +91,41 @@ def _few_rows_linear(x: Tensor, weights: list[Tensor], biases: list[Tensor], act
     ys = _outputs(x, weights, biases, act)
     x, stride_xm = with_stride(x)
     M, K = x.numel() // x.shape[-1], x.shape[-1]
-    tiles = sum(-(-y.shape[-1] // BLOCK_N) for y in ys)
-    is_wide = K % 128 == 0 and gpu_class(x.device) in ("hopper", "large")
+    block_m, block_n, block_k, warps, stages = _tile(x.device, M, K, [y.shape[-1] for y in ys], act is not None)
     launch(
         _few_rows_kernel,
-        (tiles,),
+        (_blocks(M, block_m) * sum(_blocks(y.shape[-1], block_n) for y in ys),),
         (x, *_three(weights), *_three(biases), *_three(ys)),
         (stride_xm, *_three([w.shape[0] for w in weights], 0), M, K),
         ACT=act,
-        BLOCK_M=max(16, triton.next_power_of_2(M)),
-        BLOCK_N=BLOCK_N,
-        BLOCK_K=128 if is_wide else 64,
-        num_warps=4,
-        # few programs keep more in flight; more of them share the memory of a multiprocessor
-        num_stages=5 if tiles <= num_programs(x.device, 1) and act is None else 3,
+        BLOCK_M=block_m,
+        BLOCK_N=block_n,
+        BLOCK_K=block_k,
+        num_warps=warps,
+        num_stages=stages,
     )
     return ys
+
+
+def _blocks(size: int, block: int) -> int:
+    return -(-size // block)
+
+
+def _tile(device: torch.device, M: int, K: int, sizes: Sequence[int], gated: bool) -> tuple[int, ...] | None:
+    """Return rows, outputs and features of a block, warps and stages, or None where products of torch are faster.
+
+    ``sizes``: outputs of each layer. More than FEW rows take the smallest tile by which all programs run at once.
+    """
+    kind, at_once = gpu_class(device), num_programs(device, 1)
+    widest = 128 if K % 128 == 0 and kind in ("hopper", "large") else 64
+    if M <= FEW:
+        # few programs keep more in flight; more of them share the memory of a multiprocessor
+        stages = 5 if sum(_blocks(N, FEW) for N in sizes) <= at_once and not gated else 3
+        return max(16, triton.next_power_of_2(M)), FEW, widest, 4, stages
+    for block_m, block_n, block_k, warps, stages in TILES if kind == "hopper" else ():
+        if _blocks(M, block_m) * sum(_blocks(N, block_n) for N in sizes) <= at_once:
+            return block_m, block_n, min(block_k, widest), warps, stages
+    return None
 
 
 def _three(values: list[Any], missing: Any = None) -> list[Any]:
@@ -112,9 +137,10 @@ def of_few_rows(
 ) -> list[Tensor] | None:
     """Return x W_i^T + b_i for each of up to three weights, or act(y_0) * y_1 alone for a key ``act`` of GLUS.
 
-    Return None where the kernel does not apply: for more than 64 rows, in grad mode, under autocast, in a compiled
-    graph, if only some layers have a bias, for K that is no multiple of 64, for other dtypes than fp16 and bf16, for
-    subclasses of tensors, and for weights that are not contiguous.
+    Return None where the kernel does not apply: for more than 64 rows, or on Hopper for more than 256 or outputs that
+    its programs cannot compute at once; in grad mode, under autocast, in a compiled graph, if only some layers have a
+    bias, for K that is no multiple of 64, for other dtypes than fp16 and bf16, for subclasses of tensors, and for
+    weights that are not contiguous.
     """
     if torch.is_grad_enabled() or torch.compiler.is_compiling() or x.dtype not in (torch.float16, torch.bfloat16):
         return None
@@ -129,6 +155,7 @@ def of_few_rows(
         and all(t.is_contiguous() for t in (*weights, *given))
         and (act is None or weights[0].shape == weights[1].shape)
         and use_kernel(x)
+        and _tile(x.device, x.numel() // K, K, [w.shape[0] for w in (weights[:1] if act else weights)], act is not None)
         and not autocast_dtype(x)
         and is_untransformed()
     )
@@ -136,9 +163,9 @@ def of_few_rows(
 
 
 def linears(x: Tensor, *layers: Any) -> list[Any]:
-    """Return ``layer(x)`` for each of ``layers``, three at a time by one kernel if it applies."""
+    """Return ``layer(x)`` for each of ``layers``, two or three of them by one kernel if it applies."""
     groups = [layers[i : i + MOST_LAYERS] for i in range(0, len(layers), MOST_LAYERS)]
-    return [y for group in groups for y in _of_layers(x, group) or [layer(x) for layer in group]]
+    return [y for group in groups for y in (group[1:] and _of_layers(x, group)) or [layer(x) for layer in group]]
 
 
 def gated(act: str, x: Tensor, gate: Any, up: Any) -> Tensor | None:

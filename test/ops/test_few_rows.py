@@ -13,11 +13,12 @@ from liger_like.ops import few_rows
 from liger_like.ops.glu import GLUS
 from liger_like.ops.glu_linear import gated_mlp
 from liger_like.runtime.launcher import recorded
+from liger_like.runtime.support import architecture
 
 ACTS = {"silu": F.silu, "gelu": F.gelu, "gelu_tanh": lambda x: F.gelu(x, approximate="tanh")}
 # rows, features, outputs of each layer, bias
 SHAPES = [
-    (1, 64, (64,), False),
+    (1, 64, (64, 40), False),
     (7, 192, (65, 8), True),
     (17, 128, (200, 64, 1), True),
     (64, 320, (96, 130, 31), False),
@@ -86,13 +87,57 @@ def test_a_row_has_the_same_bits_in_every_batch(device):
         assert torch.equal(act, few_rows.gated("silu", x[:M], layers[0], layers[0])[5:6])
 
 
+@pytest.mark.parametrize(("several", "launched"), [(1, 0), (4, 1), (5, 2)])
 @torch.no_grad()
-def test_more_than_three_layers(device):
-    x, layers = rows(2, 64, device), layers_of(64, (8, 9, 10, 11), False, device)
+def test_two_or_three_layers_have_a_kernel(several, launched, device):
+    x, layers = rows(2, 64, device), layers_of(64, range(8, 8 + several), False, device)
     with recorded() as launches:
         got = few_rows.linears(x, *layers)
-    assert len(launches) == 2
+    assert len(launches) == launched
     require_rule(got, x, layers)
+
+
+@pytest.mark.parametrize("M", [65, 129, 256])
+@pytest.mark.parametrize("tile", few_rows.TILES, ids=str)
+@torch.no_grad()
+def test_more_rows_on_hopper(tile, M, device, monkeypatch):
+    if device == "cuda" and architecture(torch.device(device)) != 9:
+        pytest.skip("needs the shared memory of Hopper")
+    monkeypatch.setattr(few_rows, "gpu_class", lambda device: "hopper")
+    monkeypatch.setattr(few_rows, "num_programs", lambda device, each: 132)
+    monkeypatch.setattr(few_rows, "TILES", (tile,))
+    for K, sizes, bias in ((192, (200, 64, 1), True), (128, (130, 31), False)):
+        x, layers = rows(M, K, device), layers_of(K, sizes, bias, device)
+        with recorded() as launches:
+            got = few_rows.linears(x, *layers)
+        ((_, grid, *_),) = launches
+        assert grid == (-(-M // tile[0]) * sum(-(-N // tile[1]) for N in sizes),)
+        require_rule(got, x, layers)
+    x, layers = rows(M, 192, device), layers_of(192, (200, 200), True, device)
+    require_rule([few_rows.gated("silu", x, *layers)], x, layers, "silu")
+
+
+@torch.no_grad()
+def test_too_many_rows_for_hopper(device, monkeypatch):
+    monkeypatch.setattr(few_rows, "gpu_class", lambda device: "hopper")
+    monkeypatch.setattr(few_rows, "num_programs", lambda device, each: 132)
+    weight = torch.randn(8, 64, device=device).to(half(device))
+    for M, applies in ((256, True), (257, False)):
+        assert (few_rows.of_few_rows(rows(M, 64, device), [weight], [None]) is not None) == applies
+
+
+def test_tiles_of_more_rows(monkeypatch):
+    """All programs run at once, by the smallest tile that allows it; else products of torch are faster."""
+    for kind, M, sizes, tile in (
+        ("hopper", 65, (2048, 512, 512), few_rows.TILES[0]),
+        ("hopper", 129, (2048, 512, 512), few_rows.TILES[1]),
+        ("hopper", 129, (8192,), few_rows.TILES[2]),
+        ("hopper", 129, (14336,), None),
+        ("large", 65, (2048, 512, 512), None),
+    ):
+        monkeypatch.setattr(few_rows, "gpu_class", lambda device, kind=kind: kind)
+        monkeypatch.setattr(few_rows, "num_programs", lambda device, each: 132 * each)
+        assert few_rows._tile(torch.device("cpu"), M, 2048, sizes, gated=False) == tile
 
 
 class Doubled(nn.Linear):
@@ -192,7 +237,7 @@ def test_flops(device):
 
 @pytest.mark.gpu
 @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
-@pytest.mark.parametrize("M", [1, 3, 16, 20, 64])
+@pytest.mark.parametrize("M", [1, 3, 16, 20, 64, 100, 256])
 @torch.no_grad()
 def test_the_rule(dtype, M):
     for K, sizes, bias in (

@@ -3,12 +3,13 @@
 import itertools
 from collections.abc import Iterable, Iterator
 from typing import Any
+from unittest.mock import patch
 
 import torch
 
 from liger_like import testing
+from liger_like.ops import few_rows
 from liger_like.ops.attention.paged import paged_write
-from liger_like.ops.few_rows import of_few_rows
 from liger_like.ops.glu import GLUS
 from liger_like.ops.glu_linear import glu_linear
 from liger_like.ops.router import MAX_EXPERTS
@@ -143,7 +144,14 @@ def run_paged_write() -> None:
 def run_few_rows() -> None:
     """One to three layers of few rows, and gated units: in few and in many programs, with and without bias."""
     units = [(1, None), (2, None), (3, None), *((2, act) for act in GLUS)]
-    for dtype, rows, K, N, (layers, act) in itertools.product(DTYPES[1:], (1, 20, 64), (2048, 2880), (64, 256), units):
-        weight, bias = torch.empty(N, K, dtype=dtype), torch.empty(N, dtype=dtype) if K == 2880 else None
-        with torch.no_grad():
-            of_few_rows(torch.empty(rows, K, dtype=dtype), [weight] * layers, [bias] * layers, act)
+
+    def run(*counts: int) -> None:
+        for dtype, rows, K, N, (layers, act) in itertools.product(DTYPES[1:], counts, (2048, 2880), (64, 256), units):
+            weight, bias = torch.empty(N, K, dtype=dtype), torch.empty(N, dtype=dtype) if K == 2880 else None
+            with torch.no_grad():
+                few_rows.of_few_rows(torch.empty(rows, K, dtype=dtype), [weight] * layers, [bias] * layers, act)
+
+    run(1, 20, 64)
+    for tile in few_rows.TILES:
+        with patch.multiple(few_rows, TILES=(tile,), num_programs=lambda device, each: 132):
+            run(200)
