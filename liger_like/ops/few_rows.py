@@ -25,8 +25,8 @@ MOST_ROWS = 256  # on Hopper; else FEW
 FEW = 64  # rows of one block
 MOST_LAYERS = 3
 TILES = (  # rows, outputs and features of a block, warps and stages, for more than FEW rows
-    (64, 64, 128, 4, 3),
-    (128, 64, 64, 8, 5),
+    (64, 64, 64, 4, 5),
+    (128, 64, 64, 4, 5),
     (128, 128, 64, 8, 4),
 )
 
@@ -117,14 +117,14 @@ def _tile(device: torch.device, M: int, K: int, sizes: Sequence[int], gated: boo
     ``sizes``: outputs of each layer. More than FEW rows take the smallest tile by which all programs run at once.
     """
     kind, at_once = gpu_class(device), num_programs(device, 1)
-    widest = 128 if K % 128 == 0 and kind in ("hopper", "large") else 64
     if M <= FEW:
+        block_k = 128 if K % 128 == 0 and kind in ("hopper", "large") else 64
         # few programs keep more in flight; more of them share the memory of a multiprocessor
         stages = 5 if sum(_blocks(N, FEW) for N in sizes) <= at_once and not gated else 3
-        return max(16, triton.next_power_of_2(M)), FEW, widest, 4, stages
-    for block_m, block_n, block_k, warps, stages in TILES if kind == "hopper" else ():
-        if _blocks(M, block_m) * sum(_blocks(N, block_n) for N in sizes) <= at_once:
-            return block_m, block_n, min(block_k, widest), warps, stages
+        return max(16, triton.next_power_of_2(M)), FEW, block_k, 4, stages
+    for tile in TILES if kind == "hopper" else ():
+        if _blocks(M, tile[0]) * sum(_blocks(N, tile[1]) for N in sizes) <= at_once:
+            return tile
     return None
 
 
