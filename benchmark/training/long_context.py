@@ -242,7 +242,8 @@ def merged(earlier: Row, now: Row) -> Row:
     """Return ``now`` with the settings and contestants of ``earlier`` that it lacks."""
     before, found = earlier.get("settings", {}), now.get("settings", {})
     settings = {}
-    for text in dict.fromkeys((*before, *found)):
+    order = {setting.text(): i for i, setting in enumerate(SETTINGS)}
+    for text in sorted({**before, **found}, key=lambda text: order.get(text, len(order))):
         rows = before.get(text, {}) | found.get(text, {})
         settings[text] = {name: rows[name] for name in CONTESTANTS if name in rows}
     return {"copies": earlier.get("copies", {})} | now | {"settings": settings}

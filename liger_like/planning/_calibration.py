@@ -12,7 +12,7 @@ import torch
 
 from liger_like.ops import flash_attention
 from liger_like.parallel.host_memory import ENGINES
-from liger_like.planning._clock import OURS
+from liger_like.planning._clock import OURS, risen
 from liger_like.planning._machine import GPU, GPUS, keep
 from liger_like.runtime.support import architecture
 
@@ -59,7 +59,8 @@ def rates(device: torch.device) -> dict[str, float]:
     target, engine = torch.empty_like(source), ENGINES["cuda"](device)
     memory = engine.memory(COPIED)
     forward = 2 * TOKENS**2 * HEADS * WIDTH  # FLOPs of causal attention; the backward has 2.5 times as many
-    on_h200 = forward / OURS[WIDTH][0] / 1e12 + 2.5 * forward / OURS[WIDTH][1] / 1e12
+    at = [rate * 1e12 * risen(TOKENS / 2, bool(i)) for i, rate in enumerate(OURS[WIDTH])]
+    on_h200 = forward / at[0] + 2.5 * forward / at[1]
 
     def attention() -> None:
         torch.autograd.grad(flash_attention(q, k, v, causal=True), (q, k, v), upstream)

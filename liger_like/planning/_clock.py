@@ -1,6 +1,7 @@
 """Time of a traced step by a roofline: for each op the larger of FLOPs and bytes over their rates.
 
-The rates are those of kernels measured alone on an H200, scaled by data sheets for other GPUs. The host gives the GPU
+The rates are those of kernels measured alone on an H200, attention's on an H100 where they are the same, scaled by data
+sheets for other GPUs. The host gives the GPU
 one op after the other; an op begins once it is given and the one before has ended. Copies between GPU and host are
 counted beside. Collectives of FSDP2 count as if nothing hid them.
 """
@@ -17,8 +18,10 @@ from liger_like.planning._machine import GPU
 from liger_like.runtime.registry import LAUNCHERS
 
 _aten = torch.ops.aten
-# TFLOP/s of attention's forward and backward by width of heads on an H200
-OURS = {64: (432, 447), 96: (521, 432), 128: (632, 550), 192: (672, 404), 256: (674, 442)}
+# TFLOP/s of attention's forward and backward by width of heads: ours where queries see many keys, half of that at RISE
+# keys; by least squares from the grid of attention, times 0.93, since long steps run at the limit of power
+OURS = {64: (530, 524), 80: (552, 489), 96: (653, 518), 128: (735, 595), 192: (800, 519), 256: (832, 506)}
+RISE = 360, 450
 TORCHS = {64: (416, 365), 96: (449, 365), 128: (567, 446), 192: (575, 429), 256: (622, 354)}
 MASKED = 0.35  # of these rates: the memory-efficient kernel, which computes all pairs
 # shares of the rate of products and of a copy
@@ -47,6 +50,11 @@ def moved(*trees: Any) -> int:
             storage = t.untyped_storage()
             sizes[storage._cdata, t.storage_offset(), t.shape] = min(t.numel() * t.element_size(), storage.nbytes())
     return sum(sizes.values())
+
+
+def risen(keys: float, backward: bool) -> float:
+    """Return the share of its highest rate at which attention runs where a query sees so many ``keys``."""
+    return keys / (keys + RISE[backward])
 
 
 def _after(at: tuple[float, float], ops: list[tuple[float, float]]) -> tuple[float, float]:
@@ -153,7 +161,8 @@ class Clock:
             seen = 1.0 if right else keys / 2 / rows if rows > keys else 1 - rows / 2 / keys
             if 0 <= left < keys:
                 seen = min(seen, (left + 1) / keys * (1 - left / 2 / keys))
-            self._products("attention", flops * seen, 0, self._attention(OURS, q.shape[-1], backward))
+            rate = self._attention(OURS, q.shape[-1], backward) * risen(keys * seen, backward)
+            self._products("attention", flops * seen, 0, rate)
         else:
             self._products("products", flops, size, self.products)
 

@@ -77,18 +77,20 @@ def test_tables():
 
 
 def test_results_are_merged(results, monkeypatch):
-    """A later run replaces its own contestants and keeps all others."""
+    """A later run replaces its own contestants and keeps all others; settings stay in their order."""
     monkeypatch.setattr(long_context, "RESULTS", results)
     long_context.keep(RESULT)
     (text,) = RESULT["settings"]
+    shorter = "4 layers, 32,768 tokens"
     later = {key: RESULT[key] for key in ("gpu", "date", "versions")}
-    later |= {"settings": {text: {"liger_like": {"ms": 990.0}}, "other": {"Liger": {"ms": 1.0}}}}
+    later |= {"settings": {text: {"liger_like": {"ms": 990.0}}, shorter: {"Liger": {"ms": 1.0}}}}
     long_context.keep(later)
     (file,) = results.glob("long-context-*.json")
     kept = json.loads(file.read_text())
     assert kept["copies"] == RESULT["copies"]
     assert kept["settings"] == {
         text: RESULT["settings"][text] | later["settings"][text],
-        "other": {"Liger": {"ms": 1.0}},
+        shorter: {"Liger": {"ms": 1.0}},
     }
+    assert list(kept["settings"]) == [shorter, text]
     assert list(kept["settings"][text]) == ["transformers", "liger_like", "liger_like, offloaded"]

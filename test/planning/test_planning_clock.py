@@ -11,7 +11,7 @@ from torch.utils.checkpoint import checkpoint, noop_context_fn
 from liger_like.ops import flash_attention
 from liger_like.parallel import checkpoint_policy
 from liger_like.planning import GPUS, traced
-from liger_like.planning._clock import DTENSOR, LAUNCH, MASKED, MODE, OP, OURS, STEP, TORCHS, TURN, Clock
+from liger_like.planning._clock import DTENSOR, LAUNCH, MASKED, MODE, OP, OURS, RISE, STEP, TORCHS, TURN, Clock, risen
 from liger_like.planning._models import processes
 from liger_like.planning._optimizers import optimizer_of
 from liger_like.planning._stand_ins import workspace_of
@@ -126,7 +126,14 @@ def test_the_last_query_of_causal_attention_sees_the_last_key(rows, keys, seen):
         q, k = (torch.empty(8, n, 8, 128, dtype=torch.bfloat16) for n in (rows, keys))
         flash_attention(q, k, k, causal=True)
     flops = 4 * 8 * 8 * rows * keys * 128 * seen
-    assert t.times["attention"] == pytest.approx(flops / OURS[128][0] / 1e12 + LAUNCH)
+    rate = OURS[128][0] * 1e12 * risen(keys * seen, backward=False)
+    assert t.times["attention"] == pytest.approx(flops / rate + LAUNCH)
+
+
+def test_attention_is_slower_where_queries_see_few_keys():
+    for backward, keys in enumerate(RISE):
+        assert risen(keys, bool(backward)) == 1 / 2
+        assert risen(1000 * keys, bool(backward)) == pytest.approx(1, abs=1e-3)
 
 
 def test_workspace_of_attentions_backward():

@@ -50,6 +50,8 @@ PLANNING = [
     ),
     (CLOCK, "+= TURN * ", "+= 0 * ", "8-bit moments are updated without waiting"),
     (TRACER, "        self.listen(STEP)\n", "", "an optimizer's Python takes no time"),
+    (_PLAN("clock"), "keys / (keys + RISE[backward])", "1.0", "short attention is as fast as long"),
+    (_PLAN("clock"), "risen(keys * seen, backward)", "risen(keys, backward)", "keys that no query sees count"),
     (_PLAN("trace"), "self._clock.listen(seconds)", "self._clock.listen()", "all that sees an op takes the same time"),
     (STAND_INS, '"disabled", True', '"disabled", False', "torch logs what the trace raises"),
     (_PLAN("models"), "0 <= table.num_embeddings - count <= OFFSET", "False", "positions have no end"),
