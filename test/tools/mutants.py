@@ -82,6 +82,7 @@ FILES = (
     "test/parallel/test_parallel_offload.py",
     "test/parallel/test_parallel_offload_results.py",
     "test/parallel/test_parallel_context.py",
+    "test/parallel/test_parallel_context_models.py",
     "test/parallel/test_parallel_groups.py",
     "test/parallel/test_parallel_stages.py",
     "test/parallel/test_parallel_stepping.py",
