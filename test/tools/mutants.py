@@ -254,7 +254,7 @@ TESTS = {
     "planning/_models.py": "configs_that_are_refused or adapters_of_a_folder",
     "planning/_replicas.py": "what_is_sent or buckets_are or hold_what_is_planned",
     "planning/_stand_ins.py": "test_planning_clock or torch_does_not_log",
-    "planning/_layers.py": "test_planning_layers",
+    "planning/_layers.py": "test_planning_layers or no_gpus_share",
     "planning/_prediction.py": "time_of_a_pipeline",
     "planning/_report.py": "the_table_and or words_that_start or the_example_takes or share_a_line or commands_that",
     "planning/_search.py": "test_planning_command and not errors or savings_are_tried",
