@@ -28,7 +28,7 @@ PROJECTIONS = [
     (OP, " and not t.is_nested", "", "nested tensors have no shape"),
     (OP, " or not x.dim():", ":", "a number has no last dimension"),
     (OP, "t.is_contiguous() for t in (*weights, *given)", "True for t in ()", "a transposed weight is read as dense"),
-    (OP, "is_local(t) and t.dtype", "t.dtype", "subclasses of tensors are passed by"),
+    (OP, "is_local(t) and t.layout", "t.layout", "subclasses of tensors are passed by"),
     (OP, "and not autocast_dtype(x)", "", "autocast is passed by"),
     (OP, "and is_untransformed()", "", "vmap is passed by"),
     (OP, "or torch.compiler.is_compiling() or", "or", "a compiled graph gets the op"),
