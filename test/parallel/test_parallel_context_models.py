@@ -106,3 +106,19 @@ def test_what_attention_across_processes_cannot_do(mesh):
                 model()(input_ids=IDS, **unknown)
         with pytest.raises(ValueError, match="this model has another mask"):
             model("Llama4", **ATTENTION["Llama4"])(input_ids=IDS)
+
+
+@pytest.mark.parametrize(
+    ("family", "config", "found"),
+    [
+        ("Lfm2", {"layer_types": ["conv", "full_attention"]}, "conv"),
+        ("MiniMax", {"layer_types": ["full_attention", "linear_attention"]}, "linear_attention"),
+    ],
+)
+def test_layers_that_read_earlier_tokens_without_attention(mesh, family, config, found):
+    """They would see the tokens of one process, and attention beside them would hide that it is not all."""
+    hybrid = tiny(family, **config)
+    patch(hybrid, norm=False, rope=False, mlp=False, loss=False)
+    message = f"no layers but attention that read earlier tokens; this model has '{found}'"
+    with pytest.raises(ValueError, match=message), context_parallel(mesh) as cp:
+        hybrid(**cp.shard(batch()), use_cache=False)
