@@ -1,14 +1,16 @@
 """Context parallelism: sequences are sharded over processes, and only attention reads tokens of other processes."""
 
-from collections.abc import Collection, Mapping
+from collections.abc import Collection, Mapping, Sequence
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
 from torch.nn.functional import pad
 
 from liger_like.ops.attention.checks import check_heads, check_offsets, check_options
+from liger_like.ops.router import highest_first
 from liger_like.parallel._spread_attention import METHODS, Shards, attend_to_own
 from liger_like.patches import attention
 from liger_like.runtime.checks import require_choice, require_integer, require_type
@@ -115,6 +117,26 @@ class ContextParallel:
             raise ValueError(
                 f"context_parallel knows no layers but attention that read earlier tokens; this model has {found[0]!r}"
             )
+
+    @torch.compiler.disable  # type: ignore[untyped-decorator]  # as attend
+    def balance(self, layers: Sequence[Tensor], top_k: int) -> Tensor:
+        """Return this process's part of the load balancing loss [] of routers over the tokens of all processes.
+
+        ``layers``: the logits [..., E] of this process. Shares of experts are constants of that loss, so they are
+        summed over the processes; probabilities are of this process's tokens. The sum of the parts is the loss.
+        """
+        dtype = torch.promote_types(layers[0].dtype, torch.float32)
+        chosen = torch.zeros(layers[0].shape[-1] + 1, dtype=dtype, device=layers[0].device)  # by expert, and rows
+        probabilities = torch.zeros_like(chosen[:-1])
+        for logits in layers:
+            z = logits.to(dtype).flatten(0, -2)
+            top = highest_first(z.detach())[..., :top_k]
+            chosen[:-1] += torch.zeros_like(z).scatter(-1, top, 1.0).sum(0)
+            chosen[-1] += len(z)
+            probabilities = probabilities + z.softmax(-1).sum(0)
+        dist.all_reduce(chosen, group=self.shards.group)
+        rows = chosen[-1]
+        return len(probabilities) * (chosen[:-1] / rows * (probabilities / rows)).sum()
 
     @torch.compiler.disable  # type: ignore[untyped-decorator]  # transfers between processes stay out of graphs
     def attend(

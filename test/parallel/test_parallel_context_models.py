@@ -16,6 +16,7 @@ from liger_like.patches import attention
 from liger_like.patching import patch
 
 BATCHES = {
+    "whole": lambda inputs: inputs,
     "uneven length": lambda inputs: {name: t[:, :11] for name, t in inputs.items()},
     "left padding": lambda inputs: masked(inputs, slice(3)),
     "packed": lambda inputs: packed(first_row(inputs), 8, 4),
@@ -27,6 +28,7 @@ MODELS = [  # family, changes of its config, batch, method
     ("Qwen3", ATTENTION["Qwen3"], "packed", "ulysses"),
     ("Mistral", {"sliding_window": 5}, "cu_seq_lens", "ring"),
     ("GptOss", ATTENTION["GptOss"], "uneven length", "allgather"),
+    ("Mixtral", {"output_router_logits": True}, "whole", "allgather"),
 ]
 
 
