@@ -76,6 +76,7 @@ FILES = (
     "test/patches/test_patches_projections.py",
     "test/patches/test_patches_qk_norm_rope.py",
     "test/patches/test_patches_unpacked.py",
+    "test/patches/test_doctor.py",
     "test/patches/test_patches_lora.py",
     "test/patches/test_rewriting.py",
     "test/parallel/test_parallel_host_memory.py",
