@@ -54,7 +54,8 @@ def model_class(config: Any) -> tuple[Any, Any]:
 def adapter_of(config: Any) -> Any:
     """Return PEFT's config of LoRA that is beside the config.json of the folder ``config``, or None.
 
-    Raises ``liger_like.doctor.NotExaminedError`` for another kind of adapter and ValueError without PEFT.
+    Raises ``liger_like.doctor.NotExaminedError`` for another kind of adapter, ValueError without PEFT, and TypeError or
+    ValueError for a rank that is none.
     """
     from liger_like.doctor import NotExaminedError, read
 
@@ -64,6 +65,7 @@ def adapter_of(config: Any) -> Any:
     fields = read(path)
     if fields.get("peft_type") != "LORA":
         raise NotExaminedError(f"peft_type of {path} must be LORA, got {fields.get('peft_type')!r}")
+    require_integer(f"r of {path}", fields.get("r", 8), 1)
     # weights have no data, from which some methods would take their first values
     return _peft().LoraConfig.from_peft_type(**fields | {"inference_mode": False, "init_lora_weights": True})
 
@@ -182,6 +184,7 @@ def materialise(model: nn.Module, device: str = "cpu") -> None:
 def processes(count: int, rank: int = 0) -> Iterator[None]:
     """Let torch.distributed take this process for ``rank`` of ``count`` whose collectives send nothing."""
     import torch.distributed as dist
+    from torch.distributed.tensor.debug import _clear_sharding_prop_cache
     from torch.testing._internal.distributed.fake_pg import FakeStore
 
     if dist.is_initialized():
@@ -191,6 +194,7 @@ def processes(count: int, rank: int = 0) -> Iterator[None]:
         yield
     finally:
         dist.destroy_process_group()
+        _clear_sharding_prop_cache()  # type: ignore[no-untyped-call]  # its meshes are those of this rank
 
 
 def shard(model: Any, mesh: Any, setting: Setting) -> Any:
@@ -237,7 +241,7 @@ def step_of(model: Any, setting: Setting, context: Any, index: int) -> Callable[
     def passes_of_model(given: dict[str, Any], passes: int) -> None:
         for _ in range(passes):
             own = {k: torch.empty(v.shape, dtype=v.dtype) if isinstance(v, Tensor) else v for k, v in given.items()}
-            with host:
+            with host, _named(model):
                 model(**own, use_cache=False).loss.backward()
 
     run = passes_of(model, setting, index) if setting.staged else passes_of_model
@@ -250,6 +254,18 @@ def step_of(model: Any, setting: Setting, context: Any, index: int) -> Callable[
             optimizer.zero_grad()
 
     return step
+
+
+@contextlib.contextmanager
+def _named(model: Any) -> Iterator[None]:
+    """Let an error of ``model`` outside of ops say whose it is, as ``traced`` reads it; others name a field."""
+    try:
+        yield
+    except (TypeError, ValueError):
+        raise
+    except Exception as error:
+        error.traced = getattr(error, "traced", (type(error).__name__, type(model).__name__))  # type: ignore[attr-defined]
+        raise
 
 
 def mesh_of(setting: Setting, device: str = "cpu") -> Any:

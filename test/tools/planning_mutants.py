@@ -54,6 +54,9 @@ PLANNING = [
     (_PLAN("clock"), "risen(keys * seen, backward)", "risen(keys, backward)", "keys that no query sees count"),
     (_PLAN("trace"), "self._clock.listen(seconds)", "self._clock.listen()", "all that sees an op takes the same time"),
     (STAND_INS, '"disabled", True', '"disabled", False', "torch logs what the trace raises"),
+    (_PLAN("models"), "        _clear_sharding_prop_cache()", "        pass", "a stage takes the mesh of another rank"),
+    (_PLAN("models"), "with host, _named(model):", "with host:", "a model's own error is no line"),
+    (_PLAN("models"), '    require_integer(f"r of {path}"', '    (f"r of {path}"', "a rank may be text"),
     (_PLAN("models"), "0 <= table.num_embeddings - count <= OFFSET", "False", "positions have no end"),
     (_PLAN("models"), "return count - max(skipped)", "return count", "rows for padding count as positions"),
     (COMMAND, "seq = min(SEQ, ", "seq = max(SEQ, ", "the doctor's step has more tokens than positions"),
@@ -97,6 +100,7 @@ PLANNING = [
     (REPORT, "groups[-1][2] == cells", "True", "all layers have one line"),
     (SETTINGS, "self.seq * self.micro_batch > TOKENS * self.cp", "False", "a trace never ends"),
     (SETTINGS, 'if of["step_in_backward"]:', "if False:", "gradients are summed after their update"),
+    (COMMAND, ' if field.name != "seq"', "", "seq is named as a field that --fix takes"),
     (COMMAND, "found.setdefault(name, chosen) != chosen", "False", "the last of two values counts"),
     (
         _PLAN("models"),
