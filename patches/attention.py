@@ -101,7 +101,7 @@ def make_mask(
 ) -> Any:  # fmt: skip
     """Return a Mask, or a bias [B, 1, S, Sk] if no Mask is equivalent: the registered mask function.
 
-    Raises ValueError in context_parallel for a mask that is not causal, or with an ``attention_mask``.
+    Raises ValueError in context_parallel for layers or a mask that it does not know, or with an ``attention_mask``.
     """
     from transformers.masking_utils import prepare_padding_mask, sdpa_mask
     from transformers.utils.import_utils import is_tracing
@@ -113,9 +113,10 @@ def make_mask(
         attention_mask, kv_length = None, kv_length or q_length
         if mask is None and "allow_is_bidirectional_skip" not in options and not options.get("use_vmap"):
             mask = Mask(options["local_size"] - 1, 0)  # a graph cannot read the window from the function
-    if context is not None:
-        return _across_processes(mask, attention_mask)
     layer_types = getattr(options.get("config"), "layer_types", None) or ()
+    if context is not None:
+        context.require_attention(layer_types)
+        return _across_processes(mask, attention_mask)
     if "linear_attention" in layer_types and isinstance(attention_mask, Tensor):
         # transformers may take the number of keys from the cache of a linear layer, which says 0; the padding mask
         # has the right number
@@ -164,8 +165,7 @@ def _before_room(mask: Mask, positions: Tensor, batch: int) -> Mask:
 def _across_processes(mask: Mask | None, padding: Tensor | None) -> Mask:
     """Return ``mask`` with its window alone, for context_parallel.
 
-    Its spans are dropped: one process's positions do not determine documents. Raises ValueError for an unsupported
-    mask or for padding.
+    Its spans are dropped: positions of one process tell no documents. Raises ValueError for another mask and padding.
     """
     if mask is None or mask.right != 0:
         raise ValueError(UNKNOWN_MASK)

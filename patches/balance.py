@@ -14,7 +14,7 @@ from torch import Tensor
 from torch.distributed.tensor import DTensor
 
 from liger_like.ops.load_balancing import load_balancing_loss
-from liger_like.patches import Trial, UnrecognisedError
+from liger_like.patches import Trial, UnrecognisedError, attention
 from liger_like.patches.rewriting import rewrapped, with_names
 from liger_like.patches.trials import compare
 from liger_like.runtime.support import use_kernel
@@ -37,12 +37,17 @@ def with_balance(forward: Any) -> Any:
 
 
 def _fused(original: FunctionType) -> Any:
-    """Return a function that runs ``load_balancing_loss``, or ``original`` if its arguments do not fit the op."""
+    """Return a function that runs ``load_balancing_loss``, or ``original`` if its arguments do not fit the op.
+
+    Within ``context_parallel`` it returns the part of this process.
+    """
 
     def loss(
         gate_logits: Any, num_experts: int | None = None, top_k: int = 2, attention_mask: Tensor | None = None
     ) -> Any:
         layers, mask = gate_logits if isinstance(gate_logits, tuple) else (), attention_mask
+        if layers and attention.context is not None:
+            return attention.context.balance(layers, top_k)
         kinds = {(z.shape, z.dtype, z.device, isinstance(z, DTensor)) for z in layers}
         if len(kinds) == 1:
             ((shape, _, device, sharded),) = kinds

@@ -20,7 +20,7 @@ from liger_like.ops.losses.vocab_shards import Shard
 from liger_like.patches import UnrecognisedError, bare, original, random_parameter, where
 from liger_like.patches.foreign import changed, foreign_forward, hook_on
 from liger_like.patches.trl_code import operands, token_numbers
-from liger_like.runtime.support import use_kernel
+from liger_like.runtime.support import LINEAR_FORWARD, use_kernel
 
 LINEAR, LORA, COPIES = "lazy logits", "lazy logits, LoRA", "lazy logits, trained copy"
 TENSOR_PARALLEL = "lazy logits, tensor parallel"
@@ -84,6 +84,8 @@ def hook_in(head: nn.Module) -> str:
     It looks at ``head`` and at its parts. The forward that transformers sets for tensor parallelism does not count,
     since ``loss_of`` removes it.
     """
+    if nn.Linear.forward is not LINEAR_FORWARD:
+        return where(nn.Linear.forward)
     kinds = ((part, getattr(type(part), "_kind", "")) for part in head.modules())
     return next(filter(None, (hook_on(part) if kind == TENSOR_PARALLEL else changed(part) for part, kind in kinds)), "")
 
@@ -93,7 +95,7 @@ def _linear_forward(cls: Any) -> Any:
         """Return the logits, or the result of ``fused_linear_cross_entropy``, or of the op in ``loss``."""
         released = isinstance(self, FSDPModule) and _is_released(self, x, loss)
         if loss is None:
-            found = of_few_rows(x, [self.weight], [self.bias])
+            found = of_few_rows(x, [self.weight], [self.bias]) if cls.forward is LINEAR_FORWARD else None
             return cls.forward(self, x) if found is None else found[0]
         weight, options = self.weight, {"bias": self.bias, **loss}
         if words := options.pop("words", None):  # only the first words of the vocabulary count

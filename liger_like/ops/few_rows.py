@@ -139,19 +139,23 @@ def of_few_rows(
 
     Return None where the kernel does not apply: for more than 64 rows, or on Hopper for more than 256 or outputs that
     its programs cannot compute at once; in grad mode, under autocast, in a compiled graph, if only some layers have a
-    bias, for K that is no multiple of 64, for other dtypes than fp16 and bf16, for subclasses of tensors, and for
-    weights that are not contiguous.
+    bias, for K that is no multiple of 64, for other dtypes than fp16 and bf16, for subclasses of tensors, sparse and
+    nested ones, for weights that are not contiguous, and for other shapes than those of a linear layer, some of which
+    torch broadcasts.
     """
     if torch.is_grad_enabled() or torch.compiler.is_compiling() or x.dtype not in (torch.float16, torch.bfloat16):
         return None
-    K, given = x.shape[-1], [b for b in biases if b is not None]
+    given = [b for b in biases if b is not None]
+    if not all(_is_like(t, x) for t in (x, *weights, *given)) or not x.dim():
+        return None
+    K = x.shape[-1]
     applies = (
         len(weights) <= MOST_LAYERS
         and len(given) in (0, len(weights))
         and 0 < x.numel() <= MOST_ROWS * K
         and K % 64 == 0
-        and all(w.shape[1] == K and w.numel() for w in weights)
-        and all(is_local(t) and t.dtype == x.dtype and t.device == x.device for t in (x, *weights, *given))
+        and all(w.dim() == 2 and w.shape[1] == K and w.numel() for w in weights)
+        and all(b.shape == w.shape[:1] for b, w in zip(given, weights, strict=False))
         and all(t.is_contiguous() for t in (*weights, *given))
         and (act is None or weights[0].shape == weights[1].shape)
         and use_kernel(x)
@@ -160,6 +164,11 @@ def of_few_rows(
         and is_untransformed()
     )
     return _few_rows_linear(x, [*weights], given, act) if applies else None
+
+
+def _is_like(t: Tensor, x: Tensor) -> bool:
+    plain = is_local(t) and t.layout is torch.strided and not t.is_nested
+    return plain and t.dtype == x.dtype and t.device == x.device
 
 
 def linears(x: Tensor, *layers: Any) -> list[Any]:

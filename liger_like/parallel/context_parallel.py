@@ -1,19 +1,23 @@
 """Context parallelism: sequences are sharded over processes, and only attention reads tokens of other processes."""
 
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping, Sequence
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
 from torch.nn.functional import pad
 
 from liger_like.ops.attention.checks import check_heads, check_offsets, check_options
+from liger_like.ops.router import highest_first
 from liger_like.parallel._spread_attention import METHODS, Shards, attend_to_own
 from liger_like.patches import attention
 from liger_like.runtime.checks import require_choice, require_integer, require_type
 
 LAYOUTS = {"contiguous": False, "zigzag": True}
+# transformers' types of layers that read earlier tokens by a convolution or a recurrence, perhaps beside attention
+RECURRENT = {"conv", "hybrid", "hybrid_sliding", "linear_attention", "mamba"}
 
 
 def context_parallel(mesh: DeviceMesh, *, method: str = "allgather", layout: str = "zigzag") -> "ContextParallel":
@@ -31,9 +35,10 @@ def context_parallel(mesh: DeviceMesh, *, method: str = "allgather", layout: str
 
     Compile the layers of a model, not the whole model: masks are made outside of graphs.
 
-    Attention is causal, with or without windows, documents and sinks; other masks raise. All processes of the mesh must
-    get the same batch. The loss and the parameters' gradients are partial sums: sum the gradients over the mesh, or,
-    if DDP or FSDP average them over it, multiply the loss by the mesh's size.
+    Attention is causal, with or without windows, documents and sinks; other masks raise, and so do models with other
+    layers that read earlier tokens: convolutions and linear attention. All processes of the mesh must get the same
+    batch. The loss and the parameters' gradients are partial sums: sum the gradients over the mesh, or, if DDP or FSDP
+    average them over it, multiply the loss by the mesh's size.
 
     Raises TypeError if ``mesh`` is not a DeviceMesh, ValueError if it has several dimensions or a name is unknown. The
     context raises RuntimeError at its end if no attention ran through it, since the model was not patched.
@@ -105,6 +110,33 @@ class ContextParallel:
             cu_seqlens = pad(starts.flatten().nonzero().flatten(), (0, 1), value=starts.numel()).int()
             batch |= {"cu_seq_lens_q": cu_seqlens, "cu_seq_lens_k": cu_seqlens}
         return batch
+
+    def require_attention(self, layer_types: Collection[str]) -> None:
+        """Raise ValueError for ``layer_types`` of a config whose layers would see this process's tokens alone."""
+        if found := sorted(RECURRENT.intersection(layer_types)):
+            raise ValueError(
+                f"context_parallel knows no layers but attention that read earlier tokens; this model has {found[0]!r}"
+            )
+
+    @torch.compiler.disable  # type: ignore[untyped-decorator]  # as attend
+    def balance(self, layers: Sequence[Tensor], top_k: int) -> Tensor:
+        """Return this process's part of the load balancing loss [] of routers over the tokens of all processes.
+
+        ``layers``: the logits [..., E] of this process. Shares of experts are constants of that loss, so they are
+        summed over the processes; probabilities are of this process's tokens. The sum of the parts is the loss.
+        """
+        dtype = torch.promote_types(layers[0].dtype, torch.float32)
+        chosen = torch.zeros(layers[0].shape[-1] + 1, dtype=dtype, device=layers[0].device)  # by expert, and rows
+        probabilities = torch.zeros_like(chosen[:-1])
+        for logits in layers:
+            z = logits.to(dtype).flatten(0, -2)
+            top = highest_first(z.detach())[..., :top_k]
+            chosen[:-1] += torch.zeros_like(z).scatter(-1, top, 1.0).sum(0)
+            chosen[-1] += len(z)
+            probabilities = probabilities + z.softmax(-1).sum(0)
+        dist.all_reduce(chosen, group=self.shards.group)
+        rows = chosen[-1]
+        return len(probabilities) * (chosen[:-1] / rows * (probabilities / rows)).sum()
 
     @torch.compiler.disable  # type: ignore[untyped-decorator]  # transfers between processes stay out of graphs
     def attend(

@@ -76,8 +76,8 @@ def predict(config: Any, setting: Setting, gpu: GPU | str | float = "h200") -> P
     """Return memory and time of a training step of the model of ``config``: a config.json, its folder, or a config.
 
     With an adapter_config.json in the folder the adapters of LoRA are trained.
-    Raises NotTracedError if the model asks for data, ``liger_like.doctor.NotExaminedError`` for a config that is not
-    known, ValueError for an unknown ``gpu``.
+    Raises NotTracedError if the model asks for data or refuses the step, ``liger_like.doctor.NotExaminedError`` for a
+    config that is not known, ValueError for an unknown ``gpu``.
     """
     adapter = _models.adapter_of(config)
     setting = dataclasses.replace(setting, lora=_models.rank_of(adapter, setting.lora))

@@ -22,7 +22,7 @@ from liger_like.planning._machine import GPU
 from liger_like.planning._prediction import Prediction, changes_of, predicted
 from liger_like.planning._replicas import Named, replicated, trained
 from liger_like.planning._settings import Setting
-from liger_like.planning._trace import traced
+from liger_like.planning._trace import RefusedError, said, traced
 from liger_like.planning._tracer import Tracer
 
 WIDEST = 8  # layers of a period, at most
@@ -121,7 +121,8 @@ def trace_step(
 ) -> tuple[list[Change], list[Change], Clock, list[Mark]]:
     """Return what the second of two steps of ``model``, on "meta", finds in memory, and its changes, time and marks.
 
-    There are marks where each of ``layers`` begins and ends. ``index``: of the stage, in a pipeline.
+    There are marks where each of ``layers`` begins and ends. ``index``: of the stage, in a pipeline. Raises
+    RefusedError if the model, or a way to train it, refuses the step.
     """
     marks: list[Mark] = []
     with contextlib.ExitStack() as stack:
@@ -137,14 +138,23 @@ def trace_step(
         _models.materialise(model)
         trace.know(model)
         step = _models.step_of(model, setting, context, index)
-        step(short, 1)  # makes the optimizer's state
+        _run(step, setting, short, 1)  # makes the optimizer's state
         trace.restart()
         tracer, clock = trace.parts
         if layers is not None:
             for hook in _marking(model, layers, lambda *name: marks.append(_mark(name, tracer, clock))):
                 stack.callback(hook.remove)
-        step(given, setting.accumulation)
+        _run(step, setting, given, setting.accumulation)
         return *changes_of(tracer), clock, marks
+
+
+def _run(step: Callable[..., None], setting: Setting, given: dict[str, Any], passes: int) -> None:
+    try:
+        step(given, passes)
+    except Exception as error:  # whatever the model, or a way to train it, is not made for
+        if hasattr(error, "traced"):  # an op's
+            raise
+        raise RefusedError(f"a step with {setting.text()} fails: {said(error)}") from error
 
 
 def _mark(name: Any, tracer: Tracer, clock: Clock) -> Mark:

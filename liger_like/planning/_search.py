@@ -1,7 +1,6 @@
 """Find the fastest way to train that fits: what ``plan`` returns."""
 
 import dataclasses
-import itertools
 import math
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
@@ -12,6 +11,7 @@ from liger_like.planning import _report
 from liger_like.planning._machine import GIB, GPU
 from liger_like.planning._prediction import Prediction
 from liger_like.planning._settings import CHECKPOINTS, DEFAULTS, STAGES, TOKENS, WHOLE, Setting, contradiction
+from liger_like.planning._trace import RefusedError
 
 # GiB that torch's counts do not hold: the context and libraries, and NCCL's buffers of a group of GPUs (assumed)
 CONTEXT, GROUP = 0.6, 1.0
@@ -111,7 +111,7 @@ def searched(
     Bisection finds the largest micro-batch that fits a mesh, a stage of ZeRO and a checkpointing. Only if nothing fits
     without, tiled MLPs, checkpoints on the host, of which ``host`` GiB are there, and a step in the backward are tried,
     and last ``cp`` GPUs that share rows, since that sends keys and values. ``layers`` of the model may share a
-    checkpoint.
+    checkpoint. Ways that the model refuses are left out. Raises RefusedError if it refuses the first.
     """
     found: list[Candidate] = []
     for mesh in meshes(gpus, batch, seq, fix):
@@ -130,10 +130,14 @@ def searched(
             order = [*bases]
             if ways is plain:  # the last needs the least: if it does not fit, the others do not
                 order = order[-1:] + order[:-1]
-            rows_of = (_largest(predict, gpu, base, batch, fix, host) for base in order)
-            found += itertools.islice(rows_of, 1)
-            if ways is saving or any(candidate.fits for candidate in found):
-                found += rows_of
+            for i, base in enumerate(order):
+                if i > 0 and ways is plain and not any(candidate.fits for candidate in found):
+                    break
+                try:
+                    found.append(_largest(predict, gpu, base, batch, fix, host))
+                except RefusedError:
+                    if not found:
+                        raise
             if any(candidate.fits for candidate in found):
                 break
         if any(candidate.fits for candidate in found):

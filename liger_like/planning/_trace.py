@@ -19,6 +19,10 @@ class NotTracedError(Exception):
     """Signal that a step cannot be traced; the message names the op and the module."""
 
 
+class RefusedError(NotTracedError):
+    """Signal that a model, or a way to train it, refuses a step; the message names the setting."""
+
+
 class Trace:
     """A step that is traced: after the context, its ``Prediction``'s fields."""
 
@@ -91,7 +95,7 @@ def traced(gpu: GPU | str | float = "h200") -> Iterator[Trace]:
         if not hasattr(error, "traced"):
             raise
         op, module = error.traced
-        raise NotTracedError(f"cannot be traced: {op}, {module or 'outside of modules'}: {_said(error)}") from error
+        raise NotTracedError(f"cannot be traced: {op}, {module or 'outside of modules'}: {said(error)}") from error
 
 
 @contextlib.contextmanager
@@ -107,5 +111,6 @@ def _older_objects_kept() -> Iterator[None]:
             gc.unfreeze()
 
 
-def _said(error: Exception) -> str:
+def said(error: Exception) -> str:
+    """Return the message of ``error`` in a line."""
     return " ".join(str(error).split())[:200] or type(error).__name__

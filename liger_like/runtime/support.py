@@ -3,6 +3,7 @@
 import contextlib
 import functools
 from collections.abc import Iterator
+from typing import Any
 
 import torch
 import triton
@@ -16,6 +17,10 @@ KERNEL_DTYPES = (torch.float32, torch.float16, torch.bfloat16)
 _reasons: list[str] | None = None  # while ``collected_reasons`` is entered
 _as_in_graph = False  # within ``as_in_graph``
 HOOKS = ("_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_pre_hooks")
+LINEAR_FORWARD: Any = torch.nn.Linear.forward  # torch's own; where it was replaced before, no layer is known
+LINEAR_FORWARD = (
+    LINEAR_FORWARD if getattr(LINEAR_FORWARD, "__globals__", None) is vars(torch.nn.modules.linear) else None
+)
 HOOKS_OF_ALL = tuple(getattr(torch.nn.modules.module, f"_global{kind}") for kind in HOOKS)
 
 
@@ -142,9 +147,10 @@ def is_local(t: Tensor) -> bool:
 def unhooked(module: torch.nn.Module) -> bool:
     """Return True if a call of ``module`` runs the forward of its class and no hook, of all modules neither.
 
-    The library's own hooks of all modules only look on.
+    The library's own hooks of all modules only look on. Nothing is known where another forward is set on nn.Linear.
     """
-    if "forward" in module.__dict__ or any(getattr(module, hooks) for hooks in HOOKS):
+    replaced = "forward" in module.__dict__ or torch.nn.Linear.forward is not LINEAR_FORWARD
+    if replaced or any(getattr(module, hooks) for hooks in HOOKS):
         return False
     return not any(HOOKS_OF_ALL) or all(
         hook.__module__.startswith("liger_like.") for hooks in HOOKS_OF_ALL for hook in hooks.values()

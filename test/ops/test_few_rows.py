@@ -1,6 +1,7 @@
 """Linear layers of few rows by one kernel. The interpreter multiplies bf16 wrongly, so it runs them in fp16."""
 
 import contextlib
+from unittest import mock
 
 import pytest
 import torch
@@ -142,7 +143,7 @@ def test_tiles_of_more_rows(monkeypatch):
 
 class Doubled(nn.Linear):
     def forward(self, x):
-        return 2 * super().forward(x)
+        return 2 * F.linear(x, self.weight, self.bias)
 
 
 def hooked(layer):
@@ -178,6 +179,11 @@ def unbiased(layer):
     return layer
 
 
+def of_one_bias(layer):
+    layer.bias = nn.Parameter(layer.bias[:1].detach())  # torch adds it to each output
+    return layer
+
+
 CASES = {
     "many rows": {"M": 65},
     "no rows": {"M": 0},
@@ -185,8 +191,9 @@ CASES = {
     "features": {"K": 96},
     "gradients": {"context": torch.enable_grad},
     "hook of all modules": {"context": lambda: all_modules.register_module_forward_hook(lambda module, args, y: 2 * y)},
+    "forward of the class": {"context": lambda: mock.patch.object(nn.Linear, "forward", Doubled.forward)},
     "autocast": {"context": lambda: torch.autocast(torch.get_default_device().type, torch.bfloat16)},
-    **{f.__name__: {"change": f} for f in (hooked, shadowed, doubled, transposed, of_subclass, unbiased)},
+    **{f.__name__: {"change": f} for f in (hooked, shadowed, doubled, transposed, of_subclass, unbiased, of_one_bias)},
 }
 
 
@@ -214,6 +221,23 @@ def test_layers_that_do_not_fit_raise_as_they_do(device):
             few_rows.linears(x, *layers)
     (other,) = layers_of(64, (9,), True, device)
     assert few_rows.gated("silu", x, narrow, other) is None
+
+
+@torch.no_grad()
+def test_other_operands_are_left_to_torch(device):
+    x, layer = rows(3, 64, device), layers_of(64, (8,), True, device)[0]
+    weight, bias = layer.weight, layer.bias
+    nested = torch.nested.nested_tensor([x, x[:1]], dtype=x.dtype)
+    for name, given in {
+        "a number": (x[0, 0], weight, bias),
+        "a vector": (x, weight[0], None),
+        "a long bias": (x, weight, torch.cat((bias, bias))),
+        "a sparse weight": (x, weight.to_sparse(), bias),
+        "compressed rows": (x, weight.to_sparse_csr(), bias),
+        "a sparse input": (x.to_sparse(), weight, bias),
+        "a nested input": (nested, weight, bias),
+    }.items():
+        assert few_rows.of_few_rows(given[0], [given[1]], [given[2]]) is None, name
 
 
 @torch.no_grad()

@@ -16,6 +16,7 @@ from liger_like.patches import attention
 from liger_like.patching import patch
 
 BATCHES = {
+    "whole": lambda inputs: inputs,
     "uneven length": lambda inputs: {name: t[:, :11] for name, t in inputs.items()},
     "left padding": lambda inputs: masked(inputs, slice(3)),
     "packed": lambda inputs: packed(first_row(inputs), 8, 4),
@@ -27,6 +28,7 @@ MODELS = [  # family, changes of its config, batch, method
     ("Qwen3", ATTENTION["Qwen3"], "packed", "ulysses"),
     ("Mistral", {"sliding_window": 5}, "cu_seq_lens", "ring"),
     ("GptOss", ATTENTION["GptOss"], "uneven length", "allgather"),
+    ("Mixtral", {"output_router_logits": True}, "whole", "allgather"),
 ]
 
 
@@ -106,3 +108,19 @@ def test_what_attention_across_processes_cannot_do(mesh):
                 model()(input_ids=IDS, **unknown)
         with pytest.raises(ValueError, match="this model has another mask"):
             model("Llama4", **ATTENTION["Llama4"])(input_ids=IDS)
+
+
+@pytest.mark.parametrize(
+    ("family", "config", "found"),
+    [
+        ("Lfm2", {"layer_types": ["conv", "full_attention"]}, "conv"),
+        ("MiniMax", {"layer_types": ["full_attention", "linear_attention"]}, "linear_attention"),
+    ],
+)
+def test_layers_that_read_earlier_tokens_without_attention(mesh, family, config, found):
+    """They would see the tokens of one process, and attention beside them would hide that it is not all."""
+    hybrid = tiny(family, **config)
+    patch(hybrid, norm=False, rope=False, mlp=False, loss=False)
+    message = f"no layers but attention that read earlier tokens; this model has '{found}'"
+    with pytest.raises(ValueError, match=message), context_parallel(mesh) as cp:
+        hybrid(**cp.shard(batch()), use_cache=False)

@@ -102,3 +102,16 @@ def test_the_forward_of_transformers_tensor_parallelism(device):
     model.lm_head.forward = names["tp_forward"]
     patch(model, strict=True)
     assert model(**batch(device)).logits is None
+
+
+def test_a_forward_that_is_set_on_all_linear_layers(device, monkeypatch):
+    """Neither the fused loss nor a kernel of MLPs knows it."""
+    original = tiny("Llama", device, num_hidden_layers=1)
+    patched, inputs = copy.deepcopy(original), batch(device, rows=1, length=7) | {"use_cache": False}
+    patch(patched)
+    monkeypatch.setattr(nn.Linear, "forward", lambda self, x: nn.functional.linear(x, 1.5 * self.weight, self.bias))
+    expected = results(original, inputs)
+    with pytest.warns(UserWarning, match=r"the head has a hook or a new forward, .*; this loss is not fused"):
+        got = results(patched, inputs)
+    for name, value in expected.items():
+        torch.testing.assert_close(got[name], value, rtol=1e-4, atol=1e-6, msg=name)

@@ -6,6 +6,7 @@ import weakref
 import pytest
 import torch
 from tiny_models import batch, tiny
+from torch import nn
 
 from liger_like.ops import few_rows
 from liger_like.patches.forms import definition_of
@@ -89,6 +90,12 @@ def test_changes_after_patching(change, count, device):
     for model in models:
         change(model)
     require_logits(*models, batch(device), count)
+
+
+def test_a_forward_that_is_set_on_all_linear_layers(device, monkeypatch):
+    models = pair("Llama", device)
+    monkeypatch.setattr(nn.Linear, "forward", lambda self, x: nn.functional.linear(x, 0.5 * self.weight, self.bias))
+    require_logits(*models, batch(device), 0)
 
 
 def test_adapters(device):

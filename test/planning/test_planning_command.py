@@ -16,6 +16,7 @@ from liger_like.planning._machine import gpu_of, keep, path
 from liger_like.planning._report import start
 from liger_like.planning._search import Candidate, needed, searched
 from liger_like.planning._settings import TOKENS
+from liger_like.planning._trace import RefusedError
 from liger_like.planning._tracer import KINDS
 
 H200 = GPUS["h200"]
@@ -94,6 +95,22 @@ def test_the_nearest_is_first_if_nothing_fits():
     assert not any(row.fits for row in rows)
     assert rows[0].setting.checkpoint == "full"
     assert rows[0].needs == min(row.needs for row in rows)
+
+
+@pytest.mark.parametrize(("name", "least"), [("cp", 2), ("checkpoint_layers", 2)])
+def test_ways_that_the_model_refuses_are_left_out(name, least):
+    predict = rough([])
+
+    def refusing(setting):
+        if getattr(setting, name) >= least:
+            raise RefusedError("refused")
+        return predict(setting)
+
+    rows = searched(refusing, H200, 2, 2, 2048 * 128, {})
+    every = searched(predict, H200, 2, 2, 2048 * 128, {})
+    assert [*map(str, rows)] == [str(row) for row in every if getattr(row.setting, name) < least] != [*map(str, every)]
+    with pytest.raises(RefusedError, match="refused"):
+        searched(refusing, H200, 2, 2, 2048, {"cp": 2, "checkpoint": "full", name: 2})
 
 
 def test_what_is_fixed_is_kept():
@@ -335,6 +352,29 @@ def test_a_model_that_reads_data_is_named(run, monkeypatch):
     assert code == 2
     assert err.startswith("liger-like: cannot be traced: aten::_local_scalar_dense, model.layers.0.mlp: ")
     assert err.count("\n") == 1
+
+
+def test_a_model_whose_attention_no_gpus_share(run, tmp_path):
+    """The plan of what remains is printed, as is the reason if nothing does."""
+    (tmp_path / "config.json").write_text(json.dumps(GPT2 | {"n_layer": 2}))
+    code, out, err = run("--gpus", "2", "--batch", "2", "--seq", "16", "--gpu", "0.5")
+    assert (code, err) == (1, "")
+    assert "nothing fits: the nearest, fsdp 2, rows 1, " in out
+    code, _, err = run("--gpus", "2", "--batch", "1", "--seq", "16")
+    assert code == 2
+    assert err.startswith("liger-like: a step with cp 2, rows 1, full checkpointing fails: no attention ran across")
+    assert err.count("\n") == 1
+
+
+def test_a_model_whose_code_fails_is_named(run, tmp_path):
+    sizes = {"d_model": 64, "d_kv": 32, "d_ff": 64, "num_layers": 1, "num_heads": 2, "vocab_size": 64}
+    fields = {"model_type": "t5", "architectures": ["T5ForConditionalGeneration"], **sizes}
+    (tmp_path / "config.json").write_text(json.dumps(fields))  # without a decoder_start_token_id
+    code, _, err = run("--seq", "16")
+    assert code == 2
+    assert err.startswith("liger-like: a step with rows 1, full checkpointing fails: ")
+    assert "decoder_start_token_id" in err
+    assert _command.line(tmp_path).startswith("memory: a step with rows 1, no checkpointing fails: ")
 
 
 def test_the_line_of_the_doctor(tmp_path, run):

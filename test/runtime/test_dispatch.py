@@ -249,6 +249,11 @@ def test_hooks_of_a_module_and_of_all_modules(kind):
         assert support.unhooked(module)
 
 
+def test_a_forward_that_is_set_on_the_class(monkeypatch):
+    monkeypatch.setattr(torch.nn.Linear, "forward", lambda self, x: x)
+    assert not support.unhooked(torch.nn.Linear(2, 2))
+
+
 def test_the_library_s_own_hooks_of_all_modules_look_on():
     from liger_like.planning._tracer import Tracer
 

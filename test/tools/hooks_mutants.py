@@ -8,6 +8,9 @@ OWN, SEPARATE = "patches/own_experts.py", "patches/separate_experts.py"
 
 HOOKS = [
     (SUPPORT, "not any(HOOKS_OF_ALL) or all(", "True or all(", "hooks of all modules are passed by"),
+    (SUPPORT, " or torch.nn.Linear.forward is not LINEAR_FORWARD", "", "a forward set on nn.Linear is passed by"),
+    (HEADS, "if nn.Linear.forward is not LINEAR_FORWARD:", "if False:", "the fused loss passes such a forward by"),
+    (HEADS, " if cls.forward is LINEAR_FORWARD else None", "", "a head of few rows passes such a forward by"),
     (SUPPORT, "not any(HOOKS_OF_ALL) or all(", "not any(HOOKS_OF_ALL) or False and all(", "a traced step is another"),
     (HEADS, "else changed(part) for part", "else hook_on(part) for part", "a new forward of the head gets the loss"),
     (HEADS, "if kind == TENSOR_PARALLEL else", "if False else", "the forward of a sharded head is in the way"),

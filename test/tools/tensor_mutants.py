@@ -34,6 +34,11 @@ TENSOR = [
     (TOKENS, "return _summed(dx, ctx.group), None", "return dx[0], None", "gradients of tokens are not summed"),
     (STAGES, "if position_ids.shape[1] % self.tp:", "if False:", "tokens that tp does not divide"),
     (CONTEXT, "if self.shards.size > 1 else", "if True else", "one process sends to itself"),
+    (CONTEXT, '{"conv", "hybrid"', '{"hybrid"', "a convolution sees the tokens of its process"),
+    (CONTEXT, '"linear_attention", "mamba"}', '"mamba"}', "linear attention sees the tokens of its process"),
+    (CONTEXT, "dist.all_reduce(chosen, group=self.shards.group)", "pass", "each process balances its own tokens"),
+    ("patches/balance.py", "if layers and attention.context is not None:", "if False:", "a loss for each process"),
+    ("patches/attention.py", "        context.require_attention(layer_types)\n", "", "hybrids compute a wrong loss"),
     (ATTENTION, "window=(left, -1)", "window=(-1, -1)", "one process has no windows"),
     (ATTENTION, "spans=None if starts is None else", "spans=None if True else", "one process has no documents"),
 ]
