@@ -4,6 +4,7 @@ import contextlib
 import copy
 import importlib.util
 import math
+import sys
 from collections.abc import Callable, Iterator
 from functools import partial
 from pathlib import Path
@@ -189,11 +190,13 @@ def processes(count: int, rank: int = 0) -> Iterator[None]:
 
     if dist.is_initialized():
         raise RuntimeError("a sharded setting is planned in a process without a process group of its own")
+    hook = sys.excepthook  # torch puts one of its own before it, and leaves it there
     dist.init_process_group("fake", store=FakeStore(), rank=rank, world_size=count)
     try:
         yield
     finally:
         dist.destroy_process_group()
+        sys.excepthook = hook
         _clear_sharding_prop_cache()  # type: ignore[no-untyped-call]  # its meshes are those of this rank
 
 

@@ -1,6 +1,7 @@
 """Plans of tensor and pipeline parallelism: a GPU has the bytes that a process of examples/parallel.py has."""
 
 import json
+import sys
 from dataclasses import replace
 from pathlib import Path
 
@@ -115,6 +116,12 @@ def test_the_time_of_a_pipeline():
     assert of_pipeline([slow], 4) is slow
     waiting = of_pipeline([replace(slow, times={"products": 0.5, "host": 2.0}), large], 4)
     assert waiting.limited_by == "host 80 %"
+
+
+def test_errors_later_are_not_those_of_a_rank():
+    hook = sys.excepthook
+    predict(MODEL, Setting(1, SEQ, fsdp=2, dtype="fp32"))
+    assert sys.excepthook is hook
 
 
 def test_norms_without_weights():

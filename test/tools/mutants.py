@@ -251,7 +251,7 @@ TESTS = {
     "planning/_trace.py": "test_planning_clock",
     "planning/_allocator.py": "test_planning_allocator",
     "planning/_command.py": "doctor_s_step or given_once or one_line_and",
-    "planning/_models.py": "configs_that_are_refused or adapters_of_a_folder or holds_what_the_trace",
+    "planning/_models.py": "configs_that_are_refused or adapters_of_a_folder or holds_what_the_trace or errors_later",
     "planning/_replicas.py": "what_is_sent or buckets_are or hold_what_is_planned",
     "planning/_stand_ins.py": "test_planning_clock or torch_does_not_log",
     "planning/_layers.py": "test_planning_layers or no_gpus_share",

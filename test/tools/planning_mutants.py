@@ -103,6 +103,14 @@ PLANNING = [
     (REPORT, "groups[-1][2] == cells", "True", "all layers have one line"),
     (SETTINGS, "self.seq * self.micro_batch > TOKENS * self.cp", "False", "a trace never ends"),
     (SETTINGS, 'if of["step_in_backward"]:', "if False:", "gradients are summed after their update"),
+    (_PLAN("models"), "        sys.excepthook = hook\n", "", "later errors are those of a rank"),
+    (
+        LAYERS,
+        'factor * (end.times["optimizer"] - few * TURN) + many * TURN',
+        'factor * end.times["optimizer"]',
+        "turns follow the bytes",
+    ),
+    (LAYERS, "(more * host, longer", "(host, longer", "the host updates the traced parameters alone"),
     (COMMAND, ' if field.name != "seq"', "", "seq is named as a field that --fix takes"),
     (COMMAND, "found.setdefault(name, chosen) != chosen", "False", "the last of two values counts"),
     (
