@@ -244,7 +244,7 @@ def step_of(model: Any, setting: Setting, context: Any, index: int) -> Callable[
     def passes_of_model(given: dict[str, Any], passes: int) -> None:
         for _ in range(passes):
             own = {k: torch.empty(v.shape, dtype=v.dtype) if isinstance(v, Tensor) else v for k, v in given.items()}
-            with host, _named(model):
+            with host:
                 model(**own, use_cache=False).loss.backward()
 
     run = passes_of(model, setting, index) if setting.staged else passes_of_model
@@ -257,18 +257,6 @@ def step_of(model: Any, setting: Setting, context: Any, index: int) -> Callable[
             optimizer.zero_grad()
 
     return step
-
-
-@contextlib.contextmanager
-def _named(model: Any) -> Iterator[None]:
-    """Let an error of ``model`` outside of ops say whose it is, as ``traced`` reads it; others name a field."""
-    try:
-        yield
-    except (TypeError, ValueError):
-        raise
-    except Exception as error:
-        error.traced = getattr(error, "traced", (type(error).__name__, type(model).__name__))  # type: ignore[attr-defined]
-        raise
 
 
 def mesh_of(setting: Setting, device: str = "cpu") -> Any:

@@ -55,7 +55,6 @@ PLANNING = [
     (_PLAN("trace"), "self._clock.listen(seconds)", "self._clock.listen()", "all that sees an op takes the same time"),
     (STAND_INS, '"disabled", True', '"disabled", False', "torch logs what the trace raises"),
     (_PLAN("models"), "        _clear_sharding_prop_cache()", "        pass", "a stage takes the mesh of another rank"),
-    (_PLAN("models"), "with host, _named(model):", "with host:", "a model's own error is no line"),
     (_PLAN("models"), '    require_integer(f"r of {path}"', '    (f"r of {path}"', "a rank may be text"),
     (_PLAN("models"), "0 <= table.num_embeddings - count <= OFFSET", "False", "positions have no end"),
     (_PLAN("models"), "return count - max(skipped)", "return count", "rows for padding count as positions"),
