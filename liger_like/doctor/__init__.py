@@ -125,7 +125,7 @@ def known(fields: dict[str, Any]) -> tuple[Any, Any]:
             "transformers has for its model_type"
         )
     model_type: Any = fields.get("model_type")
-    if model_type not in transformers.CONFIG_MAPPING:
+    if not isinstance(model_type, str) or model_type not in transformers.CONFIG_MAPPING:
         raise NotExaminedError(f"transformers {transformers.__version__} has no model_type {model_type!r}")
     try:
         config = transformers.CONFIG_MAPPING[model_type].from_dict(fields)

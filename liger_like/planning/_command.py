@@ -21,7 +21,7 @@ SEQ = 2048  # tokens of the doctor's step
 
 def fixed(texts: list[str]) -> dict[str, Any]:
     """Return fields of ``Setting`` from texts such as "cp=2". Raises ValueError for other texts."""
-    kinds = {field.name: type(field.default) for field in dataclasses.fields(Setting)}
+    kinds = {field.name: type(field.default) for field in dataclasses.fields(Setting) if field.name != "seq"}
     found: dict[str, Any] = {}
     for text in texts:
         name, _, value = text.partition("=")

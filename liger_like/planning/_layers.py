@@ -17,7 +17,7 @@ from torch.optim.optimizer import register_optimizer_step_pre_hook
 
 from liger_like.planning import _models
 from liger_like.planning._allocator import Change
-from liger_like.planning._clock import SENT, Clock
+from liger_like.planning._clock import SENT, TURN, Clock
 from liger_like.planning._machine import GPU
 from liger_like.planning._prediction import Prediction, changes_of, predicted
 from liger_like.planning._replicas import Named, replicated, trained
@@ -216,6 +216,7 @@ def replayed(model: Any, cuts: Cuts, setting: Setting, gpu: GPU | str | float) -
     parameters = trained(model)
     kept = shorten(model, cuts)
     factor = _bytes(parameters) / _bytes(trained(model))
+    turns = (len(trained(model)), len(parameters)) if setting.optimizer == "adamw8bit" else None
     start, changes, clock, marks = trace_step(model, _few_passes(setting), gpu, kept)
     passes = _segments(changes, marks, clock)
     for segments in passes:
@@ -237,7 +238,7 @@ def replayed(model: Any, cuts: Cuts, setting: Setting, gpu: GPU | str | float) -
         for layer in reversed(range(cuts.layers)):
             played.inside(segments, "backward", layer)
     if end := passes[-1].get(("end", 0)):  # absent if the optimizer steps in the backward
-        played.outside(_scaled(end, factor))
+        played.outside(_scaled(end, factor, turns))
     clock.ops, clock.sent, clock.groups = played.ops, played.times.pop(SENT), defaultdict(float, played.times)
     _repeat(clock, begins, setting.accumulation)
     start = replicated(_spread(start, cuts), clock, setting, parameters)
@@ -270,11 +271,15 @@ def _repeat(clock: Clock, begins: list[tuple[int, dict[str, float]]], passes: in
         clock.repeat(begin, end, times, passes - PASSES)
 
 
-def _scaled(end: Segment, factor: float) -> Segment:
-    """Return the optimizer's step for ``factor`` times as many parameters."""
-    times = end.times | {"optimizer": factor * end.times["optimizer"]}
-    longer = sum(times.values()) / sum(end.times.values())
-    return Segment(end.changes, [(host, longer * gpu) for host, gpu in end.ops], times)
+def _scaled(end: Segment, factor: float, turns: tuple[int, int] | None = None) -> Segment:
+    """Return the optimizer's step for ``factor`` times as many bytes of parameters.
+
+    ``turns``: how many parameters were traced, and are in all, if the host updates them one by one.
+    """
+    few, many = turns or (0, 0)
+    times = end.times | {"optimizer": factor * (end.times["optimizer"] - few * TURN) + many * TURN}
+    longer, more = sum(times.values()) / sum(end.times.values()), many / few if few else 1.0
+    return Segment(end.changes, [(more * host, longer * gpu) for host, gpu in end.ops], times)
 
 
 def _bytes(parameters: list[Named]) -> int:

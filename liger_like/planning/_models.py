@@ -4,6 +4,7 @@ import contextlib
 import copy
 import importlib.util
 import math
+import sys
 from collections.abc import Callable, Iterator
 from functools import partial
 from pathlib import Path
@@ -54,7 +55,8 @@ def model_class(config: Any) -> tuple[Any, Any]:
 def adapter_of(config: Any) -> Any:
     """Return PEFT's config of LoRA that is beside the config.json of the folder ``config``, or None.
 
-    Raises ``liger_like.doctor.NotExaminedError`` for another kind of adapter and ValueError without PEFT.
+    Raises ``liger_like.doctor.NotExaminedError`` for another kind of adapter, ValueError without PEFT, and TypeError or
+    ValueError for a rank that is none.
     """
     from liger_like.doctor import NotExaminedError, read
 
@@ -64,6 +66,7 @@ def adapter_of(config: Any) -> Any:
     fields = read(path)
     if fields.get("peft_type") != "LORA":
         raise NotExaminedError(f"peft_type of {path} must be LORA, got {fields.get('peft_type')!r}")
+    require_integer(f"r of {path}", fields.get("r", 8), 1)
     # weights have no data, from which some methods would take their first values
     return _peft().LoraConfig.from_peft_type(**fields | {"inference_mode": False, "init_lora_weights": True})
 
@@ -182,15 +185,19 @@ def materialise(model: nn.Module, device: str = "cpu") -> None:
 def processes(count: int, rank: int = 0) -> Iterator[None]:
     """Let torch.distributed take this process for ``rank`` of ``count`` whose collectives send nothing."""
     import torch.distributed as dist
+    from torch.distributed.tensor.debug import _clear_sharding_prop_cache
     from torch.testing._internal.distributed.fake_pg import FakeStore
 
     if dist.is_initialized():
         raise RuntimeError("a sharded setting is planned in a process without a process group of its own")
+    hook = sys.excepthook  # torch puts one of its own before it, and leaves it there
     dist.init_process_group("fake", store=FakeStore(), rank=rank, world_size=count)
     try:
         yield
     finally:
         dist.destroy_process_group()
+        sys.excepthook = hook
+        _clear_sharding_prop_cache()  # type: ignore[no-untyped-call]  # its meshes are those of this rank
 
 
 def shard(model: Any, mesh: Any, setting: Setting) -> Any:

@@ -204,6 +204,7 @@ CODE = {"AutoConfig": "evil.Config", "AutoModelForCausalLM": "evil.Model"}
         ({"model_type": "llava", "text_config": {"model_type": "llama", "auto_map": CODE}}, "code of its own"),
         ({"model_type": "no_such"}, "has no model_type 'no_such'"),
         ({}, "has no model_type None"),
+        ({"model_type": ["llama"]}, "has no model_type ['llama']"),
         ({"model_type": "vit"}, "has no vit model with a language-model head"),
         ({"model_type": "musicgen"}, "has no musicgen model with a language-model head"),  # only of its decoder
         ({"model_type": "llama", "hidden_size": "wide"}, "transformers refuses the config"),

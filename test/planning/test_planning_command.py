@@ -262,6 +262,7 @@ def test_the_example_takes_the_command_that_is_printed(checkpoint):
         (["--batch", "8", "--fix", "micro_batch=3"], "micro_batch times accumulation must be the 8 rows of a GPU"),
         (["--gpus", "2", "--batch", "1", "--seq", "63"], "batch must be a multiple of fsdp, 2, got 1"),
         (["--fix", "xp=2"], "fix must be NAME=VALUE with a name out of"),
+        (["--fix", "seq=64"], "fix must be NAME=VALUE with a name out of micro_batch, accumulation, "),
         (["--fix", "cp=two"], "cp must be an integer, got 'two'"),
         (["--fix", "patched=no"], "patched must be true or false, got 'no'"),
         (["--fix", "checkpoint=some"], "checkpoint must be out of none, attention, selective, full, got 'some'"),

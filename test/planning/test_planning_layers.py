@@ -3,6 +3,7 @@
 import pytest
 from transformers import DeepseekV3Config, Gemma2Config, LlamaConfig
 
+from liger_like import planning
 from liger_like.planning import Setting, predict
 from liger_like.planning import _layers as layers
 from liger_like.planning._models import build, layers_of, model_class
@@ -70,6 +71,17 @@ def test_the_optimizer_s_step_is_that_of_all_layers():
     """It takes the GPU three times as long for three times as many parameters, and the host no longer."""
     end = layers._scaled(layers.Segment([], [(1.0, 2.0)], {"optimizer": 2.0, "memory": 0.0, "sent": 0}), 3.0)
     assert (end.ops, end.times["optimizer"]) == ([(1.0, 6.0)], 6.0)
+
+
+def test_moments_in_8_bits_take_turns_for_all_layers(monkeypatch):
+    config = LlamaConfig(
+        hidden_size=64, intermediate_size=64, num_attention_heads=1, vocab_size=4096, num_hidden_layers=16
+    )
+    few = predict(config, Setting(1, 64, optimizer="adamw8bit"))
+    monkeypatch.setattr(planning, "cuts_of", lambda *_: None)
+    each = predict(config, Setting(1, 64, optimizer="adamw8bit"))
+    assert few.times["optimizer"] == pytest.approx(each.times["optimizer"], rel=0.01)
+    assert few.times["host"] == pytest.approx(each.times["host"], rel=0.01)
 
 
 def test_layers_that_do_not_repeat_are_traced_whole(monkeypatch):

@@ -101,9 +101,11 @@ def test_adapters_of_a_folder(tmp_path):
     for fields, message in (
         ({"peft_type": "IA3"}, "peft_type of .* must be LORA, got 'IA3'"),
         ({"peft_type": "LORA", "r": 4, "target_modules": ["none_such"]}, "target_modules of adapter_config.json: "),
+        ({"peft_type": "LORA", "r": "4"}, r"r of .*adapter_config.json must be an integer, got str"),
+        ({"peft_type": "LORA", "r": 0}, r"r of .*adapter_config.json must be at least 1, got 0"),
     ):
         (tmp_path / "adapter_config.json").write_text(json.dumps(fields))
-        with pytest.raises((NotExaminedError, ValueError), match=message):
+        with pytest.raises((NotExaminedError, TypeError, ValueError), match=message):
             predict(tmp_path, Setting(2, 64))
 
 

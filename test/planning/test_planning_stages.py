@@ -1,6 +1,7 @@
 """Plans of tensor and pipeline parallelism: a GPU has the bytes that a process of examples/parallel.py has."""
 
 import json
+import sys
 from dataclasses import replace
 from pathlib import Path
 
@@ -34,7 +35,11 @@ from liger_like.planning._tracer import rounded
 SIZES = {"hidden_size": 128, "intermediate_size": 256, "num_attention_heads": 4, "vocab_size": 256}
 MODEL = LlamaConfig(**SIZES, num_key_value_heads=2, num_hidden_layers=3, tie_word_embeddings=False)
 SEQ = 64
-MESHES = {"tp": Setting(2, SEQ, tp=2, dtype="fp32"), "pp": Setting(1, SEQ, pp=2, accumulation=4, dtype="fp32")}
+MESHES = {
+    "tp": Setting(2, SEQ, tp=2, dtype="fp32"),
+    "pp": Setting(1, SEQ, pp=2, accumulation=4, dtype="fp32"),
+    "both": Setting(1, SEQ, tp=2, pp=2, accumulation=4, dtype="fp32"),
+}
 pytestmark = pytest.mark.usefixtures("references")
 
 
@@ -43,8 +48,10 @@ def local(t):
 
 
 def held(rank, folder):
-    """Write the bytes of parameters, gradients and moments after a real step of each mesh."""
+    """Write the bytes of parameters, gradients and moments after a real step of each mesh of so many processes."""
     for name, setting in MESHES.items():
+        if setting.gpus != dist.get_world_size():
+            continue
         sizes = {each: getattr(setting, each) for each in ("pp", "fsdp", "cp", "tp")}
         mesh = dist.init_device_mesh("cpu", tuple(sizes.values()), mesh_dim_names=tuple(sizes))
         model = LlamaForCausalLM(MODEL).train()
@@ -65,8 +72,10 @@ def held(rank, folder):
 
 def test_a_process_holds_what_the_trace_says(monkeypatch, tmp_path):
     monkeypatch.setenv("TRITON_INTERPRET", "0")
-    run(held, 2, str(tmp_path))
-    for name, index, ranks in (("tp", 0, (0, 1)), ("pp", 0, (0,)), ("pp", 1, (1,))):
+    for processes in (2, 4):
+        run(held, processes, str(tmp_path))
+    places = ("tp", 0, (0, 1)), ("pp", 0, (0,)), ("pp", 1, (1,)), ("both", 0, (0, 1)), ("both", 1, (2, 3))
+    for name, index, ranks in places:
         setting = MESHES[name]
         start, changes, clock, _ = layers.trace_step(made(setting), setting, "h200", index=index)
         sums = dict.fromkeys(("parameters", "gradients", "optimizer"), 0)
@@ -74,7 +83,7 @@ def test_a_process_holds_what_the_trace_says(monkeypatch, tmp_path):
             if change.part.kind in sums:
                 sums[change.part.kind] += change.size
         sums["gradients"] += sum(c.size for c in changes if c.part.kind == "gradients" and c.size > 0)
-        assert name == "pp" or clock.groups["network"] > 0
+        assert setting.tp == 1 or clock.groups["network"] > 0
         for rank in ranks:
             assert sums == json.loads((tmp_path / f"{name}{rank}").read_text()), (name, rank)
 
@@ -107,6 +116,12 @@ def test_the_time_of_a_pipeline():
     assert of_pipeline([slow], 4) is slow
     waiting = of_pipeline([replace(slow, times={"products": 0.5, "host": 2.0}), large], 4)
     assert waiting.limited_by == "host 80 %"
+
+
+def test_errors_later_are_not_those_of_a_rank():
+    hook = sys.excepthook
+    predict(MODEL, Setting(1, SEQ, fsdp=2, dtype="fp32"))
+    assert sys.excepthook is hook
 
 
 def test_norms_without_weights():

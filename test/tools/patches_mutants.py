@@ -341,6 +341,7 @@ PATCHES = [
         "small = cls.config_class",
         "a tiny model has the config of another family",
     ),
+    ("doctor/__init__.py", "not isinstance(model_type, str) or ", "", "a list of model types is no line"),
     ("doctor/tiny.py", "vocab(ulary)?(_size", "vocab(ulary)_size(_size", "Blt's table of hashes keeps its size"),
     ("patches/forms.py", 'attr="square"', 'attr="squared"', "square() is not the power of two"),
     ("patches/forms.py", 'or ast.Name("unset")', "or ast.Constant(0)", "a name that may be unset counts as 0"),
