@@ -137,11 +137,11 @@ def of_few_rows(
 ) -> list[Tensor] | None:
     """Return x W_i^T + b_i for each of up to three weights, or act(y_0) * y_1 alone for a key ``act`` of GLUS.
 
-    Return None where the kernel does not apply: for more than 64 rows, or on Hopper for more than 256 or outputs that
-    its programs cannot compute at once; in grad mode, under autocast, in a compiled graph, if only some layers have a
-    bias, for K that is no multiple of 64, for other dtypes than fp16 and bf16, for subclasses of tensors, sparse and
-    nested ones, for weights that are not contiguous, and for other shapes than those of a linear layer, some of which
-    torch broadcasts.
+    Return None where the kernel does not apply: for more than 64 rows, on Hopper for more than 256, or for more than
+    64 whose programs do not all run at once; in grad mode, under autocast, in a compiled graph, if only some layers
+    have a bias, for K that is no multiple of 64, for other dtypes than fp16 and bf16, for subclasses of tensors, sparse
+    and nested ones, for weights that are not contiguous, and for other shapes than those of a linear layer, some of
+    which torch broadcasts.
     """
     if torch.is_grad_enabled() or torch.compiler.is_compiling() or x.dtype not in (torch.float16, torch.bfloat16):
         return None

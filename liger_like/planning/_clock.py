@@ -1,9 +1,8 @@
 """Time of a traced step by a roofline: for each op the larger of FLOPs and bytes over their rates.
 
-The rates are those of kernels measured alone on an H200, attention's on an H100 where they are the same, scaled by data
-sheets for other GPUs. The host gives the GPU
-one op after the other; an op begins once it is given and the one before has ended. Copies between GPU and host are
-counted beside. Collectives of FSDP2 count as if nothing hid them.
+The rates are those of kernels measured alone on an H200, those of attention on an H100, which has the same, scaled by
+data sheets for other GPUs. The host gives the GPU one op after the other; an op begins once it is given and the one
+before has ended. Copies between GPU and host are counted beside. Collectives of FSDP2 count as if nothing hid them.
 """
 
 from collections import defaultdict
