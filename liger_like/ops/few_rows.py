@@ -22,7 +22,7 @@ from liger_like.runtime.registry import op
 from liger_like.runtime.support import autocast_dtype, gpu_class, is_local, num_programs, unhooked, use_kernel
 
 MOST_ROWS = 256  # on Hopper; else FEW
-FEW = 64  # rows of one block
+FEW, BLOCK_N = 64, 64  # rows of one block, with so many outputs
 MOST_LAYERS = 3
 TILES = (  # rows, outputs and features of a block, warps and stages, for more than FEW rows
     (64, 64, 64, 4, 5),
@@ -120,8 +120,8 @@ def _tile(device: torch.device, M: int, K: int, sizes: Sequence[int], gated: boo
     if M <= FEW:
         block_k = 128 if K % 128 == 0 and kind in ("hopper", "large") else 64
         # few programs keep more in flight; more of them share the memory of a multiprocessor
-        stages = 5 if sum(_blocks(N, FEW) for N in sizes) <= at_once and not gated else 3
-        return max(16, triton.next_power_of_2(M)), FEW, block_k, 4, stages
+        stages = 5 if sum(_blocks(N, BLOCK_N) for N in sizes) <= at_once and not gated else 3
+        return max(16, triton.next_power_of_2(M)), BLOCK_N, block_k, 4, stages
     for tile in TILES if kind == "hopper" else ():
         if _blocks(M, tile[0]) * sum(_blocks(N, tile[1]) for N in sizes) <= at_once:
             return tile
