@@ -149,6 +149,22 @@ def test_experts_and_attention_share_a_view(device):
     assert names() == ("liger_like", "liger_like")
 
 
+def test_a_copy_of_a_config_has_attributes_of_its_own(device):
+    """transformers makes the config of a layer so, and takes attributes out of the copy."""
+    model = model_of("Mixtral", device)
+    config = model.config
+    patch(model)
+    copied = copy.copy(model.config)
+    copied.num_experts_per_tok = 1
+    del copied.vocab_size
+    assert (model.config.num_experts_per_tok, model.config.vocab_size) == (2, 101)
+    assert copied._experts_implementation == "liger_like"
+    copied._experts_implementation = "eager"
+    assert model.config._experts_implementation == "liger_like"
+    unpatch(model)
+    assert model.config is config
+
+
 @pytest.mark.parametrize("implementation", ["eager", "grouped_mm", "batched_mm"])
 def test_where_no_kernel_can_run_experts_run_as_before(implementation, references, calls):
     original = model_of("Qwen3Moe", "cpu", experts_implementation=implementation)
