@@ -418,7 +418,7 @@ def _verify(recogniser: Recogniser, module: nn.Module, variant: str, *, live: bo
     key = (type(module), recogniser.pattern, variant)
     training = [(part, part.training) for part in module.modules()]
     # trials use only the CPU generator, whose state is restored; they run without dropout, so that two runs can agree
-    with torch.random.fork_rng(devices=[]), torch.enable_grad():
+    with torch.random.fork_rng(devices=[]), torch.inference_mode(False):
         if key not in _confirmed:
             torch.default_generator.manual_seed(0)
             for dtype in (torch.float32, torch.float16):

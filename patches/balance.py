@@ -64,7 +64,7 @@ def _agrees(function: FunctionType) -> bool:
     """Return True if ``function`` computes ``load_balancing_loss``, in value and gradients, with and without a mask."""
     if [*inspect.signature(function).parameters] != PARAMETERS:
         return False
-    with torch.random.fork_rng(devices=[]), torch.enable_grad():
+    with torch.random.fork_rng(devices=[]), torch.inference_mode(False):
         torch.default_generator.manual_seed(0)
         logits = tuple(torch.randn(6, 5, device="cpu", dtype=torch.float32) for _ in range(3))
         for mask in (None, torch.tensor([[0, 1, 1], [1, 0, 1]], device="cpu")):

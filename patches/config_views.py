@@ -1,5 +1,6 @@
 """Make views of transformers configs: a view names other implementations and shares all else."""
 
+import copy
 import functools
 import types
 from typing import Any
@@ -89,15 +90,21 @@ def _view_class(cls: Any) -> type[Any]:
     """
     parts = tuple(cls.sub_configs)
 
+    def own(self: Any) -> dict[str, Any]:
+        return {name: getattr(self, name) for name in parts}
+
     def reduce_ex(self: Any, protocol: Any) -> Any:
-        own = {name: getattr(self, name) for name in parts}
-        return _view, (self._liger_like_original, self._liger_like_named, own)
+        return _view, (self._liger_like_original, self._liger_like_named, own(self))
+
+    def shallow(self: Any) -> Any:  # else the copy would share its attributes with the original config
+        return _view(copy.copy(self._liger_like_original), self._liger_like_named, own(self))
 
     def new(_: Any, *args: Any, **kwargs: Any) -> Any:
         return cls(*args, **kwargs)
 
     # the view does not pretend to be a ``cls`` by its ``__class__``: torch.compile looks there for data descriptors
     body = {"__module__": cls.__module__, "__qualname__": cls.__qualname__, "__new__": new, "__reduce_ex__": reduce_ex}
+    body["__copy__"] = shallow
     body |= {attribute: _implementation(attribute) for attribute in ATTRIBUTES}
     body |= {"__slots__": ("_liger_like_original", "_liger_like_named", *parts)}
     return types.new_class(cls.__name__, (cls,), exec_body=lambda namespace: namespace.update(body))

@@ -5,6 +5,7 @@ The function is registered with transformers as ``liger_like``; a config with th
 
 import copy
 import inspect
+import math
 import sys
 from types import FunctionType
 from typing import Any, NamedTuple
@@ -99,13 +100,17 @@ class Gate(NamedTuple):
     alpha: str | None
     interleaved: bool
 
+    def numbers(self) -> dict[str, str]:
+        """Return the attributes that hold numbers, by role."""
+        return {role: name for role, name in (("limit", self.limit), ("alpha", self.alpha)) if name}
+
 
 def compute(module: Any, gate: Gate, x: Tensor, index: Tensor, weights: Tensor) -> Tensor:
     """Run ``moe_experts``, or what ``expert_parallel`` has put in its place, with the values of ``module``."""
     biases = {}
     if module.has_bias:
         biases = {"gate_up_bias": module.gate_up_proj_bias, "down_bias": module.down_proj_bias}
-    numbers = {role: getattr(module, name) for role, name in (("limit", gate.limit), ("alpha", gate.alpha)) if name}
+    numbers = {role: getattr(module, name) for role, name in gate.numbers().items()}
     form = {"transposed": module.is_transposed, "interleaved": gate.interleaved}
     act = KERNELS[gate.kernel]
     if sharded := vars(module).get("_liger_like_op"):
@@ -139,11 +144,18 @@ def is_folded(forward: Any) -> bool:
         return False
 
 
+def fits(role: str, number: Any) -> bool:
+    """Return True if ``moe_experts`` takes ``number`` as the limit or alpha of a gate."""
+    return isinstance(number, int | float) and (number > 0 if role == "limit" else math.isfinite(number))
+
+
 def check_weights(*weights: Any) -> None:
     """Raise UnrecognisedError if kernels cannot read the weights of experts, such as quantised ones."""
     for weight in weights:
         if type(weight) not in (Tensor, nn.Parameter, DTensor) or weight.dtype not in DTYPES:
             raise UnrecognisedError(f"its weight is a {where(type(weight))} of {weight.dtype}")
+    if len(dtypes := {str(weight.dtype): None for weight in weights}) > 1:
+        raise UnrecognisedError(f"its weights are of {' and '.join(dtypes)}")
 
 
 def adapters(module: Any, model: nn.Module) -> str:
@@ -174,6 +186,7 @@ def run(module: Any, hidden_states: Tensor, top_k_index: Tensor, top_k_weights: 
         or "_apply_gate" in vars(module)
         or not (sharded or use_kernel(hidden_states))
         or (gate.act and not runs(gate.kernel, getattr(module, gate.act)))
+        or not all(fits(role, getattr(module, name)) for role, name in gate.numbers().items())
     ):
         if sharded:
             raise RuntimeError("the gate of experts must not change after expert_parallel")
@@ -237,9 +250,10 @@ class Experts(Recogniser):
         if "float32" in _eager(cls).__code__.co_names and getattr(module.config, self.implementation) == "eager":
             raise UnrecognisedError("its experts are run in fp32 by eager")
         pattern, part = match(cls._apply_gate, cls, PATTERNS)
-        check_weights(module.gate_up_proj, module.down_proj)
+        biases = (module.gate_up_proj_bias, module.down_proj_bias) if module.has_bias else ()
+        check_weights(module.gate_up_proj, module.down_proj, *biases)
         for role in part.keys() - {"act"}:
-            if not isinstance(number := getattr(module, part[role]), int | float) or (role == "limit" and number <= 0):
+            if not fits(role, number := getattr(module, part[role])):
                 raise UnrecognisedError(f"the number {part[role]} of its gate is {number}")
         kernel = kernel_of(getattr(module, part["act"])) if "act" in part else "swiglu"
         return NAMES.get(pattern.split("_")[0], "{}").format(kernel) + adapters(module, model)

@@ -383,6 +383,7 @@ GIVEN = {"x": X, "gate_up": W1, "down": W2, "index": INDEX, "weights": WEIGHTS}
         (TypeError, "scale of gate_up_lora must be a number", {"gate_up_lora": (A1, B1, A1)}),
         (ValueError, "act must be one of", {"act": "relu"}),
         (ValueError, "limit must be positive", {"limit": 0}),
+        (ValueError, "limit must be positive", {"limit": float("nan")}),
         (TypeError, "limit must be a number", {"limit": "7"}),
         (ValueError, "alpha must be finite", {"alpha": float("nan")}),
         (ValueError, "alpha needs act='silu', got act='gelu'", {"alpha": 1.0, "act": "gelu"}),
@@ -393,6 +394,10 @@ GIVEN = {"x": X, "gate_up": W1, "down": W2, "index": INDEX, "weights": WEIGHTS}
 def test_bad_arguments(error, message, changed):
     with pytest.raises(error, match=message):
         moe_experts(**GIVEN | changed)
+
+
+def test_an_infinite_limit_is_none():
+    assert torch.equal(moe_experts(**GIVEN, limit=float("inf")), moe_experts(**GIVEN))
 
 
 # only on a GPU: its tiles

@@ -14,7 +14,7 @@ from transformers.integrations.moe import ALL_EXPERTS_FUNCTIONS
 import liger_like.patching
 from benchmark.coverage.coverage import differences
 from liger_like.doctor import tiny as doctored
-from liger_like.patches import experts
+from liger_like.patches import balance, experts
 from liger_like.patching import patch, unpatch
 
 pytestmark = pytest.mark.filterwarnings("error:liger_like")
@@ -75,6 +75,17 @@ def test_kernels(family, device, calls, monkeypatch):
     inputs = batch(device, rows=1, length=10)
     assert_exact(patched, original, inputs)
     assert len(calls) == 1
+
+
+@pytest.mark.parametrize("mode", [torch.no_grad, torch.inference_mode])
+def test_a_model_is_patched_where_nothing_has_gradients(mode, device, monkeypatch):
+    monkeypatch.setattr(liger_like.patching, "_confirmed", set())
+    balance._agrees.cache_clear()
+    model = model_of("Mixtral", device)
+    with mode():
+        report = patch(model, strict=True, **OTHERS | {"loss": True})
+    assert "fused loss, load balancing" in [row.variant for row in report.patched]
+    assert {row.pattern for row in report.patched} >= {"experts", "router"}
 
 
 @pytest.mark.parametrize("family", FAMILIES)
@@ -147,6 +158,22 @@ def test_experts_and_attention_share_a_view(device):
     assert names() == ("eager", "liger_like")
     patch(model)
     assert names() == ("liger_like", "liger_like")
+
+
+def test_a_copy_of_a_config_has_attributes_of_its_own(device):
+    """transformers makes the config of a layer so, and takes attributes out of the copy."""
+    model = model_of("Mixtral", device)
+    config = model.config
+    patch(model)
+    copied = copy.copy(model.config)
+    copied.num_experts_per_tok = 1
+    del copied.vocab_size
+    assert (model.config.num_experts_per_tok, model.config.vocab_size) == (2, 101)
+    assert copied._experts_implementation == "liger_like"
+    copied._experts_implementation = "eager"
+    assert model.config._experts_implementation == "liger_like"
+    unpatch(model)
+    assert model.config is config
 
 
 @pytest.mark.parametrize("implementation", ["eager", "grouped_mm", "batched_mm"])

@@ -3,8 +3,8 @@
 import pytest
 import torch
 import transformers
-from test_patches_experts import OTHERS, experts_of, model_of
-from tiny_models import rows
+from test_patches_experts import OTHERS, experts_of, model_of, pair
+from tiny_models import batch, rows
 from torch import nn
 from transformers.models.mixtral.modeling_mixtral import MixtralExperts
 
@@ -61,6 +61,10 @@ def quantised(module):
     module.down_proj = nn.Parameter(module.down_proj.data.to(torch.float8_e4m3fn), requires_grad=False)
 
 
+def in_two_dtypes(module):
+    module.down_proj.data = module.down_proj.data.half()
+
+
 def in_bytes(module):
     module.down_proj = nn.Parameter(module.down_proj.data.byte(), requires_grad=False)
 
@@ -88,8 +92,10 @@ REASONS = {
     "quantised": (lambda: alone(quantised), "its weight is a torch.nn.parameter.Parameter of torch.float8_e4m3fn"),
     "bytes": (lambda: alone(in_bytes), "its weight is a torch.nn.parameter.Parameter of torch.uint8"),
     "packed": (lambda: alone(packed), "its weight is a test_patches_experts_report.Int8Tensor of torch.float32"),
+    "two dtypes": (lambda: alone(in_two_dtypes), "its weights are of torch.float32 and torch.float16"),
     "no limit": (with_limit(None), "the number limit of its gate is None"),
     "limit of zero": (with_limit(0.0), "the number limit of its gate is 0.0"),
+    "limit of NaN": (with_limit(float("nan")), "the number limit of its gate is nan"),
     "hook": (lambda: alone(lambda m: m.act_fn.register_forward_hook(squared)), "its activation has a hook"),
     "activation": (lambda: alone(lambda m: setattr(m, "act_fn", nn.ReLU())), "no kernel for the activation ReLU"),
     "forward": (lambda: alone(lambda m: setattr(m, "forward", squared)), "its forward was replaced by test_patches_ex"),
@@ -154,6 +160,26 @@ def test_a_gate_that_is_replaced_later_runs(device):
     patch(model, strict=True)
     module._apply_gate = squared.__get__(module)
     torch.testing.assert_close(module(x, index, weights), expected)
+
+
+@pytest.mark.parametrize("limit", [0.0, -1.0, float("nan"), float("inf")])
+def test_a_limit_that_is_set_later(limit, device, defined):
+    """Without a number that the op takes, the experts run as before."""
+    model, original = pair("GptOss", device)
+    for module in (*experts_of(model), *experts_of(original)):
+        module.limit = limit
+    ids = batch(device)["input_ids"]
+    defined.clear()
+    torch.testing.assert_close(model(ids).logits, original(ids).logits, equal_nan=True)
+    assert bool(defined) == (limit == float("inf"))
+
+
+def test_biases_of_another_dtype_are_left_alone(device):
+    model = model_of("GptOss", device)
+    for module in experts_of(model):
+        module.down_proj_bias.data = module.down_proj_bias.data.half()
+    (row,) = rows(patch(model), "experts")
+    assert (row.status, row.reason) == ("skipped", "its weights are of torch.float32 and torch.float16")
 
 
 def test_a_config_without_an_implementation_of_experts(device):

@@ -4,7 +4,7 @@ Each is (file, old, new, why).
 """
 
 SUPPORT, HEADS = "runtime/support.py", "patches/heads.py"
-OWN, SEPARATE = "patches/own_experts.py", "patches/separate_experts.py"
+EXPERTS, OWN, SEPARATE = "patches/experts.py", "patches/own_experts.py", "patches/separate_experts.py"
 
 HOOKS = [
     (SUPPORT, "not any(HOOKS_OF_ALL) or all(", "True or all(", "hooks of all modules are passed by"),
@@ -26,6 +26,12 @@ HOOKS = [
         "            )",
         "a compiled graph keeps the norms that there were",
     ),
+    ("patching.py", "torch.inference_mode(False)", "torch.enable_grad()", "inference mode refuses every trial"),
+    ("patches/balance.py", "torch.inference_mode(False)", "torch.enable_grad()", "inference mode refuses the loss"),
+    (EXPERTS, "(number > 0 if", "(number is not None if", "a limit of NaN is one"),
+    (EXPERTS, "fits(role, getattr(module, name)) for", "True for", "a limit that is set later is not looked at"),
+    (EXPERTS, "check_weights(module.gate_up_proj, module.down_proj, *biases)", "pass", "weights of any dtype"),
+    (EXPERTS, "module.down_proj, *biases)", "module.down_proj)", "biases of any dtype"),
     (
         "patching.py",
         "        torch.default_generator.manual_seed(SEED)  # whether",

@@ -258,6 +258,7 @@ PATCHES = [
         "the user's choice does not outlive the view",
     ),
     (VIEWS, "    experts.register()\n", "", "no implementation of experts is registered"),
+    (VIEWS, "copy.copy(self._liger_like_original)", "self._liger_like_original", "a copied config is not apart"),
     ("patches/trials.py", "if not error <= bound", "if error > bound", "a replacement that gives NaN is accepted"),
     ("patches/trials.py", "4 * torch.finfo(dtype).eps", "1e9 * torch.finfo(dtype).eps", "any replacement is accepted"),
     (

@@ -251,7 +251,8 @@ def moe_experts(
     of any floating dtype. An id outside [0, E) stands for no expert: it adds nothing, and its weight's gradient is 0.
 
     An expert computes down(act(gate) * up) with ``act`` "silu", "gelu" or "gelu_tanh". ``limit`` clamps gate from above
-    and up on both sides before. With ``alpha`` the unit is (up + 1) * gate * sigmoid(alpha * gate), as in GPT-OSS.
+    and up on both sides before; infinity is no limit. With ``alpha`` the unit is (up + 1) * gate *
+    sigmoid(alpha * gate), as in GPT-OSS.
 
     ``gate_up_lora`` (A, B, scale) adds scale B A [E, 2I, H] to ``gate_up``, with A [E, R, H] and B [E, 2I, R], and
     ``down_lora`` to ``down``, with A [E, R, I] and B [E, H, R], whether ``transposed`` or not. The sums are not made:

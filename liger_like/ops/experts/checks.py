@@ -1,5 +1,6 @@
 """Check the arguments of ``moe_experts``."""
 
+import math
 from typing import Any, NamedTuple
 
 import torch
@@ -22,11 +23,11 @@ class Gate(NamedTuple):
 
 
 def checked_gate(act: Any, limit: Any, alpha: Any, transposed: Any, interleaved: Any) -> Gate:
-    """Return the options as a ``Gate``, or raise TypeError or ValueError."""
+    """Return the options as a ``Gate``, with None for an infinite limit, or raise TypeError or ValueError."""
     require_choice("act", act, ACTS)
     require_choice("transposed", transposed, (False, True))
     require_choice("interleaved", interleaved, (False, True))
-    limit = None if limit is None else require_positive("limit", limit)
+    limit = None if limit in (None, math.inf) else require_positive("limit", limit)
     alpha = None if alpha is None else require_number("alpha", alpha)
     if alpha is not None and act != "silu":
         raise ValueError(f"alpha needs act='silu', got act={act!r}")
