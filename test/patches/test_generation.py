@@ -300,6 +300,15 @@ def test_an_exception_restores_the_name(place, references, monkeypatch):
     assert results(model.train(), batch(DEVICE))
 
 
+def test_a_manager_that_does_not_start_restores_the_name(references, monkeypatch):
+    model = model_of("Llama")
+    monkeypatch.setattr(type(model), "init_continuous_batching", fail)
+    patch(model)
+    with pytest.raises(StepError):
+        model.init_continuous_batching(generation_config=options())
+    assert model.config._attn_implementation == "liger_like"
+
+
 def test_stop_and_unpatch_restore_the_name(references):
     model = model_of("Llama")
     original, cls, config = model.config, type(model), ContinuousBatchingConfig(**SETTINGS)
