@@ -228,7 +228,7 @@ TESTS = {
     ),
     **dict.fromkeys(("patches/unpacked.py", "patches/attention_source.py"), "test_patches_unpacked"),
     "patches/routers.py": "test_patches_routers",
-    "patches/balance.py": "test_patches_balance or what_one_process_does",
+    "patches/balance.py": "test_patches_balance or what_one_process_does or nothing_has_gradients",
     **{file: "test_tokens or trl" for file, *_ in TRL},
     "patches/lm_head.py": "test_patches_balance or test_tokens or trl",
     "patches/forms.py": "recognition",
