@@ -164,8 +164,8 @@ PATCHES = [
     (EXPERTS, " or not is_folded(type(last).forward)", "", "an adapter of unknown code is taken for known"),
     (EXPERTS, "split = not others and ", "split = ", "another parametrisation is reported as split"),
     (EXPERTS, "all(len(a) < 2 for a in active)", "True", "two adapters are reported as split"),
-    (EXPERTS, '("limit", gate.limit), ', "", "the live limit of the gate is left out"),
-    (EXPERTS, ', ("alpha", gate.alpha)', "", "the live alpha of the gate is left out"),
+    (EXPERTS, '("limit", self.limit), ', "", "the live limit of the gate is left out"),
+    (EXPERTS, ', ("alpha", self.alpha)', "", "the live alpha of the gate is left out"),
     (
         EXPERTS,
         "        or not (sharded or use_kernel(hidden_states))\n",
@@ -221,7 +221,6 @@ PATCHES = [
         "",
         "experts with packed weights are taken for known",
     ),
-    (EXPERTS, ' or (role == "limit" and number <= 0)', "", "a limit of zero is taken for one that clamps"),
     (
         EXPERTS,
         '.__code__.co_names and getattr(module.config, self.implementation) == "eager"',

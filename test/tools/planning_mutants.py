@@ -66,7 +66,7 @@ PLANNING = [
     (CLOCK, "(sizes[1] - sizes[0]) / self.link", "sizes[1] / self.link", "a GPU sends to itself"),
     (LAYERS, "return self.kept - 1 - behind", "return self.kept - 1", "all layers near the end are the last"),
     (LAYERS, "one.outline() != other.outline()", "False", "periods may differ"),
-    (LAYERS, "factor * end.times", "end.times", "the optimizer updates the traced layers alone"),
+    (LAYERS, "factor * (end.times", "(end.times", "the optimizer updates the traced layers alone"),
     (LAYERS, "passes - PASSES)\n", "0)\n", "passes are left out"),
     (CLOCK, "(count - few) * (at[0]", "0 * (at[0]", "the host repeats two passes at most"),
     (CLOCK, "count * sum(host for host", "0 * sum(host for host", "the host's time of repeated passes is lost"),
