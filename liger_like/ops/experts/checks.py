@@ -27,7 +27,7 @@ def checked_gate(act: Any, limit: Any, alpha: Any, transposed: Any, interleaved:
     require_choice("act", act, ACTS)
     require_choice("transposed", transposed, (False, True))
     require_choice("interleaved", interleaved, (False, True))
-    limit = None if limit in (None, math.inf) else require_positive("limit", limit)
+    limit = None if limit is None or (type(limit) is float and limit == math.inf) else require_positive("limit", limit)
     alpha = None if alpha is None else require_number("alpha", alpha)
     if alpha is not None and act != "silu":
         raise ValueError(f"alpha needs act='silu', got act={act!r}")
