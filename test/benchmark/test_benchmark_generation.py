@@ -78,10 +78,15 @@ def test_floor(monkeypatch):
 
 
 @pytest.mark.parametrize("name", generation.CONTESTANTS)
-def test_whole_generations(name):
+def test_whole_generations(name, monkeypatch):
+    """Each new token takes a second; continuous batching tells times of its own."""
+    monkeypatch.setattr(generation, "seconds", lambda generate, new: (float(new), generate(new)))
     row = generation.contend(name, generation.QUICK)
     assert {"floor_ms", "cold_s", "tokens", "first_s", "ms"} <= row.keys()
     assert all(figure > 0 for figure in row.values())
+    assert row["tokens"] == generation.QUICK.batch
+    if "batch" not in name:
+        assert (row["first_s"], row["ms"]) == (1, 1000)
 
 
 @pytest.mark.parametrize("shape", generation.QUICK_SHAPES)
