@@ -100,9 +100,9 @@ class Gate(NamedTuple):
     alpha: str | None
     interleaved: bool
 
-    def numbers(self) -> dict[str, str]:
-        """Return the attributes that hold numbers, by role."""
-        return {role: name for role, name in (("limit", self.limit), ("alpha", self.alpha)) if name}
+    def numbers(self, module: Any) -> dict[str, Any]:
+        """Return the numbers of ``module`` by role."""
+        return {role: getattr(module, name) for role, name in (("limit", self.limit), ("alpha", self.alpha)) if name}
 
 
 def compute(module: Any, gate: Gate, x: Tensor, index: Tensor, weights: Tensor) -> Tensor:
@@ -110,7 +110,7 @@ def compute(module: Any, gate: Gate, x: Tensor, index: Tensor, weights: Tensor) 
     biases = {}
     if module.has_bias:
         biases = {"gate_up_bias": module.gate_up_proj_bias, "down_bias": module.down_proj_bias}
-    numbers = {role: getattr(module, name) for role, name in gate.numbers().items()}
+    numbers = gate.numbers(module)
     form = {"transposed": module.is_transposed, "interleaved": gate.interleaved}
     act = KERNELS[gate.kernel]
     if sharded := vars(module).get("_liger_like_op"):
@@ -186,7 +186,7 @@ def run(module: Any, hidden_states: Tensor, top_k_index: Tensor, top_k_weights: 
         or "_apply_gate" in vars(module)
         or not (sharded or use_kernel(hidden_states))
         or (gate.act and not runs(gate.kernel, getattr(module, gate.act)))
-        or not all(fits(role, getattr(module, name)) for role, name in gate.numbers().items())
+        or not all(fits(role, number) for role, number in gate.numbers(module).items())
     ):
         if sharded:
             raise RuntimeError("the gate of experts must not change after expert_parallel")

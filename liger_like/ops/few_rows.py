@@ -77,21 +77,23 @@ def _few_rows_kernel(
     tl.store(y_ptrs, y, mask=inside & (offs_n < N)[:, None])
 
 
-def _outputs(x: Tensor, weights: Sequence[Tensor], biases: Sequence[Tensor], act: str | None) -> list[Tensor]:
+def _outputs(x: Tensor, weights: Sequence[Tensor], biases: Any, act: str | None, tile: Any) -> list[Tensor]:
     return [x.new_empty((*x.shape[:-1], w.shape[0])) for w in (weights[:1] if act else weights)]
 
 
 @op(
-    "few_rows_linear(Tensor x, Tensor[] weights, Tensor[] biases, str? act) -> Tensor[]",
+    "few_rows_linear(Tensor x, Tensor[] weights, Tensor[] biases, str? act, int[] tile) -> Tensor[]",
     _outputs,
     flops=lambda x, weights, *_: 2 * math.prod(x.shape[:-1]) * sum(w.numel() for w in weights),
 )
-def _few_rows_linear(x: Tensor, weights: list[Tensor], biases: list[Tensor], act: str | None) -> list[Tensor]:
-    """Return the results of up to three layers, or with ``act`` the gated unit of two."""
-    ys = _outputs(x, weights, biases, act)
+def _few_rows_linear(
+    x: Tensor, weights: list[Tensor], biases: list[Tensor], act: str | None, tile: list[int]
+) -> list[Tensor]:
+    """Return the results of up to three layers, or with ``act`` the gated unit of two. ``tile``: what ``_tile`` chose."""
+    ys = _outputs(x, weights, biases, act, tile)
     x, stride_xm = with_stride(x)
     M, K = x.numel() // x.shape[-1], x.shape[-1]
-    block_m, block_n, block_k, warps, stages = _tile(x.device, M, K, [y.shape[-1] for y in ys], act is not None)
+    block_m, block_n, block_k, warps, stages = tile
     launch(
         _few_rows_kernel,
         (_blocks(M, block_m) * sum(_blocks(y.shape[-1], block_n) for y in ys),),
@@ -159,11 +161,14 @@ def of_few_rows(
         and all(t.is_contiguous() for t in (*weights, *given))
         and (act is None or weights[0].shape == weights[1].shape)
         and use_kernel(x)
-        and _tile(x.device, x.numel() // K, K, [w.shape[0] for w in (weights[:1] if act else weights)], act is not None)
         and not autocast_dtype(x)
         and is_untransformed()
     )
-    return _few_rows_linear(x, [*weights], given, act) if applies else None
+    if not applies:
+        return None
+    sizes = [w.shape[0] for w in (weights[:1] if act else weights)]
+    tile = _tile(x.device, x.numel() // K, K, sizes, act is not None)
+    return None if tile is None else _few_rows_linear(x, [*weights], given, act, tile)
 
 
 def _is_like(t: Tensor, x: Tensor) -> bool:

@@ -27,15 +27,27 @@ from liger_like.runtime.tiles import Tile, tiled
 
 def load_balancing_loss_ref(logits: Tensor | Sequence[Tensor], top_k: int, *, mask: Tensor | None = None) -> Tensor:
     """Compute ``load_balancing_loss`` in plain torch; this defines the op."""
-    layers = [logits] if isinstance(logits, Tensor) else logits
-    z = torch.stack([layer.reshape(-1, layer.shape[-1]) for layer in layers])
-    z = z.to(torch.promote_types(z.dtype, torch.float32))
-    counts = torch.zeros_like(z).scatter(-1, highest_first(z)[..., :top_k], 1.0)
-    weight = z.new_ones(z.shape[1]) if mask is None else mask.reshape(-1).to(z.dtype)
-    rows = weight.sum() * len(layers)
-    z = z.where(weight[:, None] != 0, 0)  # padding may hold NaN
-    counts, probabilities = ((t * weight[:, None]).sum((0, 1)) for t in (counts, z.softmax(-1)))
-    return (counts * probabilities).sum() * z.shape[-1] / rows.square().where(rows != 0, 1)
+    return loss_of(*sums_of([logits] if isinstance(logits, Tensor) else logits, top_k, mask))
+
+
+def sums_of(layers: Sequence[Tensor], top_k: int, mask: Tensor | None = None) -> tuple[Tensor, Tensor, Tensor]:
+    """Return how many rows of all ``layers`` choose each expert, the sums of its probabilities, and the rows."""
+    first, E = layers[0], layers[0].shape[-1]
+    dtype = torch.promote_types(first.dtype, torch.float32)
+    weight = (torch.ones_like(first[..., 0]) if mask is None else mask).reshape(-1).to(dtype)
+    counts = probabilities = first.new_zeros(E, dtype=dtype)
+    for layer in layers:
+        z = layer.reshape(-1, E).to(dtype)
+        chosen = torch.zeros_like(z).scatter(-1, highest_first(z)[..., :top_k], 1.0)
+        z = z.where(weight[:, None] != 0, 0)  # padding may hold NaN
+        counts = counts + (chosen * weight[:, None]).sum(0)
+        probabilities = probabilities + (z.softmax(-1) * weight[:, None]).sum(0)
+    return counts, probabilities, weight.sum() * len(layers)
+
+
+def loss_of(counts: Tensor, probabilities: Tensor, rows: Tensor) -> Tensor:
+    """Return the loss [] of the sums [E] of experts over ``rows``."""
+    return (counts * probabilities).sum() * len(counts) / rows.square().where(rows != 0, 1)
 
 
 @triton.jit

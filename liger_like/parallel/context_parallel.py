@@ -10,7 +10,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.nn.functional import pad
 
 from liger_like.ops.attention.checks import check_heads, check_offsets, check_options
-from liger_like.ops.router import highest_first
+from liger_like.ops.load_balancing import loss_of, sums_of
 from liger_like.parallel._spread_attention import METHODS, Shards, attend_to_own
 from liger_like.patches import attention
 from liger_like.runtime.checks import require_choice, require_integer, require_type
@@ -125,18 +125,10 @@ class ContextParallel:
         ``layers``: the logits [..., E] of this process. Shares of experts are constants of that loss, so they are
         summed over the processes; probabilities are of this process's tokens. The sum of the parts is the loss.
         """
-        dtype = torch.promote_types(layers[0].dtype, torch.float32)
-        chosen = torch.zeros(layers[0].shape[-1] + 1, dtype=dtype, device=layers[0].device)  # by expert, and rows
-        probabilities = torch.zeros_like(chosen[:-1])
-        for logits in layers:
-            z = logits.to(dtype).flatten(0, -2)
-            top = highest_first(z.detach())[..., :top_k]
-            chosen[:-1] += torch.zeros_like(z).scatter(-1, top, 1.0).sum(0)
-            chosen[-1] += len(z)
-            probabilities = probabilities + z.softmax(-1).sum(0)
+        counts, probabilities, rows = sums_of(layers, top_k)
+        chosen = torch.cat((counts, rows[None]))
         dist.all_reduce(chosen, group=self.shards.group)
-        rows = chosen[-1]
-        return len(probabilities) * (chosen[:-1] / rows * (probabilities / rows)).sum()
+        return loss_of(chosen[:-1], probabilities, chosen[-1])
 
     @torch.compiler.disable  # type: ignore[untyped-decorator]  # transfers between processes stay out of graphs
     def attend(

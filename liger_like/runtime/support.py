@@ -17,10 +17,9 @@ KERNEL_DTYPES = (torch.float32, torch.float16, torch.bfloat16)
 _reasons: list[str] | None = None  # while ``collected_reasons`` is entered
 _as_in_graph = False  # within ``as_in_graph``
 HOOKS = ("_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_pre_hooks")
-LINEAR_FORWARD: Any = torch.nn.Linear.forward  # torch's own; where it was replaced before, no layer is known
-LINEAR_FORWARD = (
-    LINEAR_FORWARD if getattr(LINEAR_FORWARD, "__globals__", None) is vars(torch.nn.modules.linear) else None
-)
+_forward: Any = torch.nn.Linear.forward
+# torch's own; where it was replaced before, no layer is known
+LINEAR_FORWARD = _forward if getattr(_forward, "__globals__", None) is vars(torch.nn.modules.linear) else None
 HOOKS_OF_ALL = tuple(getattr(torch.nn.modules.module, f"_global{kind}") for kind in HOOKS)
 
 

@@ -98,14 +98,18 @@ def test_two_or_three_layers_have_a_kernel(several, launched, device):
     require_rule(got, x, layers)
 
 
+@pytest.fixture
+def hopper(monkeypatch):
+    monkeypatch.setattr(few_rows, "gpu_class", lambda device: "hopper")
+    monkeypatch.setattr(few_rows, "num_programs", lambda device, each: 132 * each)
+
+
 @pytest.mark.parametrize("M", [65, 129, 256])
 @pytest.mark.parametrize("tile", few_rows.TILES, ids=str)
 @torch.no_grad()
-def test_more_rows_on_hopper(tile, M, device, monkeypatch):
+def test_more_rows_on_hopper(tile, M, device, hopper, monkeypatch):
     if device == "cuda" and architecture(torch.device(device)) != 9:
         pytest.skip("needs the shared memory of Hopper")
-    monkeypatch.setattr(few_rows, "gpu_class", lambda device: "hopper")
-    monkeypatch.setattr(few_rows, "num_programs", lambda device, each: 132)
     monkeypatch.setattr(few_rows, "TILES", (tile,))
     for K, sizes, bias in ((192, (200, 64, 1), True), (128, (130, 31), False)):
         x, layers = rows(M, K, device), layers_of(K, sizes, bias, device)
@@ -119,15 +123,13 @@ def test_more_rows_on_hopper(tile, M, device, monkeypatch):
 
 
 @torch.no_grad()
-def test_too_many_rows_for_hopper(device, monkeypatch):
-    monkeypatch.setattr(few_rows, "gpu_class", lambda device: "hopper")
-    monkeypatch.setattr(few_rows, "num_programs", lambda device, each: 132)
+def test_too_many_rows_for_hopper(device, hopper):
     weight = torch.randn(8, 64, device=device).to(half(device))
     for M, applies in ((256, True), (257, False)):
         assert (few_rows.of_few_rows(rows(M, 64, device), [weight], [None]) is not None) == applies
 
 
-def test_tiles_of_more_rows(monkeypatch):
+def test_tiles_of_more_rows(hopper, monkeypatch):
     """All programs run at once, by the smallest tile that allows it; else products of torch are faster."""
     for kind, M, sizes, tile in (
         ("hopper", 65, (2048, 512, 512), few_rows.TILES[0]),
@@ -137,7 +139,6 @@ def test_tiles_of_more_rows(monkeypatch):
         ("large", 65, (2048, 512, 512), None),
     ):
         monkeypatch.setattr(few_rows, "gpu_class", lambda device, kind=kind: kind)
-        monkeypatch.setattr(few_rows, "num_programs", lambda device, each: 132 * each)
         assert few_rows._tile(torch.device("cpu"), M, 2048, sizes, gated=False) == tile
 
 

@@ -30,7 +30,7 @@ HOOKS = [
     ("patches/balance.py", "torch.inference_mode(False)", "torch.enable_grad()", "inference mode refuses the loss"),
     (EXPERTS, "(number > 0 if", "(number is not None if", "a limit of NaN is one"),
     (EXPERTS, "number > 0 if role", "number >= 0 if role", "a limit of zero is taken for one that clamps"),
-    (EXPERTS, "fits(role, getattr(module, name)) for", "True for", "a limit that is set later is not looked at"),
+    (EXPERTS, "fits(role, number) for", "True for", "a limit that is set later is not looked at"),
     (EXPERTS, "check_weights(module.gate_up_proj, module.down_proj, *biases)", "pass", "weights of any dtype"),
     (EXPERTS, "module.down_proj, *biases)", "module.down_proj)", "biases of any dtype"),
     (
