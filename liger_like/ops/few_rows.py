@@ -2,7 +2,8 @@
 
 x [..., K] is read as M rows, W_i [N_i, K], b_i [N_i]. Such products take as long as their weights take to be read, and
 most are too small to reach the bandwidth of the memory. So one kernel reads the weights of up to three layers. Sums and
-gated units are in fp32, and are rounded once. Blocks of rows read the weights again, from the L2 cache.
+gated units are in fp32, and are rounded once. More than 64 rows are split into blocks. Each block reads the weights
+again, mostly from the L2 cache.
 """
 
 import math
@@ -89,7 +90,7 @@ def _outputs(x: Tensor, weights: Sequence[Tensor], biases: Any, act: str | None,
 def _few_rows_linear(
     x: Tensor, weights: list[Tensor], biases: list[Tensor], act: str | None, tile: list[int]
 ) -> list[Tensor]:
-    """Return the results of up to three layers, or with ``act`` the gated unit of two. ``tile``: what ``_tile`` chose."""
+    """Return the results of up to three layers, or with ``act`` the gated unit of two; ``tile`` is from ``_tile``."""
     ys = _outputs(x, weights, biases, act, tile)
     x, stride_xm = with_stride(x)
     M, K = x.numel() // x.shape[-1], x.shape[-1]
@@ -139,11 +140,10 @@ def of_few_rows(
 ) -> list[Tensor] | None:
     """Return x W_i^T + b_i for each of up to three weights, or act(y_0) * y_1 alone for a key ``act`` of GLUS.
 
-    Return None where the kernel does not apply: for more than 64 rows, on Hopper for more than 256, or for more than
-    64 whose programs do not all run at once; in grad mode, under autocast, in a compiled graph, if only some layers
-    have a bias, for K that is no multiple of 64, for other dtypes than fp16 and bf16, for subclasses of tensors, sparse
-    and nested ones, for weights that are not contiguous, and for other shapes than those of a linear layer, some of
-    which torch broadcasts.
+    Return None where the kernel does not apply: for more than 64 rows (on Hopper 256, if all programs run at once), in
+    grad mode, under autocast, in a compiled graph, if only some layers have a bias, for K that is no multiple of 64,
+    for other dtypes than fp16 and bf16, for subclasses of tensors, sparse and nested ones, for weights that are not
+    contiguous, and for other shapes than those of a linear layer, some of which torch broadcasts.
     """
     if torch.is_grad_enabled() or torch.compiler.is_compiling() or x.dtype not in (torch.float16, torch.bfloat16):
         return None
