@@ -9,7 +9,7 @@ between two calls, and nothing has to be noticed then.
 import functools
 import os
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Iterable, Iterator
 from typing import Any
 
 import torch
@@ -18,7 +18,7 @@ from torch.nn.modules import module as torch_module
 from torch.overrides import TorchFunctionMode, _get_current_function_mode_stack
 from torch.utils._device import DeviceContext
 from torch.utils._python_dispatch import TorchDispatchMode, _get_current_dispatch_mode
-from torch.utils._pytree import tree_leaves, tree_map_only
+from torch.utils._pytree import tree_map_only
 from transformers import DynamicCache
 from transformers.cache_utils import Cache, StaticLayer
 
@@ -52,14 +52,16 @@ class DecodeStep:
 
     The first steps are launched, then one is captured, and later ones replay it. They start anew when the memory of the
     cache is full. Any step that differs from the captured one in more than the values of tensors is an ordinary
-    forward, and so are all steps of a model that reads its tensors on the host.
+    forward, and so are all steps of a model that reads its tensors on the host, or that has changed since the first.
     """
 
     def __init__(self, cache: Any, limit: int) -> None:
         """Take the ``cache`` that was made for the call, and the most tokens of a sequence."""
         self._cache, self._limit = cache, limit
         self._buffers: _Buffers | None = None
-        self._setup: list[Any] = []  # of the model, and of the inputs, when a graph was first considered
+        self._of_inputs: list[Any] = []  # what a graph depends on, when one was first considered
+        self._of_model: list[Any] = []
+        self._weights: list[Tensor] = []  # of that model: a replay may begin before it is seen that they were replaced
         self._is_fit: bool | None = None  # None: nobody has looked
         self._launched = 0
         self._replay: Callable[[], Any] | None = None
@@ -74,12 +76,14 @@ class DecodeStep:
             self._buffers = _Buffers(self._cache, inputs, self._limit)
         self._buffers.fill(inputs)
         (name,) = names
-        inputs |= self._buffers.inputs | {name: self._buffers.cache}
         if self._replay is not None:
             results = self._replay()
+            self._is_fit = _setup(model) == self._of_model  # the host looks while the GPU works
+            if not self._is_fit:
+                return model(**inputs)
         else:
             with _one_at_a_time:
-                results = self._launch(model, inputs)
+                results = self._launch(model, inputs | self._buffers.inputs | {name: self._buffers.cache})
         for layer in self._cache.layers:
             layer.extend()
         made = {
@@ -111,11 +115,14 @@ class DecodeStep:
         layers = self._cache.layers
         if any(type(layer) is not GrowingLayer or not layer.is_initialized for layer in layers):
             return False
-        setup = _setup(model, inputs)
+        of_inputs = _setup_of(inputs)
         if self._is_fit is None:
-            self._setup = setup
+            self._of_inputs, self._of_model = of_inputs, _setup(model)
+            self._weights = [t.detach() for t in (*model.parameters(), *model.buffers())]
             self._is_fit = self._limit - layers[0].get_seq_length() > MIN_STEPS and is_fit(model, inputs)
-        if not self._is_fit or setup != self._setup or len({layer.get_seq_length() for layer in layers}) > 1:
+        elif self._replay is None:
+            self._is_fit = _setup(model) == self._of_model
+        if not self._is_fit or of_inputs != self._of_inputs or len({layer.get_seq_length() for layer in layers}) > 1:
             return False
         if self._buffers is not None and not self._buffers.is_full():
             return self._buffers.is_memory_of(layers)
@@ -247,15 +254,21 @@ def _is_known(module: nn.Module) -> bool:
     )
 
 
-def _setup(model: nn.Module, inputs: dict[str, Any]) -> list[Any]:
-    """Return what a graph depends on, but for values of tensors: a step compares it with that of the capture."""
-    hooks_of_all = torch_module._global_forward_hooks, torch_module._global_forward_pre_hooks
-    setup: list[Any] = [torch.is_inference_mode_enabled(), *map(len, hooks_of_all)]
+def _setup_of(inputs: dict[str, Any]) -> list[Any]:
+    """Return what a graph depends on in the ``inputs``, but for values of tensors."""
+    setup: list[Any] = [torch.is_inference_mode_enabled()]
     for name, given in inputs.items():
         if name in CHANGING and isinstance(given, Tensor):
             setup += (name, given.shape[:-1], given.dtype, given.device, name == "attention_mask" or given.shape[-1])
         elif name not in CACHES:
             setup += (name, given if isinstance(given, PLAIN) else id(given))
+    return setup
+
+
+def _setup(model: nn.Module) -> list[Any]:
+    """Return what a graph depends on in the ``model``, but for values of tensors."""
+    hooks_of_all = torch_module._global_forward_hooks, torch_module._global_forward_pre_hooks
+    setup: list[Any] = [*map(len, hooks_of_all)]
     stack: list[Any] = [model]
     while stack:
         module = stack.pop()
@@ -332,21 +345,36 @@ class _Numbers(TorchFunctionMode):
         return result
 
 
+_whole: set[Any] = set()  # ops that have no parts
+
+
+def _tensors(values: Iterable[Any]) -> Iterator[Tensor]:
+    """Yield the tensors of the arguments or results of an op, which may be in lists."""
+    for value in values:
+        if isinstance(value, Tensor):
+            yield value
+        elif isinstance(value, list | tuple):
+            yield from _tensors(value)
+
+
 class _Watch(TorchDispatchMode):  # type: ignore[no-untyped-call]
     """Note in ``reads`` whether the host needs the values of tensors, or gives values of its own to the device."""
 
     reads = False
 
     def __torch_dispatch__(self, op: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        with self:  # inference mode does not take ops apart, which read, before it calls this
-            results = op.decompose(*args, **(kwargs or {}))
-        if results is not NotImplemented:
-            return results
-        results = op(*args, **(kwargs or {}))
+        kwargs = kwargs or {}
+        if op not in _whole:
+            with self:  # inference mode does not take ops apart, which read, before it calls this
+                results = op.decompose(*args, **kwargs)
+            if results is not NotImplemented:
+                return results
+            _whole.add(op)
+        results = op(*args, **kwargs)
         packet = getattr(op, "overloadpacket", None)
-        tensors = [t for t in tree_leaves((args, kwargs, results)) if isinstance(t, Tensor)]
+        tensors = [*_tensors((*args, *kwargs.values(), results))]
         if packet in INDEXED:
-            self.reads |= any(t.dtype in (torch.bool, torch.uint8) for t in tree_leaves(args[1]) if t is not None)
+            self.reads |= any(t.dtype in (torch.bool, torch.uint8) for t in _tensors(args[1]))
         else:
             self.reads |= not READS.isdisjoint(getattr(op, "tags", ()))
         self.reads |= len({t.device for t in tensors if t.dim() or packet in COPIES}) > 1

@@ -13,9 +13,11 @@ from conftest import DEVICE
 from test_generation import model_of, options
 from test_generation_caches import padded
 from tiny_models import batch, tiny
+from torch.multiprocessing.reductions import StorageWeakRef
 from torch.nn.modules.module import register_module_forward_hook
 from transformers import DynamicCache, LogitsProcessor
 from transformers.cache_utils import StaticLayer
+from transformers.utils import ModelOutput
 
 from liger_like.patches import decode_graphs
 from liger_like.patches.growing_cache import GrowingLayer
@@ -251,16 +253,16 @@ def test_threads_generate_at_once(graphs, monkeypatch):
 
 
 class Changing(LogitsProcessor):
-    """Processor that changes the model before its 11th step, and back before the 21st."""
+    """Processor that changes the model after so many steps, and back 10 steps later."""
 
-    def __init__(self, model, way):
-        self.model, self.way, self.calls = model, way, 0
+    def __init__(self, model, way, steps=10):
+        self.model, self.way, self.steps, self.calls = model, way, steps, 0
         self.weight = model.model.norm.weight.data
 
     def __call__(self, input_ids, scores):
         self.calls += 1
-        if self.calls in (10, 20):
-            self.change(self.calls == 10)
+        if self.calls in (self.steps, self.steps + 10):
+            self.change(self.calls == self.steps)
         return scores
 
     def change(self, there):
@@ -280,17 +282,47 @@ class Changing(LogitsProcessor):
             norm.weight.data *= -1
 
 
+@pytest.mark.parametrize("steps", [2, 10])
 @pytest.mark.parametrize("way", ["hook", "hook of all", "weight", "in place", "module"])
-def test_a_model_that_changes_within_a_call(way, graphs):
-    """Where a graph would not see it, the steps are plain until the model is again as it was."""
+def test_a_model_that_changes_within_a_call(way, steps, graphs):
+    """Where a graph would not see it, the results of the replay that has begun are dropped, and later steps are plain.
+
+    After 2 steps there is no graph yet.
+    """
     model, inputs, expected = patched()
     made = []
     for plain in (True, False):
-        config = options(**LONG | {"disable_compile": plain})
-        made.append(model.generate(**inputs, generation_config=config, logits_processor=[Changing(model, way)]))
+        config, changing = options(**LONG | {"disable_compile": plain}), Changing(model, way, steps)
+        made.append(model.generate(**inputs, generation_config=config, logits_processor=[changing]))
     assert torch.equal(*made)
     assert not torch.equal(made[0], expected)
-    assert graphs == [{"in place": STEPS - 3, "module": 7}.get(way, STEPS - 3 - 10)]
+    assert graphs == ([STEPS - 3] if way == "in place" else [] if steps == 2 else [8])
+
+
+def test_weights_that_are_replaced_live_until_that_is_seen(graphs, monkeypatch):
+    """The next replay begins before, and reads them."""
+    model, inputs, _ = patched()
+    norm, alive = model.model.norm, []
+    old = StorageWeakRef(norm.weight.untyped_storage())
+
+    def capture(work, device):  # holds nothing
+        results = {name: t.clone() for name, t in work().items() if isinstance(t, torch.Tensor)}
+
+        def replay():
+            alive.append(not old.expired())
+            return ModelOutput(**results)
+
+        return replay
+
+    def replace(input_ids, scores):
+        if len(alive) == 5:
+            norm.weight.data = norm.weight.data.clone()
+        return scores
+
+    monkeypatch.setattr(decode_graphs, "capture", capture)
+    model.generate(**inputs, generation_config=options(**LONG), logits_processor=[replace])
+    assert alive == [True] * 6
+    assert old.expired()
 
 
 @torch.no_grad()

@@ -80,7 +80,7 @@ def experts_calls(
 def attention_calls(
     widths: Iterable[tuple[int, int]] = ATTENTION_WIDTHS, dtypes: Iterable[torch.dtype] = DTYPES, Hk: int = 2
 ) -> Iterator[tuple[testing.OpSpec, torch.dtype, dict[str, Any], dict[str, Any]]]:
-    """Attention with heads of every width, over long rows, in spans, one row and many keys, and packed sequences."""
+    """Attention with heads of every width, over long rows, in spans, few rows and many keys, and packed sequences."""
     heads: dict[str, Any] = {"H": 4, "Hk": Hk}
     shapes: dict[str, list[dict[str, Any]]] = {
         "flash_attention": [
@@ -89,6 +89,8 @@ def attention_calls(
             heads | {"B": 1, "S": 200, "Sk": 200, "spans": True},
             heads | {"B": 1, "S": 200, "Sk": 200, "spans": True, "bias": "hsk", "padded": True},
             heads | {"B": 1, "S": 1, "Sk": 2000, "padded": True},
+            heads | {"B": 1, "S": 1, "Sk": 200, "spans": True, "bias": "hsk", "sinks": True},
+            heads | {"B": 1, "S": 10, "Sk": 200, "padded": True},
         ],
         "flash_attention_varlen": [heads | {"lengths": ((150, 150), (50, 60)), "sinks": True}],
     }

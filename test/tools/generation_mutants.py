@@ -186,7 +186,20 @@ GENERATING = [
         "        return False",
         "a full cache is written to",
     ),
-    (DECODE, "not self._is_fit or setup != self._setup", "not self._is_fit", "changes within a call are not seen"),
+    (DECODE, "self._is_fit = _setup(model) == self._of_model  #", "#", "changes within a call are not seen"),
+    (
+        DECODE,
+        "            self._is_fit = _setup(model) == self._of_model\n        if",
+        "            pass\n        if",
+        "changes before the capture are not seen",
+    ),
+    (DECODE, "or of_inputs != self._of_inputs", "", "inputs of another shape are copied into those of the graph"),
+    (
+        DECODE,
+        "self._weights = [t.detach() for t in (*model.parameters(), *model.buffers())]",
+        "pass",
+        "a replay reads weights that were replaced, whose memory may be gone",
+    ),
     (
         DECODE,
         "self._is_fit = not (watch.reads or numbers.made)",
@@ -196,8 +209,9 @@ GENERATING = [
     (DECODE, "not (watch.reads or numbers.made)", "not watch.reads", "a graph copies numbers of the host"),
     (DECODE, "function in MADE and result.device", "False and result.device", "numbers of the host are not noted"),
     (DECODE, 'and result.device.type != "cpu"', "", "a constant of the host ends the graphs"),
-    (DECODE, "results = op.decompose(*args, **(kwargs or {}))", "results = NotImplemented", "reads in inference mode"),
+    (DECODE, "results = op.decompose(*args, **kwargs)", "results = NotImplemented", "reads in inference mode"),
     (DECODE, "any(t.dtype in (torch.bool, torch.uint8)", "any(t.dtype is torch.uint8", "a bool index is read"),
+    (DECODE, "            yield from _tensors(value)", "            pass", "tensors in lists are not looked at"),
     (DECODE, "or mode not in MODES", "", "beams move the rows of a cache in a graph"),
     (DECODE, "or generation_config.disable_compile", "", "plain steps cannot be asked for"),
     (
