@@ -3,18 +3,19 @@
     make bench-generation                                        measures all, writes results/ and from it the report
     python -m benchmark generation --shapes 64x8192 16x8192      decode steps of some shapes; results/ keeps the others
     python -m benchmark generation --shapes 64x8192x576          decode steps over latents of DeepSeek-V3, 512 + 64 wide
+    python -m benchmark generation --shapes 64x1024x0x64         decode steps of heads of 64 features
     python -m benchmark generation --settings 0 1                some of the whole generations
     python -m benchmark generation --settings 0 --contestants "liger_like, batch"      and some of the contestants
     python -m benchmark generation --quick                       tiny sizes, printed only; needs no GPU
     python -m benchmark generation --report                      the report again, without a GPU
 
 Decode steps are replays of a CUDA graph, and each contestant of a shape has the memory to itself. Whole generations
-have a process each: a first call that compiles and captures, whose seconds are reported as "cold", then a warm one. By
-``generate`` the time to the first token is that of a generation of one token, and a step's time what the other tokens
-take, divided by their number. Continuous batching says when it had each token: the first one is that of the last
-prompt, and a step the median of those that give each sequence a token. A step's GPU time is the sum of its kernels by
-torch's profiler, of a generation less that of one of fewer tokens. Tokens/s count the whole call, and so the garbage
-collection with which transformers ends it. Results are written at once.
+have a process each: a first call that compiles and captures, whose seconds are reported as "cold", then warm ones, of
+which the median counts. By ``generate`` the time to the first token is that of a generation of one token, and a step's
+time what the other tokens take, divided by their number. Continuous batching says when it had each token: the first one
+is that of the last prompt, and a step the median of those that give each sequence a token. A step's GPU time is the sum
+of its kernels by torch's profiler, of a generation less that of one of fewer tokens. Tokens/s count the whole call, and
+so the garbage collection with which transformers ends it. Results are written at once.
 """
 
 import argparse
@@ -24,6 +25,7 @@ import statistics
 import time
 from collections.abc import Callable, Iterable, Sequence
 from functools import partial
+from operator import itemgetter
 from typing import Any, NamedTuple
 
 import torch
@@ -41,10 +43,12 @@ from benchmark.generation.layers import PAGE, Shape
 from benchmark.training.small import MODELS
 
 SHAPES = [Shape(B, S) for B in (1, 16, 64, 256) for S in (1024, 8192, 32768) if B * S <= 64 * 32768]
+SHAPES += [Shape(B, 1024, features=64) for B in (1, 16, 64, 256)]
 SHAPES += [Shape(B, 8192, latents.LATENT + latents.ROTATED) for B in (1, 16, 64)]
 QUICK_SHAPES = [Shape(2, 300), Shape(2, 300, latents.LATENT + latents.ROTATED)]
 REPEATS, ROUNDS = 5, 5
 BATCH_TOKENS = 8192  # of prompts in a step of continuous batching
+CALLS = 3  # warm calls, of which the median counts
 PROFILED = 16  # steps whose kernels are summed
 TIMEOUT = 300.0  # seconds of a contestant
 COPIED = 1 << 30  # bytes of the copy that says how fast memory is
@@ -214,8 +218,8 @@ def contend(name: str, setting: Setting) -> Row:
     generate(1)
     if GPU:
         torch.cuda.reset_peak_memory_stats()
-    whole, told = seconds(generate, new)
-    first = statistics.median(seconds(generate, 1)[0] for _ in range(3))
+    whole, told = sorted((seconds(generate, new) for _ in range(CALLS)), key=itemgetter(0))[CALLS // 2]
+    first = statistics.median(seconds(generate, 1)[0] for _ in range(CALLS))
     row |= {"tokens": setting.batch * new / whole, "first_s": first, "ms": (whole - first) / (new - 1) * 1e3} | told
     if GPU:
         row["gib"] = torch.cuda.max_memory_allocated() / 2**30
@@ -241,7 +245,8 @@ def _shape(text: str) -> Shape:
 
 def _argument(shape: Shape) -> str:
     """Return the text that ``_shape`` reads."""
-    return "x".join(str(n) for n in shape if n)
+    numbers = [*map(str, shape)]
+    return "x".join(numbers if shape.features != layers.D else numbers[: 3 if shape.latent else 2])
 
 
 def main() -> None:
@@ -250,7 +255,7 @@ def main() -> None:
     listed = "; ".join(f"{i}: {setting.text()}" for i, setting in enumerate(SETTINGS))
     shapes = " ".join(map(_argument, SHAPES))
     known = [*dict.fromkeys([*layers.CONTESTANTS, *latents.CONTESTANTS, *CONTESTANTS])]
-    parser.add_argument("--shapes", nargs="*", metavar="BxS[xD]", type=_shape, help=f"decode steps, of: {shapes}")
+    parser.add_argument("--shapes", nargs="*", metavar="BxS[xL[xD]]", type=_shape, help=f"decode steps, of: {shapes}")
     parser.add_argument("--settings", nargs="*", type=int, choices=numbers, metavar="N", help=listed)
     parser.add_argument("--contestants", nargs="+", choices=known, default=known)
     parser.add_argument("--timeout", type=float, default=TIMEOUT, help="seconds of a whole generation's contestant")

@@ -17,6 +17,7 @@ from transformers.integrations.sdpa_attention import sdpa_attention_forward
 
 from benchmark.common.measure import Step
 from benchmark.common.processes import DEVICE, GPU
+from liger_like.ops.attention import flash_attention
 from liger_like.patches import paged
 
 H, HK, D, PAGE = 32, 8, 128, 256
@@ -26,18 +27,21 @@ DTYPE = torch.bfloat16 if GPU else torch.float32
 class Shape(NamedTuple):
     """``batch`` sequences that each have one new token, and with it ``keys`` keys.
 
-    ``latent``: features of a key that all heads share, and whose beginning is the value; 0: keys and values apart.
+    ``latent``: features of a key that all heads share, and whose beginning is the value; 0: keys and values apart, of
+    ``features`` each.
     """
 
     batch: int
     keys: int
     latent: int = 0
+    features: int = D
 
     def text(self) -> str:
-        return f"B {self.batch} S {self.keys}" + (f" latent {self.latent}" if self.latent else "")
+        more = f" latent {self.latent}" if self.latent else f" D {self.features}" if self.features != D else ""
+        return f"B {self.batch} S {self.keys}{more}"
 
     def bytes(self) -> int:
-        return self.batch * self.keys * (self.latent or 2 * HK * D) * DTYPE.itemsize
+        return self.batch * self.keys * (self.latent or 2 * HK * self.features) * DTYPE.itemsize
 
 
 def normal(*shape: int) -> Tensor:
@@ -60,7 +64,7 @@ class _Rows(NamedTuple):
 
 
 def _rows(shape: Shape) -> _Rows:
-    B, S = shape.batch, shape.keys
+    B, S, D = shape.batch, shape.keys, shape.features
     config = LlamaConfig(num_hidden_layers=1, num_attention_heads=H, num_key_value_heads=HK, head_dim=D)
     pages = -(-S // PAGE)
     settings = ContinuousBatchingConfig(num_blocks=B * pages, page_size=PAGE, max_batch_tokens=B, max_memory_percent=1)
@@ -111,16 +115,27 @@ def transformers_sdpa(shape: Shape) -> Step:
     return step
 
 
+def _dense(shape: Shape) -> tuple[Tensor, Tensor, Tensor]:
+    """Return queries [B, H, 1, D], and keys and values [B, Hk, S, D] that lie one after the other."""
+    B, S, D = shape.batch, shape.keys, shape.features
+    return normal(B, H, 1, D), normal(B, HK, S, D), normal(B, HK, S, D)
+
+
+def ours_dense(shape: Shape) -> Step:
+    """Return the attention of a patched model in ``generate``, nothing written: each row has spans, as if padded."""
+    q, k, v = (t.transpose(1, 2) for t in _dense(shape))
+    ends = torch.tensor([0, shape.keys], device=DEVICE, dtype=torch.int32)
+    return partial(flash_attention, q, k, v, spans=ends[:, None, None].expand(-1, shape.batch, 1))
+
+
 def dense_sdpa(shape: Shape) -> Step:
     """Return torch's SDPA over keys that lie one after the other, nothing written."""
-    B, S = shape.batch, shape.keys
-    q, k, v = normal(B, H, 1, D), normal(B, HK, S, D), normal(B, HK, S, D)
-    return partial(F.scaled_dot_product_attention, q, k, v, enable_gqa=True)
+    return partial(F.scaled_dot_product_attention, *_dense(shape), enable_gqa=True)
 
 
 def flex_paged(shape: Shape) -> Step:
     """Return torch's flex attention over its own paged cache, nothing written."""
-    B, S = shape.batch, shape.keys
+    B, S, D = shape.batch, shape.keys, shape.features
     size = 128
     manager = PagedAttention(B * -(-S // size), size, B, device=DEVICE)
     for b in range(B):
@@ -138,6 +153,7 @@ CONTESTANTS: dict[str, Callable[[Shape], Step]] = {
     "copy of as many bytes": copy,
     "liger_like": ours,
     "liger_like, slots": ours_by_slots,
+    "liger_like, dense keys": ours_dense,
     "SDPA, dense keys": dense_sdpa,
     "transformers, paged sdpa": transformers_sdpa,
     "flex PagedAttention": flex_paged,

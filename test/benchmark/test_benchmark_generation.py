@@ -18,6 +18,7 @@ def test_sizes():
     """The bytes are those of the keys and values that a step reads."""
     assert SHAPE.bytes() == 3 * 300 * 2 * 8 * 128 * layers.DTYPE.itemsize
     assert Shape(2, 5, 576).bytes() == 2 * 5 * 576 * layers.DTYPE.itemsize
+    assert Shape(2, 5, features=64).bytes() == 2 * 5 * 2 * 8 * 64 * layers.DTYPE.itemsize
     assert {generation._shape(generation._argument(shape)) for shape in generation.SHAPES} == {*generation.SHAPES}
     assert [setting.text() for setting in generation.SETTINGS[:3]] == [
         "Llama-3.2-1B, 64 x 512 + 128",
@@ -27,15 +28,19 @@ def test_sizes():
 
 
 @torch.no_grad()
-def test_contestants_attend_to_the_same_keys():
-    found = []
-    for build in (layers.ours, layers.ours_by_slots, layers.transformers_sdpa):
-        torch.manual_seed(0)
-        found.append(build(SHAPE)()[0].view(3, layers.H, layers.D))
-    for out in found[1:]:
-        torch.testing.assert_close(out, found[0])
-    for name in ("SDPA, dense keys", "flex PagedAttention"):
-        assert layers.CONTESTANTS[name](SHAPE)().numel() == found[0].numel()
+@pytest.mark.parametrize("shape", [SHAPE, SHAPE._replace(features=64)], ids=Shape.text)
+def test_contestants_attend_to_the_same_keys(shape):
+    def outputs(*builds):
+        for build in builds:
+            torch.manual_seed(0)
+            out = build(shape)()
+            yield (out[0] if isinstance(out, tuple) else out).view(3, layers.H, shape.features)
+
+    paged, *others = outputs(layers.ours, layers.ours_by_slots, layers.transformers_sdpa)
+    for out in others:
+        torch.testing.assert_close(out, paged)
+    torch.testing.assert_close(*outputs(layers.ours_dense, layers.dense_sdpa))
+    assert layers.flex_paged(shape)().numel() == paged.numel()
 
 
 @torch.no_grad()
