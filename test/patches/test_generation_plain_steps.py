@@ -1,5 +1,6 @@
 """Calls of ``generate`` whose steps replay no graph: each of them generates as before."""
 
+import itertools
 import threading
 
 import accelerate
@@ -140,6 +141,25 @@ def test_contexts_that_keep_plain_steps(way, graphs):
     assert not graphs
 
 
+def test_a_step_with_other_arguments_is_plain(graphs):
+    """Those before and after it replay."""
+    model, inputs, expected = patched()
+    prepare, update = model.prepare_inputs_for_generation, model._update_model_kwargs_for_generation
+    calls, found = itertools.count(), []
+
+    def prepared(*args, **kwargs):
+        return prepare(*args, **kwargs) | ({"output_hidden_states": True} if next(calls) % 10 == 9 else {})
+
+    def noted(outputs, *args, **kwargs):
+        found.append(outputs.hidden_states is not None)
+        return update(outputs, *args, **kwargs)
+
+    model.prepare_inputs_for_generation, model._update_model_kwargs_for_generation = prepared, noted
+    assert torch.equal(tokens(model, inputs), expected)
+    assert found == [i % 10 == 9 for i in range(STEPS)]
+    assert graphs == [STEPS - 3 - 4]
+
+
 @pytest.mark.parametrize("name", ["Gemma2", "GptOss", "Mistral", "Llama4"])
 def test_windows_keep_plain_steps(name, graphs):
     model, inputs, expected = patched(name)
@@ -212,6 +232,7 @@ HOST = {
     "copy": lambda t: t.cpu(),
     "moved": lambda t: torch.ones(2).cuda(),
     "copied": lambda t: t.copy_(torch.ones(2)),
+    "places": lambda t: t[torch.zeros(2, dtype=torch.int64)],
 }
 NUMBERS = {
     "tensor": lambda t: torch.tensor([1.0], device=t.device),
@@ -238,11 +259,13 @@ def test_reads_are_noted(name, inference):
     assert watch.reads == (name in READING)
 
 
-@pytest.mark.gpu
 @pytest.mark.parametrize("inference", [False, True])
-@pytest.mark.parametrize("name", HOST)
-def test_copies_between_devices_are_noted(name, inference):
-    t = torch.ones(2, device="cuda")
+@pytest.mark.parametrize(
+    ("name", "device"),
+    [("copied", "meta"), ("places", "meta"), *(pytest.param(name, "cuda", marks=pytest.mark.gpu) for name in HOST)],
+)
+def test_copies_between_devices_are_noted(name, device, inference):
+    t = torch.ones(2, device=device)
     with torch.inference_mode(inference), decode_graphs._Watch() as watch:
         HOST[name](t)
     assert watch.reads
