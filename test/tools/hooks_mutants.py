@@ -17,7 +17,7 @@ HOOKS = [
     (OWN, "(self.router, self.experts, experts)", "()", "hooks on Llama 4's router and experts see other rows"),
     (OWN, " or changed(self.identity_expert)", "", "hooks on LongCat's identity do not run"),
     (SEPARATE, " and not changed(part)", "", "hooks on the parts of DBRX or JetMoE do not run"),
-    ("patches/decode_graphs.py", ", *map(len, hooks_of_all)]", "]", "a graph does not see a hook of all modules"),
+    ("patches/decode_graphs.py", "[*map(len, hooks_of_all)]", "[]", "a graph does not see a hook of all modules"),
     (
         "patches/rms_norm.py",
         'methods["fused_arguments"] = lambda self: (getattr(self, weight), getattr(self, eps), *mode)',
