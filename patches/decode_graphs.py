@@ -52,7 +52,7 @@ class DecodeStep:
 
     The first steps are launched, then one is captured, and later ones replay it. They start anew when the memory of the
     cache is full. Any step that differs from the captured one in more than the values of tensors is an ordinary
-    forward, and so are all steps of a model that reads its tensors on the host, or that has changed since the first.
+    forward. So are all steps of a model that reads its tensors on the host, and those after a change of the model.
     """
 
     def __init__(self, cache: Any, limit: int) -> None:
@@ -61,7 +61,8 @@ class DecodeStep:
         self._buffers: _Buffers | None = None
         self._of_inputs: list[Any] = []  # what a graph depends on, when one was first considered
         self._of_model: list[Any] = []
-        self._weights: list[Tensor] = []  # of that model: a replay may begin before it is seen that they were replaced
+        self._weights: list[Tensor] = []  # keep their memory: a replay begins before the host sees that others came
+        self._read_first: list[Any] = []
         self._is_fit: bool | None = None  # None: nobody has looked
         self._launched = 0
         self._replay: Callable[[], Any] | None = None
@@ -108,8 +109,10 @@ class DecodeStep:
         return results
 
     def _can_replay(self, model: nn.Module, inputs: dict[str, Any]) -> bool:
-        """Return True if a graph can hold this step, and if a captured one does."""
+        """Return True if a graph can hold this step. A model that differs may be seen only once a replay has begun."""
         ids = inputs.get("input_ids")  # the chunks of a prompt come here, too, and may be embeddings
+        if self._is_fit is False:
+            self._replay, self._buffers, self._weights = None, None, []
         if self._is_fit is False or not isinstance(ids, Tensor) or ids.shape[-1] != 1:
             return False
         layers = self._cache.layers
@@ -118,10 +121,14 @@ class DecodeStep:
         of_inputs = _setup_of(inputs)
         if self._is_fit is None:
             self._of_inputs, self._of_model = of_inputs, _setup(model)
-            self._weights = [t.detach() for t in (*model.parameters(), *model.buffers())]
             self._is_fit = self._limit - layers[0].get_seq_length() > MIN_STEPS and is_fit(model, inputs)
-        elif self._replay is None:
+            if self._is_fit:
+                self._weights = [t.detach() for t in (*model.parameters(), *model.buffers())]
+                self._read_first = _read_first(model, self._weights)
+        elif self._replay is None or self._buffers is None or self._buffers.is_full():
             self._is_fit = _setup(model) == self._of_model
+        else:
+            self._is_fit = _read_first(model, self._weights) == self._read_first
         if not self._is_fit or of_inputs != self._of_inputs or len({layer.get_seq_length() for layer in layers}) > 1:
             return False
         if self._buffers is not None and not self._buffers.is_full():
@@ -283,6 +290,12 @@ def _setup(model: nn.Module) -> list[Any]:
                     setup.append(t.data_ptr())
         stack.extend(child for child in own["_modules"].values() if child is not None)
     return setup
+
+
+def _read_first(model: Any, weights: list[Tensor]) -> list[Any]:
+    """Return what must be as it was before a replay begins: the rows that tokens index, and memory of ``weights``."""
+    embedding = model.get_input_embeddings()
+    return [embedding, *(t.data_ptr() for t in (*embedding.parameters(), *weights))]
 
 
 def _tokens(layers: list[Any], limit: int) -> int:

@@ -2,6 +2,7 @@
 
 import contextlib
 import copy
+import itertools
 import threading
 import time
 import weakref
@@ -13,13 +14,12 @@ from conftest import DEVICE
 from test_generation import model_of, options
 from test_generation_caches import padded
 from tiny_models import batch, tiny
-from torch.multiprocessing.reductions import StorageWeakRef
 from torch.nn.modules.module import register_module_forward_hook
 from transformers import DynamicCache, LogitsProcessor
 from transformers.cache_utils import StaticLayer
-from transformers.utils import ModelOutput
 
 from liger_like.patches import decode_graphs
+from liger_like.patches.generation import CACHES
 from liger_like.patches.growing_cache import GrowingLayer
 from liger_like.patching import patch, unpatch
 from liger_like.runtime import support
@@ -299,30 +299,51 @@ def test_a_model_that_changes_within_a_call(way, steps, graphs):
     assert graphs == ([STEPS - 3] if way == "in place" else [] if steps == 2 else [8])
 
 
-def test_weights_that_are_replaced_live_until_that_is_seen(graphs, monkeypatch):
-    """The next replay begins before, and reads them."""
+@pytest.mark.parametrize("steps", [49, 50, 51])
+def test_a_model_that_changes_where_the_cache_is_full(steps, graphs, monkeypatch):
+    """After 50 steps. The hook reads how many keys there are: the memory of a graph has room for more."""
+    monkeypatch.setattr(decode_graphs, "ROOM", 8)
     model, inputs, _ = patched()
-    norm, alive = model.model.norm, []
-    old = StorageWeakRef(norm.weight.untyped_storage())
 
-    def capture(work, device):  # holds nothing
-        results = {name: t.clone() for name, t in work().items() if isinstance(t, torch.Tensor)}
+    def hook(module, args, kwargs, output):
+        (cache,) = (kwargs[name] for name in CACHES if name in kwargs)
+        return output[0] * (-1) ** cache.layers[0].keys.shape[2], *output[1:]
 
-        def replay():
-            alive.append(not old.expired())
-            return ModelOutput(**results)
+    made = []
+    for plain in (True, False):
+        calls, handles = itertools.count(1), []
 
-        return replay
+        def change(input_ids, scores, calls=calls, handles=handles):
+            if next(calls) == steps:
+                handles.append(model.model.layers[0].self_attn.register_forward_hook(hook, with_kwargs=True))
+            return scores
 
-    def replace(input_ids, scores):
-        if len(alive) == 5:
-            norm.weight.data = norm.weight.data.clone()
-        return scores
+        config = options(**LONG | {"max_new_tokens": 80, "disable_compile": plain})
+        made.append(model.generate(**inputs, generation_config=config, logits_processor=[change]))
+        handles[0].remove()
+    assert torch.equal(*made)
 
-    monkeypatch.setattr(decode_graphs, "capture", capture)
-    model.generate(**inputs, generation_config=options(**LONG), logits_processor=[replace])
-    assert alive == [True] * 6
-    assert old.expired()
+
+def test_an_embedding_that_grows_within_a_call(graphs):
+    """A replay would index rows that its embedding does not have."""
+    original, inputs, _ = patched()
+    made = []
+    for plain in (True, False):
+        model = copy.deepcopy(original)
+        calls, words = itertools.count(1), model.config.vocab_size
+
+        def grow(input_ids, scores, model=model, calls=calls, words=words):
+            if next(calls) != 10:
+                return scores
+            torch.manual_seed(0)
+            model.resize_token_embeddings(words + 20, mean_resizing=False)
+            return torch.eye(words + 20, device=scores.device)[-1:].expand(len(scores), -1)  # the last of the new words
+
+        config = options(**LONG | {"disable_compile": plain})
+        made.append(model.generate(**inputs, generation_config=config, logits_processor=[grow]))
+        assert (made[-1] == words + 19).any()
+    assert torch.equal(*made)
+    assert graphs == [7]
 
 
 @torch.no_grad()

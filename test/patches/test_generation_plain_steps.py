@@ -13,11 +13,13 @@ from conftest import DEVICE
 from test_generation import options
 from test_generation_caches import padded
 from test_generation_graphs import LONG, STEPS, family, patched, same_as_plain, tokens
+from torch.multiprocessing.reductions import StorageWeakRef
 from torch.overrides import BaseTorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.flop_counter import FlopCounterMode
 from transformers import DynamicCache, StaticCache
 from transformers.generation.configuration_utils import GenerationMode
+from transformers.utils import ModelOutput
 
 from liger_like.patches import decode_graphs
 from liger_like.patches.growing_cache import let_grow
@@ -158,6 +160,54 @@ def test_a_step_with_other_arguments_is_plain(graphs):
     assert torch.equal(tokens(model, inputs), expected)
     assert found == [i % 10 == 9 for i in range(STEPS)]
     assert graphs == [7]
+
+
+def noting(look):
+    """Return a capture that holds no weights: each replay returns the captured results, and calls ``look``."""
+
+    def capture(work, device):
+        results = {name: t.clone() for name, t in work().items() if isinstance(t, torch.Tensor)}
+        return lambda: look() or ModelOutput(**results)
+
+    return capture
+
+
+@pytest.mark.parametrize(("fit", "replays", "until"), [(True, 6, 10), (False, 0, 8)])
+def test_weights_live_until_a_change_is_seen(fit, replays, until, graphs, monkeypatch):
+    """A replay that begins before finds the old weights. Later steps, and those of other models, do not hold them."""
+    model, inputs, _ = patched()
+    norm, calls, alive, held = model.model.norm, itertools.count(1), [], []
+    old = StorageWeakRef(norm.weight.untyped_storage())
+    if not fit:
+        model.model.layers[0].mlp.register_forward_hook(lambda *args: None)
+
+    def replace(input_ids, scores):
+        if next(calls) == 8:
+            norm.weight.data = norm.weight.data.clone()
+        held.append(not old.expired())
+        return scores
+
+    monkeypatch.setattr(decode_graphs, "capture", noting(lambda: alive.append(not old.expired())))
+    model.generate(**inputs, generation_config=options(**LONG), logits_processor=[replace])
+    assert alive == [True] * replays
+    assert held == [step < until for step in range(1, STEPS + 1)]
+
+
+def test_freed_weights_are_not_read(graphs, monkeypatch):
+    model, inputs, _ = patched()
+    norm, calls, sizes = model.model.norm, itertools.count(1), []
+    storage = norm.weight.untyped_storage()
+
+    def free(input_ids, scores):
+        if next(calls) == 8:
+            norm.weight.data = norm.weight.data.clone()
+            storage.resize_(0)
+        return scores
+
+    monkeypatch.setattr(decode_graphs, "capture", noting(lambda: sizes.append(storage.nbytes())))
+    model.generate(**inputs, generation_config=options(**LONG), logits_processor=[free])
+    assert len(sizes) == 5
+    assert all(sizes)
 
 
 @pytest.mark.parametrize("name", ["Gemma2", "GptOss", "Mistral", "Llama4"])

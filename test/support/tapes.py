@@ -16,7 +16,8 @@ class Tape(TorchDispatchMode):
         if op._schema.is_mutable:
             self.before += [(t, t.clone()) for t in tree_leaves((args, kwargs)) if isinstance(t, torch.Tensor)]
         results = op(*args, **(kwargs or {}))
-        self.calls.append((op, args, kwargs or {}, results))
+        held = tree_map_only(torch.nn.Parameter, lambda t: t.data, (args, kwargs or {}))  # ``t.data`` may be replaced
+        self.calls.append((op, *held, results))
         return results
 
     def undo(self):

@@ -317,7 +317,7 @@ ATTENTION = [
     (PARTS, "exponents -= log_sum", "pass", "p is not divided by the sum"),
     (FORWARD, "EXACT or SOFTCAP is not None or bias_ptr is not None", "EXACT", "the least bias overflows"),
     (OP_FORWARD, "q.dtype == torch.float32 or bias is not None", "bias is not None", "fp32 has one float of lse"),
-    (OP_FORWARD, "if rows <= least.block_m:", "if False:", "a decode step multiplies rows that it does not have"),
+    (OP_FORWARD, "if rows <= decode.block_m:", "if False:", "a decode step multiplies rows that it does not have"),
     (
         OP_FORWARD,
         "q.dtype == torch.float32 or bias is not None",

@@ -189,16 +189,30 @@ GENERATING = [
     (DECODE, "self._is_fit = _setup(model) == self._of_model  #", "#", "changes within a call are not seen"),
     (
         DECODE,
-        "            self._is_fit = _setup(model) == self._of_model\n        if",
-        "            pass\n        if",
+        "            self._is_fit = _setup(model) == self._of_model\n        else",
+        "            pass\n        else",
         "changes before the capture are not seen",
     ),
+    (DECODE, "or self._buffers is None or self._buffers.is_full()", "", "changes where the cache is full are not seen"),
     (DECODE, "or of_inputs != self._of_inputs", "", "inputs of another shape are copied into those of the graph"),
     (
         DECODE,
         "self._weights = [t.detach() for t in (*model.parameters(), *model.buffers())]",
         "pass",
         "a replay reads weights that were replaced, whose memory may be gone",
+    ),
+    (DECODE, "(*embedding.parameters(), *weights)", "embedding.parameters()", "a replay reads weights that were freed"),
+    (
+        DECODE,
+        "return [embedding, *(t.data_ptr() for t in (*embedding.parameters(), *weights))]",
+        "return [t.data_ptr() for t in weights]",
+        "a replay indexes rows that its embedding does not have",
+    ),
+    (
+        DECODE,
+        "            self._replay, self._buffers, self._weights = None, None, []\n",
+        "            pass\n",
+        "weights that were replaced are held to the end of a call",
     ),
     (
         DECODE,

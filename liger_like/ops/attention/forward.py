@@ -51,12 +51,12 @@ def attention_fwd(
         return out, lse, sums
     masking, sinks = Masking(*options[:FIELDS]), packed(sinks)
     q, k, v = map(dense, (q, k, v))
-    tile, least = (tile_for(kernel, q, v, masking) for kernel in ("fwd", "few"))
+    tile, decode = (tile_for(kernel, q, v, masking) for kernel in ("fwd", "few"))
     # all queries that share a key head fit into one block, whose keys are then split among programs
     rows = masking.max_seqlen_q * (q.shape[2] // k.shape[2])
     few = rows <= tile.block_m
-    if rows <= least.block_m:  # of a decode step
-        tile = least
+    if rows <= decode.block_m:
+        tile = decode
     if hopper := (not few or refused(FEW)) and hopper_kernels(FORWARD, masking, q, k, v):
         hopper.attention_fwd_hopper(q, k, v, sinks, masking, out, lse)
     else:

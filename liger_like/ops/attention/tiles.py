@@ -46,7 +46,7 @@ TILES: dict[str, Tiles] = {
         "paged": {
             64: (Tile(64, 128, 4, 3), Tile(64, 128, 4, 3)),
             128: (Tile(64, 64, 4, 3), Tile(64, 64, 4, 3)),
-            256: (Tile(64, 64, 4, 3), Tile(64, 64, 4, 3)),
+            256: (Tile(64, 32, 4, 3), Tile(64, 32, 4, 3)),
         },
         "paged_rows": {
             64: (Tile(64, 64, 4, 3), Tile(64, 64, 4, 2)),
@@ -65,7 +65,7 @@ TILES: dict[str, Tiles] = {
         },
         "few": {
             64: (Tile(16, 64, 2, 3), Tile(16, 64, 2, 3)),
-            128: (Tile(16, 64, 4, 3), Tile(16, 64, 4, 3)),
+            128: (Tile(16, 64, 4, 3), Tile(16, 32, 4, 4)),
             256: (Tile(16, 32, 4, 4), Tile(16, 32, 4, 4)),
         },
         "dkv": {
@@ -235,7 +235,10 @@ def is_long(q: Tensor, k: Tensor, v: Tensor, masking: Masking) -> bool:
 
 
 def tile_for(kernel: str, q: Tensor, v: Tensor, masking: Masking) -> Tile:
-    """Return the tile of a kernel for the heads of q and v on their GPU."""
+    """Return the tile of a kernel for the heads of q and v on their GPU.
+
+    "few" is the forward of decode steps, whose rows are the heads of a group: no more of them than its tile has.
+    """
     rich = masking.softcap is not None or masking.bias is not None
     return _tile(kernel, gpu_class(q.device), max(q.shape[-1], v.shape[-1]), q.element_size(), rich)
 
