@@ -362,7 +362,7 @@ _whole: set[Any] = set()  # ops that have no parts
 
 
 def _tensors(values: Iterable[Any]) -> Iterator[Tensor]:
-    """Yield the tensors of the arguments or results of an op, which may be in lists."""
+    """Yield the tensors of the arguments or results of an op; some are in lists or tuples."""
     for value in values:
         if isinstance(value, Tensor):
             yield value
