@@ -120,9 +120,9 @@ class DecodeStep:
             return False
         of_inputs = _setup_of(inputs)
         if self._is_fit is None:
-            self._of_inputs, self._of_model = of_inputs, _setup(model)
             self._is_fit = self._limit - layers[0].get_seq_length() > MIN_STEPS and is_fit(model, inputs)
             if self._is_fit:
+                self._of_inputs, self._of_model = of_inputs, _setup(model)
                 self._weights = [t.detach() for t in (*model.parameters(), *model.buffers())]
                 self._read_first = _read_first(model, self._weights)
         elif self._replay is None or self._buffers is None or self._buffers.is_full():

@@ -255,7 +255,7 @@ def test_threads_generate_at_once(graphs, monkeypatch):
 class Changing(LogitsProcessor):
     """Processor that changes the model after so many steps, and back 10 steps later."""
 
-    def __init__(self, model, way, steps=10):
+    def __init__(self, model, way, steps):
         self.model, self.way, self.steps, self.calls = model, way, steps, 0
         self.weight = model.model.norm.weight.data
 

@@ -131,11 +131,8 @@ TILES: dict[str, Tiles] = {
     },
 }
 TILES["rtx"] = TILES["small"] | {
-    "few": {
-        64: (Tile(16, 64, 2, 3), Tile(16, 64, 2, 3)),
-        128: (Tile(16, 64, 2, 2), Tile(16, 64, 2, 2)),
-        256: (Tile(16, 32, 4, 2), Tile(16, 32, 4, 2)),
-    },
+    "few": TILES["small"]["few"]
+    | {128: (Tile(16, 64, 2, 2), Tile(16, 64, 2, 2)), 256: (Tile(16, 32, 4, 2), Tile(16, 32, 4, 2))},
     "dkv": TILES["small"]["dkv"] | {64: (Tile(32, 64, 4, 2), Tile(32, 32, 4, 1))},
     "dq": {
         96: (Tile(64, 32, 4, 2), Tile(32, 16, 4, 1)),
@@ -146,13 +143,13 @@ TILES["rtx"] = TILES["small"] | {
 }
 FP32: Tiles = {
     "fwd": {64: (Tile(32, 32, 4, 1), Tile(32, 32, 4, 1)), 256: (Tile(16, 16, 4, 1), Tile(16, 16, 4, 1))},
-    "few": {64: (Tile(32, 32, 4, 1), Tile(32, 32, 4, 1)), 256: (Tile(16, 16, 4, 1), Tile(16, 16, 4, 1))},
     "dkv": {256: (Tile(16, 32, 4, 1), Tile(16, 32, 4, 1))},
     "dq": {256: (Tile(16, 16, 4, 1), Tile(16, 16, 4, 1))},
     "dbias": {256: (Tile(16, 16, 4, 1), Tile(16, 16, 4, 1))},
     "paged": {64: (Tile(64, 32, 4, 1), Tile(64, 32, 4, 1)), 256: (Tile(64, 16, 4, 1), Tile(64, 16, 4, 1))},
     "paged_rows": {64: (Tile(32, 32, 4, 1), Tile(32, 32, 4, 1)), 256: (Tile(16, 16, 4, 1), Tile(16, 16, 4, 1))},
 }
+FP32["few"] = FP32["fwd"]
 
 
 class HopperForward(NamedTuple):
