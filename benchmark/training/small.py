@@ -19,7 +19,7 @@ from typing import Any, NamedTuple
 import peft
 import torch
 from torch import Tensor
-from transformers import LlamaConfig, PreTrainedConfig, PreTrainedModel, Qwen3Config
+from transformers import AutoModelForCausalLM, LlamaConfig, PreTrainedConfig, PreTrainedModel, Qwen3Config
 
 from benchmark.common.markdown import Row
 from benchmark.common.measure import (
@@ -57,17 +57,18 @@ from liger_like import GraphedStep
 WARMUP, STEPS, ROUNDS = 5, 8, 5  # reduce-overhead and GraphedStep replay from the third or fourth step on
 TIMEOUT = 240.0  # seconds of a contestant's start or turn
 RANK = 16
+CONTEXT_GIB = 1.5
 
 
 class Model(NamedTuple):
-    """A config, and more GiB than a contestant needs for the largest step."""
+    """A config, and more GiB than a step needs for the activations of 1024 tokens."""
 
     config: PreTrainedConfig
-    gib: int
+    gib: float
 
 
 MODELS = {
-    "Llama-3.2-1B": Model(CONFIGS["1b"], 17),
+    "Llama-3.2-1B": Model(CONFIGS["1b"], 2.5),
     "Qwen3-0.6B": Model(
         Qwen3Config(
             hidden_size=1024,
@@ -79,7 +80,7 @@ MODELS = {
             vocab_size=151936,
             tie_word_embeddings=True,
         ),
-        15,
+        2.5,
     ),
     "SmolLM2-135M": Model(
         LlamaConfig(
@@ -92,9 +93,9 @@ MODELS = {
             rope_parameters={"rope_type": "default", "rope_theta": 100000.0},
             tie_word_embeddings=True,
         ),
-        8,
+        1.5,
     ),
-    "Llama-3-8B": Model(LARGER["8b"], 38),
+    "Llama-3-8B": Model(LARGER["8b"], 9),
     "tiny": Model(CONFIGS["tiny"], 1),
 }
 SHAPES = (1, 128), (1, 512), (1, 1024), (4, 512)
@@ -203,10 +204,19 @@ def in_turns(names: Sequence[str], setting: Setting, timeout: float) -> dict[str
     return rows
 
 
+def needed(setting: Setting) -> float:
+    """Return more bytes than a contestant takes: its context, weights, states of AdamW and activations."""
+    model = MODELS[setting.model]
+    with torch.device("meta"):
+        parameters = AutoModelForCausalLM.from_config(model.config).num_parameters()
+    activations = model.gib * setting.batch * setting.seq / 1024
+    return parameters * (2 if setting.lora else 8) + (CONTEXT_GIB + activations) * 2**30
+
+
 def together(setting: Setting) -> int:
     """Return the number of contestants whose memory fits at once."""
-    memory = torch.cuda.get_device_properties().total_memory if GPU else 2 << 30
-    return max(1, memory // (MODELS[setting.model].gib << 30))
+    memory = torch.cuda.get_device_properties().total_memory if GPU else 8 << 30
+    return max(1, int(memory / needed(setting)))
 
 
 def measure(names: Sequence[str], setting: Setting, timeout: float) -> dict[str, Row]:

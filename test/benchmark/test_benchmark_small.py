@@ -211,12 +211,14 @@ def test_who_is_alone_is_not_measured_twice(log, monkeypatch):
 
 def test_as_many_as_fit(monkeypatch):
     monkeypatch.setattr(small, "GPU", True)
-    gib = {"total_memory": 80 << 30}
-    monkeypatch.setattr(torch.cuda, "get_device_properties", lambda: type("Properties", (), gib))
-    monkeypatch.setattr(small, "MODELS", {"tiny": small.Model(None, 17)})
-    assert small.together(TINY) == 4
-    monkeypatch.setattr(small, "MODELS", {"tiny": small.Model(None, 90)})
-    assert small.together(TINY) == 1
+    memory = {"total_memory": 80 << 30}
+    monkeypatch.setattr(torch.cuda, "get_device_properties", lambda: type("Properties", (), memory))
+    setting = small.Setting("Llama-3.2-1B", 1, 512)  # 1.24 billion parameters
+    assert small.needed(setting) == pytest.approx((9.2 + 1.25 + 1.5) * 2**30, rel=0.01)
+    assert small.together(setting) == 6
+    assert small.together(setting._replace(batch=4)) == 5
+    assert small.together(setting._replace(lora=True)) == 15
+    assert small.together(setting._replace(batch=64)) == 1
 
 
 FIRST, SECOND, LORA = (small.SETTINGS[i].text() for i in (0, 1, 16))
