@@ -108,11 +108,12 @@ def _refusal(code: CodeType, numbers: Any) -> str:
 def _difference(theirs: Callable[..., Any]) -> float:
     """Return the largest difference of results and gradients between TRL's autograd function and ours."""
     random = torch.Generator("cpu").manual_seed(0)
-    values = [torch.randn(*shape, generator=random, device="cpu") for shape in ((5, 8), (11, 8), (11,))]
-    target = torch.tensor([3, 0, 10, 7, 7], device="cpu")
-    upstream = [torch.randn(5, generator=random, device="cpu") for _ in range(2)]
+    options: Any = {"generator": random, "device": "cpu", "dtype": torch.float32}
     results = []
-    with torch.enable_grad(), torch.autocast("cpu", enabled=False):
+    with torch.inference_mode(False), torch.autocast("cpu", enabled=False):
+        values = [torch.randn(*shape, **options) for shape in ((5, 8), (11, 8), (11,))]
+        target = torch.tensor([3, 0, 10, 7, 7], device="cpu")
+        upstream = [torch.randn(5, **options) for _ in range(2)]
         functions: tuple[Callable[..., Any], ...] = theirs, apply
         for function in functions:
             leaves = [value.requires_grad_() for value in values]

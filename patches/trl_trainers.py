@@ -75,10 +75,12 @@ def _refusal(function: Any) -> str:
 def _difference(theirs: Callable[..., Any]) -> float:
     """Return the largest difference of results and gradients between ``theirs`` and ``divergence_loss``."""
     random = torch.Generator("cpu").manual_seed(0)
-    values = [torch.randn(*shape, generator=random, device="cpu") for shape in ((1, 5, 8), (1, 5, 6), (11, 8), (11, 6))]
-    mask = torch.tensor([[1, 0, 1, 1, 1]], device="cpu")
+    options: Any = {"generator": random, "device": "cpu", "dtype": torch.float32}
     largest = 0.0
-    with torch.enable_grad(), torch.autocast("cpu", enabled=False):
+    with torch.inference_mode(False), torch.autocast("cpu", enabled=False):
+        shapes = (1, 5, 8), (1, 5, 6), (11, 8), (11, 6)
+        values = [torch.randn(*shape, **options) for shape in shapes]
+        mask = torch.tensor([[1, 0, 1, 1, 1]], device="cpu")
         for beta in (0.0, 0.3, 1.0):
             results = []
             functions: tuple[Callable[..., Any], ...] = theirs, divergence_loss

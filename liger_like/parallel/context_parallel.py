@@ -58,6 +58,7 @@ class ContextParallel:
         self.shards, self.method = shards, method
         self._outer: list[Any] = []
         self._awaits_attention = self._awaits_documents = False
+        self._visible: Tensor | None = None  # [B, s], if some tokens of the last batch are padding
 
     def __enter__(self) -> "ContextParallel":
         self._outer.append(attention.context)
@@ -88,9 +89,9 @@ class ContextParallel:
         if tokens is None:
             raise ValueError(f"batch must have input_ids or inputs_embeds, got {', '.join(batch) or 'an empty one'}")
         B, S = tokens.shape[:2]
-        starts = _starts(batch, tokens)
-        masks = "attention_mask", "cu_seq_lens_q", "cu_seq_lens_k"
-        batch = {name: value for name, value in batch.items() if name not in masks and value is not None}
+        starts, mask = _starts(batch, tokens), batch.get("attention_mask")
+        masked = "attention_mask", "cu_seq_lens_q", "cu_seq_lens_k"
+        batch = {name: value for name, value in batch.items() if name not in masked and value is not None}
         positions = batch.get("position_ids", torch.arange(S, device=tokens.device)[None])
         batch["position_ids"] = positions.expand(B, S)
         if "labels" in batch and "shift_labels" not in batch:
@@ -104,6 +105,10 @@ class ContextParallel:
                 sides = (0, 0) * (value.dim() - 2) + (0, more)
                 batch[name] = self.shards.own(pad(value, sides, value=-100 if "labels" in name else 0))
         self._awaits_attention, self._awaits_documents = True, starts is not None
+        self._visible = None
+        if more or (mask is not None and not mask.all()):
+            visible = torch.ones(B, S, device=tokens.device) if mask is None else mask
+            self._visible = self.shards.own(pad(visible, (0, more)))
         if starts is not None:
             starts = pad(starts, (0, more))
             starts[:, 0] = True
@@ -122,10 +127,19 @@ class ContextParallel:
     def balance(self, layers: Sequence[Tensor], top_k: int) -> Tensor:
         """Return this process's part of the load balancing loss [] of routers over the tokens of all processes.
 
-        ``layers``: the logits [..., E] of this process. Shares of experts are constants of that loss, so they are
-        summed over the processes; probabilities are of this process's tokens. The sum of the parts is the loss.
+        ``layers``: the logits [..., E] of this process's part of the last batch of ``shard``, whose padding does not
+        count. Shares of experts are constants of that loss, so they are summed over the processes; probabilities are of
+        this process's tokens. The sum of the parts is the loss.
+
+        Raises ValueError if that batch has padding and another number of tokens.
         """
-        counts, probabilities, rows = sums_of(layers, top_k)
+        tokens = layers[0].shape[:-1].numel()
+        if self._visible is not None and self._visible.numel() != tokens:
+            raise ValueError(
+                f"routers must see the {self._visible.numel()} tokens of the last .shard, of which some are padding, "
+                f"got {tokens}"
+            )
+        counts, probabilities, rows = sums_of(layers, top_k, self._visible)
         chosen = torch.cat((counts, rows[None]))
         dist.all_reduce(chosen, group=self.shards.group)
         return loss_of(chosen[:-1], probabilities, chosen[-1])

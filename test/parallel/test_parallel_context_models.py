@@ -29,6 +29,8 @@ MODELS = [  # family, changes of its config, batch, method
     ("Mistral", {"sliding_window": 5}, "cu_seq_lens", "ring"),
     ("GptOss", ATTENTION["GptOss"], "uneven length", "allgather"),
     ("Mixtral", {"output_router_logits": True}, "whole", "allgather"),
+    ("Mixtral", {"output_router_logits": True}, "left padding", "allgather"),
+    ("Mixtral", {"output_router_logits": True}, "uneven length", "ring"),
 ]
 
 
@@ -84,6 +86,13 @@ def test_models_see_the_context_within_it_only(mesh):
         across = patched(**outer.shard(inputs)).loss
     assert attention.context is None
     torch.testing.assert_close(across, patched(**inputs).loss)
+
+
+def test_routers_that_see_other_tokens_than_those_of_the_batch(mesh):
+    with context_parallel(mesh) as cp:
+        model()(**cp.shard(masked(batch(), slice(3))), use_cache=False)
+        with pytest.raises(ValueError, match=r"see the 24 tokens of the last \.shard, .* got 7"):
+            cp.balance([torch.ones(7, 4)], 2)
 
 
 def test_compiled_layers(mesh):

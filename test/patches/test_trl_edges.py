@@ -3,7 +3,11 @@
 import pytest
 import torch
 import trl_trainers
-from test_trl import assert_learnt, learnt, made, ran  # noqa: F401  # fixtures
+from test_trl import LOSS_AND_NORMS, assert_learnt, head_rows, learnt, made, ran  # noqa: F401  # fixtures
+
+from liger_like.patches import trl_code
+from liger_like.patches import trl_trainers as plans
+from liger_like.trainer import patch_trainer
 
 pytestmark = [pytest.mark.filterwarnings("error:liger_like"), pytest.mark.usefixtures("references")]
 PAIRS = [
@@ -40,3 +44,21 @@ def test_labels_that_are_all_ignored(made):  # noqa: F811
         assert not numbers.any()
         numbers.sum().backward()
         assert not model.lm_head.weight.grad.any()
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("mode", [torch.no_grad, torch.inference_mode])
+@pytest.mark.parametrize("kind", ["SFT", "Distillation"])
+def test_trainers_patched_in_another_mode(kind, mode, dtype, made):  # noqa: F811
+    """A trial of TRL's functions takes gradients in fp32, whatever is set outside of it."""
+    trainer = made(kind)
+    for module in (trl_code, plans):
+        module._refusal.cache_clear()
+    with mode():
+        default = torch.get_default_dtype()
+        torch.set_default_dtype(dtype)
+        try:
+            report = patch_trainer(trainer, **LOSS_AND_NORMS)
+        finally:
+            torch.set_default_dtype(default)
+    assert {row.status for row in head_rows(report)} == {"patched"}
