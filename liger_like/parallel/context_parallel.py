@@ -80,7 +80,7 @@ class ContextParallel:
         "position_ids" [B, S] are added if missing. Documents are read from "cu_seq_lens_q" (offsets into the
         concatenated rows), else from positions that do not rise by one; the result has "cu_seq_lens_q" and
         "cu_seq_lens_k" of the whole batch. "attention_mask" [B, S] may hide tokens at either end of a row; no visible
-        token then sees them.
+        token then sees them. The load balancing loss leaves them out, too, and expects the batch that was sharded last.
 
         Raises TypeError if ``batch`` is not a mapping, ValueError for missing tensors and wrong shapes.
         """
