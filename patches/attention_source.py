@@ -64,15 +64,25 @@ def looks_into_its_mask(cls: Any) -> bool:
 
 @functools.cache
 def looks_into_a_mask_it_makes(cls: Any) -> bool:
-    """Return True if the forward of ``cls`` does more with a mask that transformers made than pass it on."""
+    """Return True if the forward of ``cls`` does more with a mask that transformers made than pass it on.
+
+    Masks in a dict are indexed to be passed on, but may be joined with others, too.
+    """
     code = [*ast.walk(tree_of(cls.forward))]
     made = {
-        ast.unparse(node.targets[0]): node.lineno
+        ast.unparse(node.targets[0]): node
         for node in code
-        if isinstance(node, ast.Assign) and re.match(r"create_\w*mask\(", ast.unparse(node.value))
+        if isinstance(node, ast.Assign) and re.match(r"({.*)?create_\w*mask\(", ast.unparse(node.value))
     }
-    uses = [node.value for node in code if isinstance(node, ast.Attribute | ast.Subscript)]
-    return any(isinstance(use, ast.Name) and use.lineno > made.get(use.id, use.lineno) for use in uses)
+    dicts = {name for name, node in made.items() if isinstance(node.value, ast.Dict)}
+    read = [node.value for node in code if isinstance(node, ast.Attribute | ast.Subscript)]
+    uses = [use for use in read if ast.unparse(use) not in dicts]
+    for node in code:
+        if isinstance(node, ast.BinOp):
+            uses += [node.left, node.right]
+        elif isinstance(node, ast.Call) and ast.unparse(node.func).startswith("torch."):
+            uses += [part for part in ast.walk(node) if isinstance(part, ast.expr)]
+    return any(isinstance(use, ast.Name) and use.id in made and use.lineno > made[use.id].lineno for use in uses)
 
 
 def only_makes_masks(forward: Callable[..., Any]) -> bool:

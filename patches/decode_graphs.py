@@ -23,8 +23,8 @@ from transformers import DynamicCache
 from transformers.cache_utils import Cache, StaticLayer
 
 from liger_like.graphs import ADAPTERS, LAUNCHES, PLAIN
-from liger_like.patches import packed_lora, unpacked
-from liger_like.patches.generation import CACHES
+from liger_like.patches import NAME, packed_lora, unpacked
+from liger_like.patches.generation import CACHES, text_config
 from liger_like.patches.growing_cache import GrowingLayer
 from liger_like.runtime.support import HOOKS, as_in_graph, is_local
 
@@ -206,6 +206,8 @@ def is_fit(model: Any, inputs: dict[str, Any]) -> bool:
     device = inputs["input_ids"].device
     kind = device.type
     if kind not in DEVICES or not getattr(model, "_can_compile_fullgraph", False):
+        return False
+    if text_config(model)._attn_implementation != NAME:  # others may need a mask to leave the rest of the memory out
         return False
     if _is_traced_or_changed(kind) or not _can_capture(kind):
         return False

@@ -284,7 +284,7 @@ def _with_our_cache(processor: Any, half: int) -> Any:
     cls: Any = type(processor.cache)
     if (ours := paged.cache_class(cls)) is not cls:
         if half:
-            paged.join_rows(processor.cache)
+            paged.join_rows(processor)
         paged.clear(processor.cache)
         processor.cache.__class__ = ours
     return processor

@@ -57,12 +57,19 @@ def clear(cache: Any) -> None:
         tensor.zero_()
 
 
-def join_rows(cache: Any) -> None:
-    """Put the keys and values of each page of ``cache`` one behind the other, as newer versions of transformers do."""
+def join_rows(processor: Any) -> None:
+    """Put the keys and values of each page of a cache one behind the other, as newer versions of transformers do.
+
+    ``processor`` has the cache, and a manager that moves pages to the host, which has views of the cache.
+    """
+    cache: Any = processor.cache
+    offloading: Any = getattr(processor, "offloading_manager", None)
     for i, keys in enumerate(getattr(cache, "key_cache", ())):
         page = cache.block_size, *keys.shape[1:]
         pages = keys.new_zeros(keys.shape[0] // page[0], 2, *page)
         cache.key_cache[i], cache.value_cache[i] = pages.unbind(1)
+    if hasattr(offloading, "_gpu_key_views"):
+        offloading._gpu_key_views, offloading._gpu_value_views = cache.key_cache, cache.value_cache
 
 
 class _Layer(NamedTuple):

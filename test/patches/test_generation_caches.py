@@ -5,12 +5,14 @@ import pickle
 
 import pytest
 import torch
+import transformers
 from conftest import DEVICE
 from test_generation import model_of, options
 from transformers import DynamicCache
 from transformers.cache_utils import DynamicLayer
 from transformers.generation.configuration_utils import CompileConfig
 
+from liger_like.doctor import tiny
 from liger_like.patches import attention
 from liger_like.patches.growing_cache import ROOM, GrowingLayer, let_grow
 from liger_like.patching import patch, unpatch
@@ -87,6 +89,20 @@ def test_sequences_of_a_prompt_and_beams():
     expected = [tokens(model, inputs, **choice) for choice in choices]
     patch(model)
     assert [torch.equal(tokens(model, inputs, **c), e) for c, e in zip(choices, expected, strict=True)] == [True, True]
+
+
+@pytest.mark.parametrize("cache", ["dynamic", "static"])
+def test_a_decoder_that_joins_its_masks(cache):
+    """Its layers attend to tokens and to the encoder at once."""
+    cls = transformers.T5Gemma2ForConditionalGeneration
+    model, inputs = tiny.build(cls, cls.config_class()).to(DEVICE).eval(), padded()
+    model.generation_config.use_cache = True
+    how = {"cache_implementation": cache, "decoder_start_token_id": 1}
+    expected = tokens(model, inputs, **how)
+    report = [row for row in patch(model).rows if row.pattern == "attention"]
+    (row,) = (row for row in report if row.cls == "T5Gemma2MergedAttention")
+    assert "T5Gemma2Decoder.forward uses a mask for more than passing it on" in row.reason
+    assert torch.equal(tokens(model, inputs, **how), expected)
 
 
 def test_steps_copy_nothing():

@@ -15,6 +15,7 @@ from tiny_models import ATTENTION, batch, results, rows, tiny
 from torch import nn
 from transformers.generation import ContinuousBatchingConfig
 from transformers.generation.configuration_utils import CompileConfig
+from transformers.generation.continuous_batching import offloading_manager
 
 from liger_like.patches import attention, generation, latents, paged
 from liger_like.patches.attention import Mask, attend
@@ -179,6 +180,28 @@ def test_continuous_batching_shares_and_copies_pages(monkeypatch):
         while len(made) < 2 * len(ids):
             made.append(manager.get_result(timeout=60).generated_tokens)
     assert sorted(made) == sorted(expected * 2)
+
+
+def test_continuous_batching_moves_pages_to_the_host(monkeypatch):
+    """Where few pages are free, the cache of a sequence goes to the host and comes back."""
+    torch.manual_seed(1)
+    model, ids, empty, moved = model_of("DeepseekV3"), prompts(3, 41, 17, 33), torch.empty, []
+    expected = eager(model, ids, max_new_tokens=20)
+    patch(model)
+    restore = offloading_manager.OffloadingManager.restore_scheduled_requests
+
+    def noted(self, requests):
+        moved.extend(each.state.request_id for each in requests if each.state.is_cpu_offloaded)
+        return restore(self, requests)
+
+    def unpinned(*shape, pin_memory=False, **options):
+        return empty(*shape, pin_memory=pin_memory and DEVICE == "cuda", **options)
+
+    monkeypatch.setattr(offloading_manager.OffloadingManager, "restore_scheduled_requests", noted)
+    monkeypatch.setattr(torch, "empty", unpinned)
+    settings = {"num_blocks": 10, "cpu_offload_space": 0.01}
+    assert batched(model, ids, settings, options(max_new_tokens=20)) == expected
+    assert moved
 
 
 class Quantised(nn.Linear):

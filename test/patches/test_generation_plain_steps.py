@@ -56,7 +56,11 @@ def training(model):
     model.train()
 
 
-CHANGED = {change.__name__: change for change in (accelerated, hooked, replaced, compiled, training)}
+def chosen(model):
+    model.set_attn_implementation("sdpa")
+
+
+CHANGED = {change.__name__: change for change in (accelerated, hooked, replaced, compiled, training, chosen)}
 CALLS = {
     "disable_compile": {"disable_compile": True},
     "beams": {"num_beams": 2},
@@ -114,6 +118,7 @@ INPUTS = {
 @pytest.mark.parametrize("name", INPUTS)
 def test_inputs_that_a_graph_can_hold(name):
     model, ids = family("Llama"), torch.ones(1, 1, dtype=torch.int64, device=DEVICE)
+    patch(model)
     fit = decode_graphs.is_fit(model, {"input_ids": ids, "use_cache": True, **INPUTS[name]})
     assert fit == (name in ("none", "positions"))
 

@@ -230,6 +230,18 @@ def test_parts_that_are_frozen(trained, device):
     assert all((p.grad is not None) == (trained in name) for name, p in patched.named_parameters())
 
 
+@pytest.mark.parametrize("bias", ["use_relative_position_bias", "use_shared_relative_position_bias"])
+def test_attention_whose_masks_get_a_bias_is_left_alone(bias, device):
+    """BEiT adds it to the mask that transformers made."""
+    sizes = {"hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 2, "num_attention_heads": 4}
+    config = transformers.BeitConfig(**sizes, image_size=16, patch_size=4, **{bias: True})
+    original = random(transformers.BeitModel(config), device)
+    patched, images = copy.deepcopy(original), torch.randn(2, 3, 16, 16, device=device)
+    assert {row.status for row in rows(patch(patched), "attention")} == {"skipped"}
+    got, expected = (model.eval()(pixel_values=images).last_hidden_state for model in (patched, original))
+    torch.testing.assert_close(got, expected)
+
+
 def test_attention_whose_masks_are_looked_into_is_left_alone(device):
     """Siglip 2's head makes a mask of its own and repeats it for a torch.nn.MultiheadAttention."""
     sizes = {name: size for name, size in ENCODER.items() if name != "image_size"}

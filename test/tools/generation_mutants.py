@@ -2,7 +2,7 @@
 
 GENERATION, PAGED_CACHE, GROWING = "patches/generation.py", "patches/paged.py", "patches/growing_cache.py"
 ATTENTION, LATENTS = "patches/attention.py", "patches/latents.py"
-DECODE = "patches/decode_graphs.py"
+DECODE, SOURCE = "patches/decode_graphs.py", "patches/attention_source.py"
 
 GENERATING = [
     (
@@ -259,4 +259,16 @@ GENERATING = [
         "a graph reads NaN behind the tokens",
     ),
     (GROWING, "m.rows is r and m.used is t", "m.rows is r", "a cropped layer is taken for that of a graph"),
+    (
+        DECODE,
+        "if text_config(model)._attn_implementation != NAME:",
+        "if False:",
+        "other attention reads the memory behind the tokens",
+    ),
+    (
+        SOURCE,
+        "            uses += [part for part in ast.walk(node) if isinstance(part, ast.expr)]",
+        "            pass",
+        "a decoder joins masks that are no tensors",
+    ),
 ]

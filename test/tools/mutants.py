@@ -227,7 +227,8 @@ TESTS = {
     "patches/attention.py": (
         "default_device or test_generation or spans_of_documents or test_patches_unpacked or read_earlier_tokens"
     ),
-    **dict.fromkeys(("patches/unpacked.py", "patches/attention_source.py"), "test_patches_unpacked"),
+    "patches/unpacked.py": "test_patches_unpacked",
+    "patches/attention_source.py": "test_patches_unpacked or joins_its_masks or get_a_bias",
     "patches/routers.py": "test_patches_routers",
     "patches/balance.py": "test_patches_balance or what_one_process_does or nothing_has_gradients",
     **{file: "test_tokens or trl" for file, *_ in TRL},
