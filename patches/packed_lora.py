@@ -1,13 +1,16 @@
 """Spare PEFT's adapters of packed experts a sum of all weights in each forward, which only checks its own shape.
 
 PEFT registers a parametrisation in each forward. To check it, torch adds the adapter to the weights of all experts and
-drops the sum. The wrapper of the experts gets a copy of PEFT's method that registers without this check.
+drops the sum. The wrapper of the experts gets a copy of PEFT's method that registers without this check, and without
+counting a change of the weights.
 """
 
 import functools
+from contextlib import nullcontext
 from types import MethodType, SimpleNamespace
 from typing import Any
 
+import torch
 from torch import nn
 
 from liger_like.patches import UnrecognisedError
@@ -47,5 +50,8 @@ def _unchecked(method: Any) -> Any:
 
 
 def _register(module: nn.Module, name: str, parametrization: Any) -> nn.Module:
-    unsafe = is_folded(type(parametrization).forward)
-    return nn.utils.parametrize.register_parametrization(module, name, parametrization, unsafe=unsafe)
+    unsafe, weight = is_folded(type(parametrization).forward), module._parameters.get(name)
+    counted = weight is not None and not weight.is_inference()
+    # torch sets the weight to itself: the backward of an earlier forward, which reads it, would take that for a change
+    with torch.autograd._unsafe_preserve_version_counter(weight) if counted else nullcontext():
+        return nn.utils.parametrize.register_parametrization(module, name, parametrization, unsafe=unsafe)
