@@ -10,8 +10,8 @@ from contextlib import nullcontext
 from types import MethodType, SimpleNamespace
 from typing import Any
 
-import torch
 from torch import nn
+from torch.autograd import grad_mode
 
 from liger_like.patches import UnrecognisedError
 from liger_like.patches.experts import PACKED, is_folded
@@ -50,8 +50,9 @@ def _unchecked(method: Any) -> Any:
 
 
 def _register(module: nn.Module, name: str, parametrization: Any) -> nn.Module:
-    unsafe, weight = is_folded(type(parametrization).forward), module._parameters.get(name)
+    unsafe = is_folded(type(parametrization).forward)
+    weight: Any = module._parameters.get(name)
     counted = weight is not None and not weight.is_inference()
     # torch sets the weight to itself: the backward of an earlier forward, which reads it, would take that for a change
-    with torch.autograd._unsafe_preserve_version_counter(weight) if counted else nullcontext():
+    with grad_mode._unsafe_preserve_version_counter(weight) if counted else nullcontext():
         return nn.utils.parametrize.register_parametrization(module, name, parametrization, unsafe=unsafe)
