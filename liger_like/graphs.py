@@ -101,12 +101,13 @@ class GraphedStep:
         """Run the backward with gradients at addresses that all graphs know."""
         kind = self._kind(self._backward, args, kwargs)
         touched = self._touched.setdefault(kind, {})
-        fresh = [p for p in touched if p.grad is None]
+        fresh = {p: None for p in touched if p.grad is None}
         for p in fresh:
             p.grad = self._grads[p]
         if fresh:
             torch._foreach_zero_([self._grads[p] for p in fresh])
         before = {p: p.grad._version for p in self._with_gradient()}
+        ordinary = self._launched[kind] < LAUNCHES
         loss: Tensor = self._run(self._backward, kind, args, kwargs)
         for p in self._with_gradient():
             if p not in before:
@@ -116,6 +117,8 @@ class GraphedStep:
                 p.grad = kept if kept is p.grad else kept.copy_(p.grad)
             if p.grad._version != before.get(p):  # a replay changes no version
                 touched[p] = None
+            elif ordinary and p in fresh:  # no gradient this time: zeros would let the optimizer update it
+                p.grad = None
         return loss
 
     def _backward(self, *args: Any, **kwargs: Any) -> Tensor:

@@ -356,13 +356,11 @@ def _model_methods(cls: type[Any]) -> dict[str, Any]:
         head = self.get_output_embeddings()
         lazy = labels is not None and self.training
         if lazy and (not hasattr(type(head), "_kind") or obstacle(head)):
-            warnings.warn(
-                "liger_like: the head changed after patching, patch again; this loss is not fused", stacklevel=2
-            )
+            _warn("the head changed after patching, patch again; this loss is not fused")
             lazy = False
         elif lazy and (found := hook_in(head)):
             reason = f"the head has a hook or a new forward, {found}"
-            warnings.warn(f"liger_like: {reason}; this loss is not fused", stacklevel=2)
+            _warn(f"{reason}; this loss is not fused")
             lazy = False
         # torch.compile does not trace torch's own cross_entropy into __torch_function__ of lazy logits
         if not lazy or (torch.compiler.is_compiling() and not traceable):
@@ -390,6 +388,12 @@ def _model_methods(cls: type[Any]) -> dict[str, Any]:
 
     loss = property(loss_function, cls.loss_function.fset)
     return {"forward": forward, "loss_function": loss, "__setattr__": set_attribute}
+
+
+@torch.compiler.assume_constant_result  # type: ignore[untyped-decorator]
+def _warn(message: str) -> None:
+    """Warn, under torch.compile while it traces: a warning within a graph would break it."""
+    warnings.warn(f"liger_like: {message}", stacklevel=3)
 
 
 def fuses_loss(model: nn.Module) -> bool:
@@ -432,8 +436,5 @@ def _settle(value: Any) -> Any:
         return value
     if value.fused and value.made is None:
         return None
-    warnings.warn(
-        "liger_like: the model did more with its logits than scale and softcap them; this loss was not fused",
-        stacklevel=2,
-    )
+    _warn("the model did more with its logits than scale and softcap them; this loss was not fused")
     return value.real()

@@ -1,14 +1,17 @@
 """Spare PEFT's adapters of packed experts a sum of all weights in each forward, which only checks its own shape.
 
 PEFT registers a parametrisation in each forward. To check it, torch adds the adapter to the weights of all experts and
-drops the sum. The wrapper of the experts gets a copy of PEFT's method that registers without this check.
+drops the sum. The wrapper of the experts gets a copy of PEFT's method that registers without this check, and without
+counting a change of the weights.
 """
 
 import functools
+from contextlib import nullcontext
 from types import MethodType, SimpleNamespace
 from typing import Any
 
 from torch import nn
+from torch.autograd import grad_mode
 
 from liger_like.patches import UnrecognisedError
 from liger_like.patches.experts import PACKED, is_folded
@@ -48,4 +51,8 @@ def _unchecked(method: Any) -> Any:
 
 def _register(module: nn.Module, name: str, parametrization: Any) -> nn.Module:
     unsafe = is_folded(type(parametrization).forward)
-    return nn.utils.parametrize.register_parametrization(module, name, parametrization, unsafe=unsafe)
+    weight: Any = module._parameters.get(name)
+    counted = weight is not None and not weight.is_inference()
+    # torch sets the weight to itself: the backward of an earlier forward, which reads it, would take that for a change
+    with grad_mode._unsafe_preserve_version_counter(weight) if counted else nullcontext():
+        return nn.utils.parametrize.register_parametrization(module, name, parametrization, unsafe=unsafe)

@@ -183,6 +183,31 @@ def test_gradient_checkpointing(reentrant, device, defined):
     assert are_split(defined) == {(True, True)}
 
 
+@pytest.mark.parametrize("trained", [False, True])
+def test_forwards_before_the_backward(trained, device, defined):
+    """PEFT sets a weight to itself in each forward, which no backward of an earlier forward may take for a change."""
+    models, first, second = pair("Qwen3Moe", device), batch(device), batch(device, rows=1)
+    patch(models[0], **OTHERS)
+    gradients = []
+    for model in models:
+        for name, p in model.named_parameters():
+            p.requires_grad_(p.requires_grad or (trained and "experts" in name))
+        loss = model(**first).loss
+        with torch.no_grad():
+            model(**second)
+        (loss + model(**second).loss).backward()
+        gradients.append({name: p.grad for name, p in model.named_parameters() if p.grad is not None})
+    torch.testing.assert_close(*gradients, rtol=1e-3, atol=1e-5)
+
+
+def test_weights_that_count_no_changes(device, defined):
+    with torch.inference_mode():
+        models = [model.eval() for model in pair("Qwen3Moe", device)]
+        patch(models[0], **OTHERS)
+        inputs = batch(device)
+        torch.testing.assert_close(*(model(**inputs).loss for model in models), rtol=1e-4, atol=1e-5)
+
+
 def test_factors_of_a_wider_dtype(device, defined):
     """Adapters as PEFT makes them for 16-bit models, compared with the same model in float64."""
     models = pair("Qwen3Moe", device)

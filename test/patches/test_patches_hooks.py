@@ -94,6 +94,19 @@ def test_each_part(family, way, device, monkeypatch):
             assert error <= 1e-4 * norm + 1e-6, f"{name}: {key} {error:.1e} of {norm:.1e}"
 
 
+def test_a_hook_on_the_head_breaks_no_compiled_graph(device):
+    """torch.compile cannot trace a warning: it is given while the graph is traced."""
+    original = tiny("Llama", device, num_hidden_layers=1)
+    patched, inputs = copy.deepcopy(original), batch(device, rows=1, length=7) | {"use_cache": False}
+    patch(patched)
+    for model in (original, patched):
+        model.lm_head.register_forward_hook(lambda _, args, output: changed(output))
+    torch.compiler.reset()
+    with pytest.warns(UserWarning, match="the head has a hook or a new forward"):
+        loss = torch.compile(patched, backend="eager", fullgraph=True)(**inputs).loss
+    torch.testing.assert_close(loss, original(**inputs).loss)
+
+
 def test_the_forward_of_transformers_tensor_parallelism(device):
     """The fused loss takes it off."""
     model = tiny("Llama", device, num_hidden_layers=1)

@@ -238,6 +238,34 @@ def test_a_parameter_without_a_gradient_keeps_its_value(device):
     assert model.unused not in step.optimizer.state
 
 
+class Chosen(nn.Module):
+    """A model whose batch chooses the layer that it runs."""
+
+    def __init__(self):
+        super().__init__()
+        self.layers = nn.ModuleList(nn.Linear(4, 1) for _ in range(3))
+
+    def forward(self, x, chosen):
+        return self.layers[int(chosen)](x).square().mean()
+
+
+def test_weights_that_only_some_micro_batches_use():
+    """AdamW skips a layer that no micro-batch of this update has chosen, though earlier ones of the kind had."""
+    model = Chosen()
+    twin = copy.deepcopy(model)
+    one, optimizer = (torch.optim.AdamW(each.parameters(), lr=0.1, weight_decay=0.5) for each in (model, twin))
+    step = GraphedStep(model, one)
+    for first, second in ((0, 1), (1, 2), (1, 1), (2, 0)):
+        x = torch.randn(2, 4)
+        step.accumulate(x, torch.tensor(first))
+        step(x, torch.tensor(second))
+        for chosen in (first, second):
+            twin(x, chosen).backward()
+        optimizer.step()
+        optimizer.zero_grad()
+    assert_same(model, twin)
+
+
 def test_micro_batches_in_another_dtype(device):
     model = Mean(device)
     step = GraphedStep(model, torch.optim.SGD(model.parameters(), lr=0.1))

@@ -45,6 +45,12 @@ GRAPHS = [
         "            list(part)",
         "a backward reads an updated weight",
     ),
+    (
+        BESIDE,
+        "            elif ordinary and p in fresh:",
+        "            elif False:",
+        "a weight without a gradient is updated by zeros",
+    ),
     (BESIDE, "            if p in kept:", "            if False:", "a weight is updated by each part of its gradient"),
     (
         BESIDE,

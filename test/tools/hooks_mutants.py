@@ -3,7 +3,7 @@
 Each is (file, old, new, why).
 """
 
-SUPPORT, HEADS = "runtime/support.py", "patches/heads.py"
+SUPPORT, HEADS, HEAD = "runtime/support.py", "patches/heads.py", "patches/lm_head.py"
 EXPERTS, OWN, SEPARATE = "patches/experts.py", "patches/own_experts.py", "patches/separate_experts.py"
 
 HOOKS = [
@@ -14,6 +14,7 @@ HOOKS = [
     (SUPPORT, "not any(HOOKS_OF_ALL) or all(", "not any(HOOKS_OF_ALL) or False and all(", "a traced step is another"),
     (HEADS, "else changed(part) for part", "else hook_on(part) for part", "a new forward of the head gets the loss"),
     (HEADS, "if kind == TENSOR_PARALLEL else", "if False else", "the forward of a sharded head is in the way"),
+    (HEAD, "@torch.compiler.assume_constant_result  # type: ignore[untyped-decorator]\n", "", "a warning breaks it"),
     (OWN, "(self.router, self.experts, experts)", "()", "hooks on Llama 4's router and experts see other rows"),
     (OWN, " or changed(self.identity_expert)", "", "hooks on LongCat's identity do not run"),
     (SEPARATE, " and not changed(part)", "", "hooks on the parts of DBRX or JetMoE do not run"),

@@ -146,13 +146,10 @@ PATCHES = [
         '{"logits": None, "input": x.dtype, ',
         "weights are in fp32",
     ),
+    (PACKED_LORA, "if counted else", "if False else", "a second forward breaks the backward of the first"),
+    (PACKED_LORA, " and not weight.is_inference()", "", "weights of inference mode are refused"),
     (PACKED_LORA, "unsafe=unsafe)", "unsafe=False)", "each forward adds an adapter to all experts"),
-    (
-        PACKED_LORA,
-        "is_folded(type(parametrization).forward)",
-        "True",
-        "torch checks no parametrisation of another code",
-    ),
+    (PACKED_LORA, "is_folded(type(parametrization).forward)", "True", "torch checks no parametrisation of others"),
     (PACKED_LORA, "del vars(module)[METHOD]", "pass", "PEFT's method is not put back"),
     (
         "patching.py",
