@@ -50,6 +50,7 @@ ROOT = Path(__file__).parents[2]
 PACKAGE = "liger_like"
 FILES = (
     "test/runtime/test_graphs_beside.py",
+    "test/runtime/test_graphs_replayed.py",
     "test/runtime/test_replay.py",
     "test/runtime/test_replay_ops.py",
     "test/runtime/test_replay_values.py",
@@ -220,7 +221,7 @@ TESTS = {
     **{file: "test_generation" for file, *_ in GENERATING},
     "patches/decode_graphs.py": "test_generation_graphs or plain_steps",
     **{file: "patches" for file, *_ in PATCHES},
-    "graphs.py": "test_graphs_beside",
+    "graphs.py": "test_graphs_beside or test_graphs_replayed",
     **dict.fromkeys(
         ("patches/own_experts.py", "patches/separate_experts.py"), "experts or test_patches_every_expert or hooks"
     ),
