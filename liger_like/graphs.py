@@ -16,7 +16,7 @@ from liger_like.ops.losses.rows import raise_bad_label
 from liger_like.runtime.checks import require_positive, require_type
 from liger_like.runtime.support import as_in_graph
 
-LAUNCHES = 2  # calls of a kind before its capture: they compile kernels and load libraries
+LAUNCHES = 2  # calls of a kind before its capture: they compile kernels, load libraries and make gradients
 MANY_KINDS = 50
 PART = 1 << 24  # numbers of weights whose update starts together, beside the backward of others
 SEPARATE = torch.optim.SGD, torch.optim.Adam, torch.optim.AdamW  # these update each weight by its gradient alone
@@ -68,8 +68,9 @@ class GraphedStep:
         self.grad_norm: Tensor | None = None
         self.device = _checked_device(model)
         _check_optimizer(optimizer, self.device)
+        self._stream: Any = None  # of the captures; without a GPU there are none
         if self.device.type == "cuda":
-            self._stream: Any = torch.cuda.Stream(self.device)  # type: ignore[no-untyped-call]
+            self._stream = torch.cuda.Stream(self.device)  # type: ignore[no-untyped-call]
             self._beside: Any = torch.cuda.Stream(self.device)  # type: ignore[no-untyped-call]
         self._rates: dict[int, Tensor] = {}  # learning rates by group
         self._grads: dict[Tensor, Tensor] = {}  # accumulated gradients by parameter
@@ -187,12 +188,12 @@ class GraphedStep:
     ) -> Any:
         """Return the results of ``work``: launched in the first calls of a kind, replayed in later calls."""
         kwargs = kwargs or {}
-        if self.device.type != "cuda":
+        if self._stream is None:
             return work(*args, **kwargs)
         with torch.cuda.device(self.device), self._rates_on_device():
+            setup = self._setup
             if self._launched[kind] < LAUNCHES:
-                self._launched[kind] += 1
-                if len(self._launched) == MANY_KINDS and self._launched[kind] == 1:
+                if kind not in self._launched and len(self._launched) == MANY_KINDS - 1:
                     warnings.warn(
                         f"liger_like: GraphedStep got {MANY_KINDS} kinds of calls, and replays no kind before its third"
                         " call: pad batches to few lengths, and pass numbers that change as tensors",
@@ -203,10 +204,13 @@ class GraphedStep:
                 with torch.cuda.stream(self._stream), as_in_graph():  # the kernels that will be captured
                     results = work(*args, **kwargs)
                 torch.cuda.current_stream().wait_stream(self._stream)
+                self._inspect()
+                # no capture may make the optimizer's state or a buffer: it is left unfilled if the capture fails
+                self._launched[kind] += self._setup == setup
                 return results
             captured = self._captured.get(kind)
             if captured is None:
-                setup, captured = self._setup, self._capture_fastest(work, args, kwargs)
+                captured = self._capture_fastest(work, args, kwargs)
                 self._inspect()
                 if self._setup == setup:  # else the graph makes the optimizer's state, and must not run again
                     self._captured[kind] = captured

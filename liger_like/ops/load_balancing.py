@@ -229,7 +229,7 @@ def _check_layers(layers: Sequence[Tensor]) -> None:
 
 
 def _check_mask(mask: Tensor, logits: Tensor) -> None:
-    rows = logits.shape[:-1].numel()
+    rows = math.prod(logits.shape[:-1])  # Size.numel() makes an exported size a constant
     if not isinstance(mask, Tensor):
         raise TypeError(f"mask must be a tensor or None, got {type(mask).__name__}")
     if mask.is_complex() or mask.requires_grad:

@@ -22,6 +22,7 @@ from torch.nn.functional import cross_entropy, linear
 from torch.testing._internal.two_tensor import TwoTensor
 from torch.utils._pytree import tree_leaves
 
+from liger_like import fused_linear_divergence, load_balancing_loss, moe_experts
 from liger_like.ops.attention.choice import is_small
 from liger_like.ops.attention.masking import Masking
 from liger_like.ops.glu_linear import glu_linear
@@ -97,6 +98,29 @@ def test_strict_export_of_glu_linear(device):
     gate, up = (torch.randn(3, 6, device=device) for _ in range(2))
     exported = torch.export.export(unit, (gate, up), strict=True).module()
     torch.testing.assert_close(exported(gate, up), unit(gate, up))
+
+
+@pytest.mark.usefixtures("references")
+@pytest.mark.parametrize("strict", [False, True])
+@pytest.mark.parametrize("name", ["moe_experts", "load_balancing_loss", "fused_linear_divergence"])
+def test_an_export_serves_other_sizes(name, strict):
+    """Each op with a batch and a length that are free, as in transformers' models."""
+
+    class Call(torch.nn.Module):
+        def forward(self, x, mask):
+            if name == "moe_experts":
+                index = mask.long()[..., None].expand(*mask.shape, 2)
+                weights = x[..., :2].softmax(-1)
+                return moe_experts(x, gate_up, down, index, weights)
+            if name == "load_balancing_loss":
+                return load_balancing_loss(x, 2, mask=mask)
+            return fused_linear_divergence(x, head, x * 2, head, mask)
+
+    gate_up, down, head = torch.randn(4, 12, 8), torch.randn(4, 8, 6), torch.randn(11, 8)
+    first, second = ((torch.randn(*lead, 8), torch.rand(lead) > 0.3) for lead in ((2, 5), (3, 7)))
+    free = {0: torch.export.Dim("B", min=1, max=64), 1: torch.export.Dim("T", min=1, max=64)}
+    exported = torch.export.export(Call(), first, dynamic_shapes=(free, free), strict=strict).module()
+    torch.testing.assert_close(exported(*second), Call()(*second))
 
 
 @pytest.mark.parametrize("act", ["silu", "gelu_tanh"])

@@ -65,6 +65,7 @@ DIVERGENCE = [
     (CHUNKS, "call.argmax or None, call.shard", "call.shard", "no argmax is computed"),
     (CHUNKS, "and loads_operands(teacher.x, teacher.weight)", "", "a kernel cannot load the teacher's head"),
     (CHUNKS, "rows, index, options, z)", "rows, index, call.options, z)", "the teacher has the student's scale"),
+    (OP, "math.prod(x.shape[:-1])", "x.shape[:-1].numel()", "an export takes one size"),
     (OP, "target == IGNORED if masked else None", "None", "a NaN outside the mask gets into dA"),
     (OP, "dloss.where(target != IGNORED, 0) if dloss.dim() else dloss", "dloss", "an upstream NaN outside the mask"),
     (OP, "dloss = dloss * scale_of(ctx.scores[2])", "pass", "the gradient lacks the factor of beta"),

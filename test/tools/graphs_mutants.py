@@ -104,6 +104,13 @@ GRAPHS = [
         "                return self._capture(self._step_beside, args, kwargs)\n",
         "a failed capture leaves gradients",
     ),
+    (BESIDE, "self._launched[kind] += self._setup == setup", "self._launched[kind] += 1", "a capture makes state"),
+    (
+        BESIDE,
+        "            if self._launched[kind] < LAUNCHES:\n",
+        "            if self._launched[kind] < LAUNCHES:\n                self._launched[kind] += 1\n",
+        "a call that raised counts, and the capture makes gradients",
+    ),
     (MASKS, "cu_q[1:], right=True)", "cu_q[1:])", "the first row of a document belongs to the one before"),
     (
         MASKS,

@@ -50,6 +50,7 @@ ROOT = Path(__file__).parents[2]
 PACKAGE = "liger_like"
 FILES = (
     "test/runtime/test_graphs_beside.py",
+    "test/runtime/test_graphs_replayed.py",
     "test/runtime/test_replay.py",
     "test/runtime/test_replay_ops.py",
     "test/runtime/test_replay_values.py",
@@ -193,7 +194,8 @@ TESTS = {
     "losses.py": "test_post_training_losses",
     "_loss_checks.py": "test_post_training_losses",
     TOPK: "test_topk_divergence",
-    **dict.fromkeys((ROWS, OP), "test_divergence"),
+    ROWS: "test_divergence",
+    OP: "test_divergence or other_sizes",
     CHUNKS: "test_divergence or test_parallel_divergence or test_unstored_logits",
     **dict.fromkeys((SHARDS, DIVERGENCE_PARALLEL), "test_parallel_divergence"),
     "ops/losses/rows.py": "cross_entropy or test_losses or test_errors or test_logprobs or few_tokens",
@@ -220,7 +222,7 @@ TESTS = {
     **{file: "test_generation" for file, *_ in GENERATING},
     "patches/decode_graphs.py": "test_generation_graphs or plain_steps",
     **{file: "patches" for file, *_ in PATCHES},
-    "graphs.py": "test_graphs_beside",
+    "graphs.py": "test_graphs_beside or test_graphs_replayed",
     **dict.fromkeys(
         ("patches/own_experts.py", "patches/separate_experts.py"), "experts or test_patches_every_expert or hooks"
     ),

@@ -51,6 +51,7 @@ _ROUTER = [
     ("return (n, chosen, groups[2]) if n > 1 else", "return (n, n, groups[2]) if n > 1 else", "all groups are chosen"),
 ]
 _LOSS = [
+    ("rows = math.prod(logits.shape[:-1])", "rows = logits.shape[:-1].numel()", "an export takes one size"),
     ("for _ in range(K)", "for _ in range(1, K)", "an expert too few counts"),
     ("tl.where(order == LEAST, weight, 0.0)", "tl.where(order == LEAST, 1.0, 0.0)", "padding counts"),
     ("softmax_of_rows(z) * weight", "softmax_of_rows(z)", "probabilities of padding"),

@@ -5,6 +5,7 @@ x and out [..., H], index and weights [..., K], gate_up [E, 2I, H], down [E, H, 
 experts, all other maths are in fp32; z = [gate | up], h, h W2 and the gradients are rounded to that dtype.
 """
 
+import math
 from typing import Any, NamedTuple
 
 import torch
@@ -54,7 +55,7 @@ def moe_experts_ref(
 ) -> Tensor:  # fmt: skip
     """Compute ``moe_experts`` in plain torch, for operands of one dtype; this defines the op."""
     gate, acc = Gate(act, limit, alpha, transposed, interleaved), torch.promote_types(x.dtype, torch.float32)
-    T, E = x.shape[:-1].numel(), len(gate_up)
+    T, E = math.prod(x.shape[:-1]), len(gate_up)  # Size.numel() makes an exported size a constant
     rows, index, weights = (t.reshape(T, t.shape[-1]) for t in (x, index, weights))
     out = torch.zeros_like(rows, dtype=acc)
     matrices = ((w.mT if transposed else w).unbind() for w in (gate_up, down))
@@ -304,7 +305,7 @@ def _experts(
         options |= {"gate_up_lora": loras[0], "down_lora": loras[1]}
         return moe_experts_ref(rows, gate_up, down, index, weights, **options).to(x.dtype)
     if x.dim() != 2:  # of two dimensions a view would be another tensor
-        rows, index, weights = (t.reshape(x.shape[:-1].numel(), t.shape[-1]) for t in (rows, index, weights))
+        rows, index, weights = (t.reshape(math.prod(x.shape[:-1]), t.shape[-1]) for t in (rows, index, weights))
     adapters = (factor for lora in loras for factor in factors(lora, dtype, gate.transposed))
     operands = Operands(rows, gate_up, down, gate_up_bias, down_bias, weights, *adapters)
     scales = Scales(*(1.0 if lora is None else lora[2] for lora in loras))

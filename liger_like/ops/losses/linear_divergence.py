@@ -11,6 +11,7 @@ one unknown upstream factor, so the forward computes its gradients, as in ``fuse
 head the factor may be another one for each token. Else the backward computes both logits again.
 """
 
+import math
 from typing import Any, NamedTuple
 
 import torch
@@ -114,7 +115,7 @@ def _expected(p: Tensor, values: Tensor) -> Tensor:
 
 def _labels(x: Tensor, mask: Tensor | None) -> Tensor:
     """Return labels [T] that say which tokens count, as the chunks of the fused losses read them."""
-    zeros = torch.zeros(x.shape[:-1].numel(), dtype=torch.int64, device=x.device)
+    zeros = torch.zeros(math.prod(x.shape[:-1]), dtype=torch.int64, device=x.device)
     return zeros if mask is None else zeros.masked_fill(~mask.reshape(-1).bool(), IGNORED)
 
 
