@@ -205,7 +205,7 @@ class GraphedStep:
                     results = work(*args, **kwargs)
                 torch.cuda.current_stream().wait_stream(self._stream)
                 self._inspect()
-                # no capture may make the optimizer's state or a buffer: it is left unfilled if the capture fails
+                # a launch that made state or a buffer does not count: a capture that fails would leave it unfilled
                 self._launched[kind] += self._setup == setup
                 return results
             captured = self._captured.get(kind)

@@ -66,7 +66,7 @@ def looks_into_its_mask(cls: Any) -> bool:
 def looks_into_a_mask_it_makes(cls: Any) -> bool:
     """Return True if the forward of ``cls`` does more with a mask that transformers made than pass it on.
 
-    Masks in a dict are indexed to be passed on, but may be joined with others, too.
+    An index into a dict of masks only picks one. A sum with a mask, or a call of torch with one, does more.
     """
     code = [*ast.walk(tree_of(cls.forward))]
     made = {

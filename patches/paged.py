@@ -60,7 +60,7 @@ def clear(cache: Any) -> None:
 def join_rows(processor: Any) -> None:
     """Put the keys and values of each page of a cache one behind the other, as newer versions of transformers do.
 
-    ``processor`` has the cache, and a manager that moves pages to the host, which has views of the cache.
+    ``processor`` has the cache. Its manager, which moves pages to the host, keeps views of it: they are replaced, too.
     """
     cache: Any = processor.cache
     offloading: Any = getattr(processor, "offloading_manager", None)

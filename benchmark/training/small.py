@@ -57,7 +57,7 @@ from liger_like import GraphedStep
 WARMUP, STEPS, ROUNDS = 5, 8, 5  # reduce-overhead and GraphedStep replay from the third or fourth step on
 TIMEOUT = 240.0  # seconds of a contestant's start or turn
 RANK = 16
-CONTEXT_GIB = 1.5
+CONTEXT_GIB = 1.5  # of CUDA, its libraries and what the allocator cannot use
 
 
 class Model(NamedTuple):
@@ -215,7 +215,7 @@ def needed(setting: Setting) -> float:
 
 def together(setting: Setting) -> int:
     """Return the number of contestants whose memory fits at once."""
-    memory = torch.cuda.get_device_properties().total_memory if GPU else 8 << 30
+    memory = torch.cuda.get_device_properties().total_memory if GPU else 4 << 30
     return max(1, int(memory / needed(setting)))
 
 

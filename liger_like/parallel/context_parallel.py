@@ -89,9 +89,9 @@ class ContextParallel:
         if tokens is None:
             raise ValueError(f"batch must have input_ids or inputs_embeds, got {', '.join(batch) or 'an empty one'}")
         B, S = tokens.shape[:2]
-        starts, mask = _starts(batch, tokens), batch.get("attention_mask")
-        masked = "attention_mask", "cu_seq_lens_q", "cu_seq_lens_k"
-        batch = {name: value for name, value in batch.items() if name not in masked and value is not None}
+        starts, visible = _starts(batch, tokens)
+        masks = "attention_mask", "cu_seq_lens_q", "cu_seq_lens_k"
+        batch = {name: value for name, value in batch.items() if name not in masks and value is not None}
         positions = batch.get("position_ids", torch.arange(S, device=tokens.device)[None])
         batch["position_ids"] = positions.expand(B, S)
         if "labels" in batch and "shift_labels" not in batch:
@@ -105,10 +105,9 @@ class ContextParallel:
                 sides = (0, 0) * (value.dim() - 2) + (0, more)
                 batch[name] = self.shards.own(pad(value, sides, value=-100 if "labels" in name else 0))
         self._awaits_attention, self._awaits_documents = True, starts is not None
-        self._visible = None
-        if more or (mask is not None and not mask.all()):
-            visible = torch.ones(B, S, device=tokens.device) if mask is None else mask
-            self._visible = self.shards.own(pad(visible, (0, more)))
+        if more and visible is None:
+            visible = torch.ones(B, S, dtype=torch.bool, device=tokens.device)
+        self._visible = None if visible is None else self.shards.own(pad(visible, (0, more)))
         if starts is not None:
             starts = pad(starts, (0, more))
             starts[:, 0] = True
@@ -183,8 +182,10 @@ class ContextParallel:
         return run(self.shards, q, k, v, sinks, starts, left, scale, softcap, deterministic)
 
 
-def _starts(batch: Mapping[str, Any], tokens: Tensor) -> Tensor | None:
-    """Return a mask [B, S] of the first tokens of documents, except at the start of rows, or None without such tokens.
+def _starts(batch: Mapping[str, Any], tokens: Tensor) -> tuple[Tensor | None, Tensor | None]:
+    """Return masks [B, S] of the first tokens of documents, except at the start of rows, and of the visible tokens.
+
+    The first is None without such tokens, the second if all tokens are visible.
 
     Raises ValueError for wrong shapes and for an attention mask with gaps.
     """
@@ -193,8 +194,9 @@ def _starts(batch: Mapping[str, Any], tokens: Tensor) -> Tensor | None:
     for name, t in (("attention_mask", mask), ("position_ids", positions)):
         if t is not None and (t.dim() != 2 or t.shape[1] != starts.shape[1]):
             raise ValueError(f"{name} must have shape {list(starts.shape)}, got {list(t.shape)}")
+    visible = None
     if mask is not None and not mask.all():
-        mask = mask.bool()
+        mask = visible = mask.bool().expand_as(starts)
         starts[:, 1:] = mask[:, 1:] & ~mask[:, :-1]
         if (starts.sum(1) + mask[:, 0] > 1).any():
             raise ValueError("attention_mask must hide tokens at the ends of a row only, got a row with a gap")
@@ -203,4 +205,4 @@ def _starts(batch: Mapping[str, Any], tokens: Tensor) -> Tensor | None:
     elif mask is None and positions is not None:
         starts[:, 1:] = positions.diff(dim=1) != 1
     starts[:, 0] = False
-    return starts if starts.any() else None
+    return (starts if starts.any() else None), visible

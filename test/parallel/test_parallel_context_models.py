@@ -11,6 +11,7 @@ from test_patches_attention import first_row, masked, packed, with_lengths
 from tiny_models import ATTENTION, batch, results, tiny
 from torch.distributed.device_mesh import init_device_mesh
 
+from liger_like.ops.load_balancing import load_balancing_loss_ref
 from liger_like.parallel import context_parallel
 from liger_like.patches import attention
 from liger_like.patching import patch
@@ -93,6 +94,14 @@ def test_routers_that_see_other_tokens_than_those_of_the_batch(mesh):
         model()(**cp.shard(masked(batch(), slice(3))), use_cache=False)
         with pytest.raises(ValueError, match=r"see the 24 tokens of the last \.shard, .* got 7"):
             cp.balance([torch.ones(7, 4)], 2)
+
+
+def test_one_mask_for_all_rows(mesh):
+    inputs, logits = batch(), torch.randn(24, 4)
+    mask = masked(inputs, slice(3))["attention_mask"][:1]
+    with context_parallel(mesh) as cp:
+        model()(**cp.shard(inputs | {"attention_mask": mask}), use_cache=False)
+        close(cp.balance([logits], 2), load_balancing_loss_ref(logits, 2, mask=mask.expand(2, -1)), "the loss")
 
 
 def test_compiled_layers(mesh):

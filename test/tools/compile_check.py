@@ -230,7 +230,7 @@ def differentiate(
 
 
 def stand_in(arg: Any) -> Any:
-    """Return for a tensor one of few numbers, of its dtype and as aligned, so that a launch keeps no memory."""
+    """Return a short tensor for a tensor: of its dtype, and as aligned. A launch that keeps it keeps no memory."""
     if not isinstance(arg, Tensor):
         return arg
     return torch.empty(16, dtype=arg.dtype)[arg.data_ptr() % 16 // arg.element_size() :]

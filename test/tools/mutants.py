@@ -49,6 +49,7 @@ from vocab_mutants import VOCAB
 ROOT = Path(__file__).parents[2]
 PACKAGE = "liger_like"
 FILES = (
+    "test/runtime/test_graphs.py",
     "test/runtime/test_graphs_beside.py",
     "test/runtime/test_graphs_replayed.py",
     "test/runtime/test_replay.py",
@@ -222,7 +223,7 @@ TESTS = {
     **{file: "test_generation" for file, *_ in GENERATING},
     "patches/decode_graphs.py": "test_generation_graphs or plain_steps",
     **{file: "patches" for file, *_ in PATCHES},
-    "graphs.py": "test_graphs_beside or test_graphs_replayed",
+    "graphs.py": "test_graphs_beside or test_graphs_replayed or only_some_micro_batches",
     **dict.fromkeys(
         ("patches/own_experts.py", "patches/separate_experts.py"), "experts or test_patches_every_expert or hooks"
     ),
@@ -234,7 +235,7 @@ TESTS = {
     "patches/routers.py": "test_patches_routers",
     "patches/balance.py": "test_patches_balance or what_one_process_does or nothing_has_gradients",
     **{file: "test_tokens or trl" for file, *_ in TRL},
-    "patches/lm_head.py": "test_patches_balance or test_tokens or trl",
+    "patches/lm_head.py": "test_patches_balance or test_tokens or trl or breaks_no_compiled_graph",
     "patches/forms.py": "recognition",
     "patches/heads.py": "test_patches_projections or test_patches_hooks",
     "patches/projections.py": "test_patches_projections",
