@@ -127,7 +127,7 @@ def _fwd_output(gate: Tensor, up: Tensor | None, act: str) -> Tensor:
     return torch.empty_like(gate, memory_format=torch.contiguous_format)
 
 
-@op("glu_fwd(Tensor gate, Tensor? up, str act) -> Tensor", _fwd_output, replayed=True)
+@op("glu_fwd(Tensor gate, Tensor? up, str act) -> Tensor", _fwd_output, inlined=True, replayed=True)
 def glu_fwd(gate: Tensor, up: Tensor | None, act: str) -> Tensor:
     """Return act(gate) * up; ``up`` None: packed halves of ``gate``."""
     y = _fwd_output(gate, up, act)

@@ -5,6 +5,7 @@ size where five are needed, and one tensor less to keep.
 """
 
 from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import torch
@@ -14,15 +15,17 @@ from torch.utils.checkpoint import checkpoint
 from liger_like.ops.few_rows import gated
 from liger_like.ops.glu import GLUS, bwd_outputs, check_halves, glu_backward, glu_fwd
 from liger_like.runtime.autograd import apply, once_differentiable
-from liger_like.runtime.registry import op
+from liger_like.runtime.registry import LIBRARY, op
 from liger_like.runtime.support import autocast_dtype, is_local, unhooked, use_kernel
 
 OLD_DYNAMO = torch.__version__ < "2.12"  # it takes torch.compiler.is_exporting() for True wherever it traces
+LARGE = 1 << 26  # bytes of ``gate``, from which on the memory of a compiled step matters
 
 
 @op(
     "glu_bwd_y_for_dy(Tensor(a!) dy, Tensor gate, Tensor? up, str act, bool[2] needs) -> (Tensor dgate, Tensor dup)",
     bwd_outputs,
+    inlined=True,
     replayed=True,
 )
 def _glu_bwd_y_for_dy(
@@ -40,6 +43,7 @@ def _linear_outputs(gate: Tensor, up: Tensor | None, weight: Tensor, bias: Tenso
     "glu_linear_fwd(Tensor gate, Tensor? up, Tensor weight, Tensor? bias, str act) -> Tensor",
     _linear_outputs,
     flops=lambda gate, up, weight, *_: 2 * gate.shape[:-1].numel() * weight.numel(),
+    inlined=True,
 )
 def _glu_linear_fwd(gate: Tensor, up: Tensor | None, weight: Tensor, bias: Tensor | None, act: str) -> Tensor:
     """Compute linear(act(gate) * up) as a named op, so that a checkpoint policy need not save its output.
@@ -61,8 +65,7 @@ class _GLULinear(torch.autograd.Function):
     def forward(
         ctx: Any, gate: Tensor, up: Tensor | None, weight: Tensor, bias: Tensor | None, act: str, values: bool
     ) -> Tensor:
-        ctx.save_for_backward(gate, up, weight)
-        ctx.act = act
+        _save(ctx, (gate, up, weight, bias, act), None)
         if values:
             return _glu_linear_fwd(gate, up, weight, bias, act)
         return gate.new_empty(()).expand(*gate.shape[:-1], weight.shape[0])
@@ -77,7 +80,17 @@ class _GLULinear(torch.autograd.Function):
         rows = dout.reshape(-1, weight.shape[0])
         dweight = torch.mm(rows.t(), y.view(-1, weight.shape[1]))
         dbias = rows.sum(0) if needs[3] else None
-        return dgate if needs[0] else None, dup if needs[1] else None, dweight, dbias, None, None
+        others = (None,) * (len(needs) - 4)
+        return dgate if needs[0] else None, dup if needs[1] else None, dweight, dbias, *others
+
+
+def _save(ctx: Any, inputs: tuple[Any, ...], output: Any) -> None:
+    gate, up, weight, _, ctx.act = inputs
+    ctx.save_for_backward(gate, up, weight)
+
+
+_OP = torch.ops.liger_like.glu_linear_fwd.default
+torch.library.register_autograd(_OP, _GLULinear.backward, setup_context=_save, lib=LIBRARY)
 
 
 class _GLULinearValues(torch.autograd.Function):
@@ -102,13 +115,16 @@ def glu_linear(act: str, linear: Callable[[Tensor], Tensor], gate: Tensor, up: T
     and saves one tensor less. A linear layer that is not a plain trained ``nn.Linear`` is called as it is.
     """
     exporting = torch.compiler._is_exporting_flag if OLD_DYNAMO else torch.compiler.is_exporting()
-    if torch.compiler.is_compiling() and torch.is_grad_enabled() and not exporting:
+    compiling = torch.compiler.is_compiling() and torch.is_grad_enabled() and not exporting
+    kept_apart = compiling and not _is_large(gate)
+    if not (torch.is_grad_enabled() and not kept_apart and use_kernel(gate) and _is_plain(linear, gate)):
         # the partitioner saves the input of a product, unless a checkpoint says to recompute that input
-        return linear(checkpoint(GLUS[act], gate, up, use_reentrant=False))
-    if not (torch.is_grad_enabled() and use_kernel(gate) and _is_plain(linear, gate)):
-        return linear(GLUS[act](gate, up))
+        glu = partial(checkpoint, GLUS[act], use_reentrant=False) if compiling else GLUS[act]
+        return linear(glu(gate, up))
     check_halves(gate, up)
     operands = gate, up, linear.weight, linear.bias
+    if compiling:
+        return apply(_GLULinear, *operands, act, op=_OP)
     if not exporting and torch._C._autograd._top_saved_tensors_default_hooks(True) is None:  # not in a checkpoint
         return apply(_GLULinear, *operands, act, True)
     kept = apply(_GLULinear, *operands, act, False)
@@ -119,6 +135,14 @@ def gated_mlp(act: str, gate: Any, up: Any, down: Callable[[Tensor], Tensor], x:
     """Return ``down(act(gate(x)) * up(x))`` for a key ``act`` of GLUS; few rows take one kernel before down."""
     y = gated(act, x, gate, up)
     return glu_linear(act, down, gate(x), up(x)) if y is None else down(y)
+
+
+def _is_large(gate: Tensor) -> bool:
+    """Return True for at least LARGE bytes of known size, for which a compiled graph launches the kernels.
+
+    Inductor's own kernel of the three gradients takes new memory for each, and keeps that of its inputs for later.
+    """
+    return all(type(n) is int for n in gate.shape) and gate.numel() * gate.element_size() >= LARGE
 
 
 def _is_plain(linear: Any, x: Tensor) -> bool:

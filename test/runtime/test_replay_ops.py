@@ -20,6 +20,10 @@ from liger_like.testing import SPECS, run
 from liger_like.testing.inputs import attention_inputs, linear_loss_inputs
 
 
+# ops take CPU tensors to their kernels only where these are interpreted
+interpreted = pytest.mark.skipif(torch.cuda.is_available(), reason="a GPU runs the plans of all tests")
+
+
 @pytest.fixture
 def doubling(monkeypatch):
     """A kernel, and an op that launches it."""
@@ -319,6 +323,7 @@ def test_ops_of_a_backward_are_one_plan(doubling):
 EXPERTS = {"H": 64, "I": 32, "E": 4, "K": 2, "bias": True}
 
 
+@interpreted
 @pytest.mark.parametrize("sizes", [{}, {"sinks": True}])
 def test_attention_is_repeated(sizes, monkeypatch):
     """On Hopper, too, whose backward adds dq to zeros: both passes have one plan each."""
@@ -332,6 +337,7 @@ def test_attention_is_repeated(sizes, monkeypatch):
     assert kinds == {"flash_attention": Node, "_gradients": Plan}
 
 
+@interpreted
 def test_losses_of_few_tokens_are_repeated(monkeypatch):
     """A loss of more tokens or of several chunks reads how many labels count, so each call prepares its launches."""
     without_kernels(monkeypatch)
@@ -375,6 +381,7 @@ MIXTURES = {
 }
 
 
+@interpreted
 @pytest.mark.parametrize("case", MIXTURES)
 def test_ops_of_mixtures_are_repeated(case, monkeypatch):
     """The experts have a plan of each pass: the host limits a mixture with few rows."""
@@ -394,6 +401,7 @@ def test_ops_of_mixtures_are_repeated(case, monkeypatch):
     assert {name: kind for name, kind in kinds.items() if name not in first} == expected
 
 
+@interpreted
 def test_a_checkpoint_of_experts_skips_the_last_product(monkeypatch):
     """Also by plans: within a checkpoint the forward is two nodes, and the recomputation stops at the second."""
     runs = without_kernels(monkeypatch)

@@ -40,7 +40,8 @@ def _attend_ref(
     """Return output and lse; ``seen`` (broadcast to [B, H, S, Sk]) is True for the keys that a query sees."""
     acc = torch.promote_types(q.dtype, torch.float32)
     q, k, v = (t.transpose(1, 2) for t in (q, k, v))
-    k, v = (t.repeat_interleave(q.shape[1] // t.shape[1], 1) for t in (k, v))
+    # not by repeat_interleave: a trace of torch.jit would hold the number of repeats as a tensor on the CPU
+    k, v = (t[:, :, None].expand(-1, -1, q.shape[1] // t.shape[1], -1, -1).flatten(1, 2) for t in (k, v))
     s = (q @ k.transpose(-1, -2)).to(acc) * (q.shape[-1] ** -0.5 if scale is None else scale)
     if softcap is not None:
         s = softcap * torch.tanh(s / softcap)
