@@ -16,7 +16,7 @@ from liger_like.ops.few_rows import gated
 from liger_like.ops.glu import GLUS, bwd_outputs, check_halves, glu_backward, glu_fwd
 from liger_like.runtime.autograd import apply, once_differentiable
 from liger_like.runtime.registry import LIBRARY, op
-from liger_like.runtime.support import autocast_dtype, is_local, unhooked, use_kernel
+from liger_like.runtime.support import autocast_dtype, has_known_size, is_local, unhooked, use_kernel
 
 OLD_DYNAMO = torch.__version__ < "2.12"  # it takes torch.compiler.is_exporting() for True wherever it traces
 LARGE = 1 << 26  # bytes of ``gate``, from which on the memory of a compiled step matters
@@ -116,8 +116,8 @@ def glu_linear(act: str, linear: Callable[[Tensor], Tensor], gate: Tensor, up: T
     """
     exporting = torch.compiler._is_exporting_flag if OLD_DYNAMO else torch.compiler.is_exporting()
     compiling = torch.compiler.is_compiling() and torch.is_grad_enabled() and not exporting
-    kept_apart = compiling and not _is_large(gate)
-    if not (torch.is_grad_enabled() and not kept_apart and use_kernel(gate) and _is_plain(linear, gate)):
+    wanted = torch.is_grad_enabled() and (not compiling or _is_large(gate))
+    if not (wanted and use_kernel(gate) and _is_plain(linear, gate)):
         # the partitioner saves the input of a product, unless a checkpoint says to recompute that input
         glu = partial(checkpoint, GLUS[act], use_reentrant=False) if compiling else GLUS[act]
         return linear(glu(gate, up))
@@ -138,11 +138,11 @@ def gated_mlp(act: str, gate: Any, up: Any, down: Callable[[Tensor], Tensor], x:
 
 
 def _is_large(gate: Tensor) -> bool:
-    """Return True for at least LARGE bytes of known size, for which a compiled graph launches the kernels.
+    """Return True for at least LARGE bytes, for which a compiled graph launches the kernels.
 
-    Inductor's own kernel of the three gradients takes new memory for each, and keeps that of its inputs for later.
+    Inductor's own kernel of the backward takes new memory for each of its three results, instead of that of ``dy``.
     """
-    return all(type(n) is int for n in gate.shape) and gate.numel() * gate.element_size() >= LARGE
+    return has_known_size(gate) and gate.numel() * gate.element_size() >= LARGE
 
 
 def _is_plain(linear: Any, x: Tensor) -> bool:

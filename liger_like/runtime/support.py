@@ -69,6 +69,13 @@ def use_row_kernel(x: Tensor) -> bool:
     return not torch.compiler.is_compiling() and use_kernel(x)
 
 
+def has_known_size(x: Tensor) -> bool:
+    """Return True unless torch.compile keeps a size of ``x`` as a symbol, which a choice by the size would limit."""
+    from torch.fx.experimental.symbolic_shapes import has_static_value  # this import takes a third of a second
+
+    return has_static_value(x.numel())
+
+
 @contextlib.contextmanager
 def as_in_graph() -> Iterator[None]:
     """Let ops do within the context what they do in a graph under capture; not for several threads at once."""

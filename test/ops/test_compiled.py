@@ -6,6 +6,7 @@ import re
 import subprocess
 import sys
 from collections import Counter
+from functools import partial
 from pathlib import Path
 
 import pytest
@@ -21,10 +22,13 @@ from torch.fx.experimental.symbolic_shapes import ShapeEnv
 from torch.nn.functional import cross_entropy, linear
 from torch.testing._internal.two_tensor import TwoTensor
 from torch.utils._pytree import tree_leaves
+from torch.utils.checkpoint import checkpoint
 
 from liger_like import fused_linear_divergence, load_balancing_loss, moe_experts
+from liger_like.ops import glu_linear as gated
 from liger_like.ops.attention.choice import is_small
 from liger_like.ops.attention.masking import Masking
+from liger_like.ops.glu import GLUS
 from liger_like.ops.glu_linear import glu_linear
 from liger_like.ops.losses import chunks, last_chunk
 from liger_like.ops.losses.linear_cross_entropy import fused_linear_cross_entropy
@@ -136,6 +140,51 @@ def test_a_gated_unit_before_a_layer_is_plain_torch_and_saves_no_result(act, dev
     (result, *saved) = forward.output_node().args[0]
     assert result.op == "call_function"
     assert {node.op for node in saved if node.meta["val"].shape == gate.shape} == {"placeholder"}
+
+
+@pytest.mark.parametrize(("least", "dynamic"), [(0, False), (1, False), (0, True)])
+def test_a_large_gated_unit_before_a_layer_launches_the_kernels(least, dynamic, device, monkeypatch):
+    """From LARGE bytes on, of sizes that the compiler knows: the backward then takes no memory for the result."""
+    linear = torch.nn.Linear(6, 4, device=device)
+    gate, up = (torch.randn(3, 6, device=device, requires_grad=True) for _ in range(2))
+    monkeypatch.setattr(gated, "LARGE", gate.nbytes + least)
+
+    def step(backend):
+        compiled = torch.compile(glu_linear, backend=backend, fullgraph=True, dynamic=dynamic)
+        compiled("silu", linear, gate, up).sum().backward()
+
+    forward, backward = graphs_of(step)
+    found = {*re.findall(r"liger_like\.(\w+)", f"{forward} {backward}")}
+    assert bool(found) == (least == 0 and not dynamic)
+    if found and device == "cpu":  # a GPU's graphs hold launches, which test/tools/inlined_kernels.py looks at
+        assert found == {"glu_linear_fwd", "glu_bwd_y_for_dy"}
+    tensors = (node for node in forward.output_node().args[0][1:] if isinstance(node.meta["val"], torch.Tensor))
+    saved = [node for node in tensors if node.meta["val"].shape == gate.shape]
+    assert {node.op for node in saved} == {"placeholder"}
+
+
+@pytest.mark.parametrize("act", GLUS)
+@pytest.mark.parametrize("packed", [False, True])
+@pytest.mark.parametrize("within", [False, True], ids=["", "in a checkpoint"])
+def test_a_large_gated_unit_before_a_layer_is_exact(act, packed, within, device, monkeypatch):
+    monkeypatch.setattr(gated, "LARGE", 1)
+    linear = torch.nn.Linear(6, 4, device=device, dtype=torch.float16)
+    gates = [torch.randn(3, 5, 12 if packed else 6, device=device, dtype=torch.float16) for _ in range(2 - packed)]
+
+    def call(x, *gates):
+        fn = partial(glu_linear, act, linear)
+        gates = [gate * x for gate in gates]
+        return checkpoint(fn, *gates, use_reentrant=False) if within else fn(*gates)
+
+    def gradients(call):
+        x, *leaves = (t.clone().requires_grad_() for t in (gates[0].new_ones(1), *gates))
+        out = call(x, *leaves)
+        return out, *torch.autograd.grad(out, [x, *leaves, *linear.parameters()], torch.ones_like(out))
+
+    torch._dynamo.reset()
+    found = gradients(torch.compile(call, backend="aot_eager", fullgraph=True))
+    for got, expected in zip(found, gradients(call), strict=True):
+        torch.testing.assert_close(got, expected)
 
 
 def test_kernels_of_a_compiled_graph():
@@ -300,3 +349,28 @@ def test_inductor_launches_the_kernels(name):
     calls = [line for code in codes for line in code.splitlines() if ".run(" in line or "torch.ops." in line]
     assert any(LAUNCHED[name] in line for line in calls)
     assert not [line for line in calls if re.search(r"torch\.ops\.liger_like|(?<!to_)copy_", line)]
+
+
+@pytest.mark.gpu
+def test_a_large_gated_unit_takes_no_more_memory_compiled():
+    """In a checkpoint, whose backward computes gate and up again."""
+    layers = [torch.nn.Linear(*sizes, device="cuda") for sizes in ((128, 1024), (128, 1024), (1024, 128))]
+    x = torch.randn(gated.LARGE // 4096, 128, device="cuda", requires_grad=True)
+
+    def unit(x):
+        gate, up, down = layers
+        return glu_linear("silu", down, gate(x), up(x))
+
+    def step(x):
+        return checkpoint(unit, x, use_reentrant=False)
+
+    def peak(step):
+        for _ in range(2):
+            step(x).sum().backward()
+            torch.cuda.reset_peak_memory_stats()
+        before = torch.cuda.memory_allocated()
+        step(x).sum().backward()
+        return torch.cuda.max_memory_allocated() - before
+
+    torch._dynamo.reset()
+    assert peak(torch.compile(step, fullgraph=True)) <= 1.05 * peak(step)

@@ -19,7 +19,6 @@ from liger_like.runtime.replay import Node, Plan
 from liger_like.testing import SPECS, run
 from liger_like.testing.inputs import attention_inputs, linear_loss_inputs
 
-
 # ops take CPU tensors to their kernels only where these are interpreted
 interpreted = pytest.mark.skipif(torch.cuda.is_available(), reason="a GPU runs the plans of all tests")
 

@@ -28,7 +28,7 @@ from triton.compiler.compiler import ir
 from triton.runtime import Autotuner
 
 from liger_like import ops
-from liger_like.ops import router_logits
+from liger_like.ops import glu, glu_linear, router_logits
 from liger_like.testing import SPECS, OpSpec
 
 TARGET = GPUTarget("cuda", 90, 32)
@@ -53,6 +53,8 @@ WRITTEN = {
     "_load_balancing_fwd_kernel": {"sums_ptr"},
     "_load_balancing_loss_kernel": {"loss_ptr", "slope_ptr"},
     "_load_balancing_bwd_kernel": {"dlogits_ptr"},
+    "_glu_fwd_kernel": {"y_ptr"},
+    "_glu_bwd_kernel": {"dy_ptr", "dgate_ptr", "dup_ptr"},
 }
 
 
@@ -178,6 +180,16 @@ def main() -> None:
         wrong.update(*(findings(node, seen) for node in launches))
         if len(launches) != 1:  # the backward is a library op
             wrong.add(f"router_logits: {len(launches)} launches")
+    with patch.multiple(glu_linear, use_kernel=lambda x: True, LARGE=1):
+        gate, up = (torch.randn(6, 32, dtype=torch.bfloat16, requires_grad=True) for _ in range(2))
+        layer = torch.nn.Linear(32, 8, dtype=torch.bfloat16)
+        for act in glu.GLUS:
+            inputs = {"act": act, "linear": layer, "gate": gate * 1, "up": up * 1}
+            nodes = graph_nodes(glu_linear.glu_linear, inputs, {})
+            launches = [node for node in nodes if "triton_kernel_wrapper" in str(node.target)]
+            wrong.update(*(findings(node, seen) for node in launches))
+            if len(launches) != 2 or any("liger_like" in str(node.target) for node in nodes):
+                wrong.add(f"glu_linear: {len(launches)} launches, or a library op")
     wrong.update(f"{name} is in no graph" for name in WRITTEN.keys() - {key.split()[0] for key in seen})
     print(*sorted(wrong), f"{len(seen)} variants of kernels lowered", sep="\n")
     sys.exit(bool(wrong))

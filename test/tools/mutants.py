@@ -186,7 +186,7 @@ TESTS = {
     "ops/qk_norm_rope.py": "qk_norm_rope or compiled_graph",
     "ops/glu.py": "glu",
     "ops/few_rows.py": "few_rows or test_patches_projections",
-    "ops/glu_linear.py": "glu or few_rows",
+    "ops/glu_linear.py": "glu or gated or few_rows",
     "ops/router.py": "moe_route or test_router",
     "ops/router_logits.py": "router_logits",
     "ops/load_balancing.py": "load_balancing or test_router",

@@ -84,10 +84,12 @@ PAGED = [
     ),
     (
         KERNELS,
-        "end, items = tl.where(rank == 0, T, 0)",
+        "end, items = tl.where(tl.program_id(1) == 0, T, 0)",
         "end, items = 0",
         "rows past the end of the sequences are not written",
     ),
+    (KERNELS, "tl.program_id(1) == 0, T, 0)", "rank == 0, T, 0)", "rows past the end wait for programs without a chunk"),
+    (KERNELS, "if b >= B or (FEW and", "if (FEW and", "programs without a sequence store the sums of one"),
     (
         KERNELS,
         "part = item if SLOTS else b * splits + rank",

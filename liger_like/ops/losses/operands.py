@@ -8,7 +8,7 @@ from torch.nn.functional import linear
 
 from liger_like.ops.losses.vocab_shards import Shard, summed_gradient
 from liger_like.runtime.checks import require, require_number
-from liger_like.runtime.support import autocast_dtype
+from liger_like.runtime.support import autocast_dtype, has_known_size
 
 FEW_TOKENS = 1024  # so many logits take about the memory that a chunk of the op takes, too
 
@@ -109,12 +109,5 @@ def checked_outputs(outputs: Any, known: tuple[str, ...]) -> tuple[str, ...]:
 
 
 def is_small(target: Tensor) -> bool:
-    """Return True in a compiled graph with so few tokens that Inductor's kernels need less host time and memory.
-
-    A number of tokens that torch.compile keeps as a symbol does not qualify: the choice would limit it.
-    """
-    if not torch.compiler.is_compiling():
-        return False
-    from torch.fx.experimental.symbolic_shapes import has_static_value  # this import takes a third of a second
-
-    return has_static_value(target.numel()) and target.numel() <= FEW_TOKENS
+    """Return True in a compiled graph with so few tokens that Inductor's kernels need less host time and memory."""
+    return torch.compiler.is_compiling() and has_known_size(target) and target.numel() <= FEW_TOKENS

@@ -20,6 +20,7 @@ SLOT_CHUNK = 1024  # keys in a chunk where slots say nothing about the longest s
 LATENT_CHUNK = 1024  # the same where values are keys: there many heads share keys, and sums are much to write
 ROWS = 16  # least number of rows of a product
 MERGED = 16  # chunks that the merge reads at a time
+WARP = 128  # features of a warp of the merge, whose programs are many and short
 
 
 class Pages(NamedTuple):
@@ -170,6 +171,7 @@ def paged_attention_fwd(
             BLOCK_N=few.block_n,
             BLOCK_C=MERGED,
             BLOCK_D=block_of(DV),
+            num_warps=max(1, block_of(DV) // WARP),
             **shared,
         )
     return out, lse

@@ -110,21 +110,19 @@ def _attention_paged_kernel(
     item, hk = tl.program_id(0) // (HK * BLOCKS), (tl.program_id(0) // BLOCKS % HK).to(tl.int64)
     b, rank = item, tl.program_id(1)
     rows = tl.program_id(0) % BLOCKS * BLOCK_M + tl.arange(0, BLOCK_M)
-    if FEW and cu_ptr is not None:
-        end, items = tl.where(rank == 0, T, 0), tl.num_programs(0) // (HK * BLOCKS)
-        _fill_behind(cu_ptr, out_ptr, lse_ptr, item, items, end, hk, rows, B, T, HK, GROUP, BLOCK_M, DV)
     if SLOTS or not FEW:
         counts = count_items(
             cu_ptr, lengths_ptr, B, T, capacity, left, chunk, GROUP, TOKENS, FEW, HAS_LEFT, STARTS, SLOTS, BLOCK_M,
             BLOCK_N, SEQUENCES,
         )  # fmt: skip
         b, rank = find_item(item, counts)
-        if b >= B:
-            return
     start_q, length_q = rows_of(cu_ptr, b, B, T)
-    if FEW and (length_q == 0 or length_q > TOKENS):
-        return
     start_k, length = keys_of(lengths_ptr, b, B, capacity, STARTS, SLOTS)
+    if FEW and cu_ptr is not None:  # after the loads above, which then take no time of their own
+        end, items = tl.where(tl.program_id(1) == 0, T, 0), tl.num_programs(0) // (HK * BLOCKS)
+        _fill_behind(cu_ptr, out_ptr, lse_ptr, item, items, end, hk, rows, B, T, HK, GROUP, BLOCK_M, DV)
+    if b >= B or (FEW and (length_q == 0 or length_q > TOKENS)):
+        return
     shift = length - length_q
     first = 0 if FEW else rank * BLOCK_M // GROUP
     last = (length_q if FEW else tl.minimum((rank * BLOCK_M + BLOCK_M - 1) // GROUP + 1, length_q)) - 1
