@@ -122,9 +122,8 @@ def _constants(N: int, act: str, tile: Tile) -> dict[str, Any]:
 
 
 def _fwd_output(gate: Tensor, up: Tensor | None, act: str) -> Tensor:
-    if up is None:
-        return gate.new_empty((*gate.shape[:-1], gate.shape[-1] // 2))
-    return torch.empty_like(gate, memory_format=torch.contiguous_format)
+    # not by empty_like: a graph would take it for the memory of dgate, and save that where it saves this op's result
+    return gate.new_empty((*gate.shape[:-1], gate.shape[-1] // (2 if up is None else 1)))
 
 
 @op("glu_fwd(Tensor gate, Tensor? up, str act) -> Tensor", _fwd_output, inlined=True, replayed=True)

@@ -159,8 +159,8 @@ def checkpoint_policy(
     tiled one. It is recomputed only if another op needs it, such as the norm after it in Gemma 2 and OLMo 2; save it
     for these models.
     ``("attention", "loss")`` saves little, for long sequences. ``()`` recomputes everything, as a checkpoint without a
-    policy does. Under torch.compile "norm", "glu" and "glu_linear" change nothing: norms and gated units are plain
-    torch there, and are recomputed.
+    policy does. Under torch.compile "norm" and "glu" change nothing, nor does "glu_linear" unless gates have 64 MiB or
+    more: norms and smaller gated units are plain torch there, and are recomputed.
 
     ``host`` names results that are kept in the host's memory instead, within ``offload_checkpoints``:
     ``checkpoint_policy((), host=("attention",))``. Only results of the last layers stay on the GPU. Where the host's

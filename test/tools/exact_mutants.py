@@ -71,7 +71,12 @@ EXACT = [
         "is_grad_enabled()",
         "a gated unit cannot be exported",
     ),
-    ("ops/glu_linear.py", "(not compiling or _is_large(gate))", "not compiling", "no compiled graph has kernels of GLUs"),
+    (
+        "ops/glu_linear.py",
+        "(not compiling or _is_large(gate))",
+        "not compiling",
+        "no compiled graph has kernels of GLUs",
+    ),
     ("ops/glu_linear.py", "has_known_size(gate) and ", "", "a graph of any number of tokens is for large ones alone"),
     ("ops/glu_linear.py", " >= LARGE", " > LARGE", "LARGE bytes are not large"),
     ("ops/glu_linear.py", "if not exporting and torch._C", "if torch._C", "strict export breaks the graph"),

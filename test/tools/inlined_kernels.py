@@ -10,6 +10,7 @@ is for one number of tokens.
 import itertools
 import re
 import sys
+from functools import partial
 from types import SimpleNamespace
 from typing import Any
 from unittest.mock import patch
@@ -22,6 +23,7 @@ from torch import Tensor
 from torch._dynamo.backends.common import aot_autograd
 from torch._higher_order_ops.triton_kernel_wrap import kernel_side_table
 from torch.fx import Node
+from torch.utils.checkpoint import checkpoint
 from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource, make_backend
 from triton.compiler.compiler import ir
@@ -29,6 +31,7 @@ from triton.runtime import Autotuner
 
 from liger_like import ops
 from liger_like.ops import glu, glu_linear, router_logits
+from liger_like.parallel import checkpoint_policy
 from liger_like.testing import SPECS, OpSpec
 
 TARGET = GPUTarget("cuda", 90, 32)
@@ -190,6 +193,16 @@ def main() -> None:
             wrong.update(*(findings(node, seen) for node in launches))
             if len(launches) != 2 or any("liger_like" in str(node.target) for node in nodes):
                 wrong.add(f"glu_linear: {len(launches)} launches, or a library op")
+
+        def result(gate: Tensor, up: Tensor) -> Tensor:
+            unit = partial(glu_linear.glu_linear, "silu", layer)
+            policy = checkpoint_policy(("glu_linear",))
+            return checkpoint(unit, gate, up, use_reentrant=False, context_fn=policy).square()
+
+        nodes = graph_nodes(result, {"gate": gate, "up": up}, {})
+        (_, *kept), *_ = next(node for node in nodes if node.op == "output").args
+        if any(node.meta["val"].shape == gate.shape for node in kept if node.op != "placeholder"):
+            wrong.add("glu_linear: a checkpoint that saves the layer's result saves the unit's, too")
     wrong.update(f"{name} is in no graph" for name in WRITTEN.keys() - {key.split()[0] for key in seen})
     print(*sorted(wrong), f"{len(seen)} variants of kernels lowered", sep="\n")
     sys.exit(bool(wrong))

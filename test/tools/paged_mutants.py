@@ -88,7 +88,12 @@ PAGED = [
         "end, items = 0",
         "rows past the end of the sequences are not written",
     ),
-    (KERNELS, "tl.program_id(1) == 0, T, 0)", "rank == 0, T, 0)", "rows past the end wait for programs without a chunk"),
+    (
+        KERNELS,
+        "tl.program_id(1) == 0, T, 0)",
+        "rank == 0, T, 0)",
+        "rows past the end wait for programs without a chunk",
+    ),
     (KERNELS, "if b >= B or (FEW and", "if (FEW and", "programs without a sequence store the sums of one"),
     (
         KERNELS,
