@@ -13,7 +13,7 @@ from torch.utils.flop_counter import register_flop_formula
 from liger_like.runtime.autograd import is_untransformed
 from liger_like.runtime.fallback import NotCompiledError
 from liger_like.runtime.launcher import is_recorded
-from liger_like.runtime.replay import is_here, repeat, repeat_with_node, signature
+from liger_like.runtime.replay import repeat, repeat_with_node, signature
 from liger_like.runtime.support import INTERPRET
 
 LIBRARY = torch.library.Library("liger_like", "DEF")
@@ -57,9 +57,23 @@ def op(
                 except NotCompiledError as error:
                     error.fall_back()
 
+        def run_here(args: tuple[Any, ...], known: Any) -> Any:
+            """Run the launcher, or repeat its launches: ``known`` is the signature of ``args``, or None."""
+            if known is None:
+                return on_device(*args)
+            try:
+                return repeat(launch, args, {}, *known)
+            except NotCompiledError as error:
+                error.fall_back()
+                return on_device(*args)
+
+        def called(*args: Any) -> Any:
+            """Run for the dispatcher, whom compiled graphs call."""
+            return run_here(args, signature(args) if replayed and not _is_heard() else None)
+
         name = schema.partition("(")[0]
         LIBRARY.define(schema, tags=(torch.Tag.pt2_compliant_tag, *tags))
-        LIBRARY.impl(name, on_device, "CompositeExplicitAutograd")
+        LIBRARY.impl(name, called, "CompositeExplicitAutograd")
         torch.library.register_fake(f"liger_like::{name}", fake, lib=LIBRARY)
         packet = getattr(torch.ops.liger_like, name)
         dispatched = packet.default
@@ -82,15 +96,7 @@ def op(
             if _is_heard():
                 return on_device(*args) if _hears_recording() else dispatched(*args)
             known = signature(args) if replayed else None
-            try:
-                if known is not None:
-                    return repeat(launch, args, {}, *known)
-                if _is_special(args):
-                    return dispatched(*args)
-                return on_device(*args) if args[0].is_cuda and not is_here(args[0]) else launch(*args)
-            except NotCompiledError as error:
-                error.fall_back()
-                return on_device(*args)
+            return dispatched(*args) if known is None and _is_special(args) else run_here(args, known)
 
         return run
 

@@ -229,6 +229,15 @@ def test_nothing_to_attend(kind, device, poisoned):
         assert lse.eq(-torch.inf).all()
 
 
+@pytest.mark.parametrize("kind", KINDS)
+def test_rows_past_the_end_of_a_sequence_of_several_chunks(kind, device, poisoned):
+    """Programs of a sequence share them, those of later chunks, too."""
+    inputs = paged_inputs(torch.float32, device, ((1, 200),), **ONE, page=16, kind=kind, behind=9)
+    out, lse = paged(**inputs, return_lse=True)
+    assert out[1:].eq(0).all()
+    assert lse[:, 1:].eq(-torch.inf).all()
+
+
 def test_scores_of_minus_infinity_in_the_first_chunks(device, poisoned):
     inputs = paged_inputs(torch.float32, device, ((1, 200),), **ONE, page=200, kind="static")
     inputs["q"].abs_()

@@ -41,6 +41,22 @@ def doubling(monkeypatch):
     registry.LIBRARY._destroy()
 
 
+def test_an_op_that_a_compiled_graph_calls_repeats_its_launches(doubling):
+    """Graphs call the dispatcher. A recording of what is around the op becomes no plan, which would not call it."""
+    (kernel, _), op = doubling, torch.ops.liger_like_replay.double.default
+
+    def around(x):
+        return op(x, 0.5)
+
+    for recorded in (False, False, False, True, True, True):
+        x = torch.randn(8)
+        y = called(around, x)[0] if recorded else around(x)
+        assert kernel.runs[-1][1:3] == (x.data_ptr(), y.data_ptr())
+    plans = {key[0]: type(plan) for key, plan in replay.PLANS.items()}
+    assert plans.pop(around) is bool
+    assert [*plans.values()] == [Plan]
+
+
 def test_sums_of_gradients_take_the_memory_of_a_recorded_one():
     """torch adds in place if nothing else holds the memory, nor a Python object of its storage."""
     kernel, pointers = Kernel(2), []

@@ -28,6 +28,12 @@ REPLAY = [
         "list) and any(map(_is_lazy",
         "an op reads a tuple without memory",
     ),
+    (
+        REGISTRY,
+        "run_here(args, signature(args) if replayed and not _is_heard() else None)",
+        "on_device(*args)",
+        "a compiled graph prepares each launch of an op",
+    ),
     ("runtime/checks.py", "value.layout is not torch.strided or ", "", "a sparse tensor is taken for an array"),
     ("runtime/checks.py", " or value.is_nested:", ":", "a nested tensor is taken for an array"),
     ("runtime/checks.py", "value.item() if", "value if", "a size in a trace of torch.jit is refused"),
