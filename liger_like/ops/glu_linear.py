@@ -14,7 +14,7 @@ from torch.utils.checkpoint import checkpoint
 
 from liger_like.ops.few_rows import gated
 from liger_like.ops.glu import GLUS, bwd_outputs, check_halves, glu_backward, glu_fwd
-from liger_like.runtime.autograd import apply, once_differentiable
+from liger_like.runtime.autograd import apply, is_untransformed, once_differentiable
 from liger_like.runtime.registry import LIBRARY, op
 from liger_like.runtime.support import autocast_dtype, has_known_size, is_local, unhooked, use_kernel
 
@@ -77,7 +77,7 @@ class _GLULinear(torch.autograd.Function):
         needs = list(ctx.needs_input_grad)
         y = torch.matmul(dout, weight)  # holds dy here; the next line overwrites it with y
         dgate, dup = _glu_bwd_y_for_dy(y, gate, up, ctx.act, needs[:2])
-        rows = dout.reshape(-1, weight.shape[0])
+        rows = dout.reshape(gate.shape[:-1].numel(), weight.shape[0])
         dweight = torch.mm(rows.t(), y.view(-1, weight.shape[1]))
         dbias = rows.sum(0) if needs[3] else None
         others = (None,) * (len(needs) - 4)
@@ -116,16 +116,17 @@ def glu_linear(act: str, linear: Callable[[Tensor], Tensor], gate: Tensor, up: T
     """
     exporting = torch.compiler._is_exporting_flag if OLD_DYNAMO else torch.compiler.is_exporting()
     compiling = torch.compiler.is_compiling() and torch.is_grad_enabled() and not exporting
-    wanted = torch.is_grad_enabled() and (not compiling or _is_large(gate))
+    wanted = torch.is_grad_enabled() and (not compiling or (is_untransformed() and _is_large(gate)))
     if not (wanted and use_kernel(gate) and _is_plain(linear, gate)):
         # the partitioner saves the input of a product, unless a checkpoint says to recompute that input
-        glu = partial(checkpoint, GLUS[act], use_reentrant=False) if compiling else GLUS[act]
+        recomputed = compiling and is_untransformed()  # transforms refuse checkpoints
+        glu = partial(checkpoint, GLUS[act], use_reentrant=False) if recomputed else GLUS[act]
         return linear(glu(gate, up))
     check_halves(gate, up)
     operands = gate, up, linear.weight, linear.bias
-    if compiling:
+    if torch.compiler.is_compiling():  # exports, too: they hold an op with its gradients
         return apply(_GLULinear, *operands, act, op=_OP)
-    if not exporting and torch._C._autograd._top_saved_tensors_default_hooks(True) is None:  # not in a checkpoint
+    if torch._C._autograd._top_saved_tensors_default_hooks(True) is None:  # not in a checkpoint
         return apply(_GLULinear, *operands, act, True)
     kept = apply(_GLULinear, *operands, act, False)
     return apply(_GLULinearValues, kept, *(None if t is None else t.detach() for t in operands), act)

@@ -6,11 +6,13 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch._C._functorch import TransformType, get_interpreter_stack
 from torch.autograd import forward_ad
 
 from liger_like.runtime.replay import applied, inputs_of
 
 TWICE = "trying to differentiate twice: the ops of liger_like are differentiable once, so not with create_graph=True"
+NO_RULES = "the ops of liger_like have no rules for the derivatives of torch.func and of forward-mode AD"
 
 
 class _Once(torch.autograd.Function):
@@ -89,6 +91,13 @@ def is_untransformed() -> bool:
     return not torch._C._are_functorch_transforms_active() and forward_ad._current_level < 0
 
 
+@torch.compiler.assume_constant_result
+def _is_differentiated() -> bool:
+    """Return True within torch.func.grad, torch.func.jvp and a dual level, also where torch.compile traces them."""
+    levels = get_interpreter_stack() or ()
+    return forward_ad._current_level >= 0 or any(level.key() is not TransformType.Vmap for level in levels)
+
+
 def apply(function: Any, *args: Any, op: Any = None) -> Any:
     """Return ``function.apply(*args)``, or under torch.compile ``op(*args)`` if the op itself is differentiable.
 
@@ -99,7 +108,8 @@ def apply(function: Any, *args: Any, op: Any = None) -> Any:
 
     A checkpoint that torch 2.11 compiles recomputes ops, but not what an autograd function computes. A repeated tensor
     argument is passed to the compiler as a view: torch 2.11 computes wrong gradients for it, and newer versions refuse
-    to compile it.
+    to compile it. A graph would lose the derivatives of torch.func without a word: they end it, and the
+    function raises.
     """
     if not torch.compiler.is_compiling():
         if not hasattr(function, "launch"):
@@ -110,11 +120,18 @@ def apply(function: Any, *args: Any, op: Any = None) -> Any:
         if is_forward_only():
             return function.forward(_Forgets(inputs), *inputs, function.launch(*args))
         return applied(function, args)
+    if _is_differentiated():
+        return _apply_untraced(function, *args)
     distinct: list[Any] = []
     for arg in args:
         again = isinstance(arg, Tensor) and any(arg is other for other in distinct)
         distinct.append(arg.view_as(arg) if again else arg)
     return function.apply(*distinct) if op is None else op(*distinct)
+
+
+@torch.compiler.disable(reason=NO_RULES)
+def _apply_untraced(function: Any, *args: Any) -> Any:
+    return apply(function, *args)
 
 
 def is_last_backward() -> bool:

@@ -2,6 +2,7 @@
 
 import copy
 import itertools
+from functools import partial
 from types import SimpleNamespace
 
 import pytest
@@ -10,7 +11,7 @@ from torch import nn
 from torch.utils.checkpoint import checkpoint
 
 from liger_like.ops import glu_linear as glu_linear_module
-from liger_like.ops.glu import GLUS
+from liger_like.ops.glu import GLUS, swiglu_ref
 from liger_like.ops.glu_linear import glu_linear
 
 FROZEN = [(), ("gate",), ("up",), ("gate", "up"), ("bias",)]
@@ -28,6 +29,10 @@ def gates(device, dtype=torch.float32, packed=False, rows=(3, 5)):
 
 def plain(act, linear, gate, up=None):
     return linear(GLUS[act](gate, up))
+
+
+def plain_torch(act, linear, gate, up):
+    return linear(swiglu_ref(gate, up))
 
 
 def outcome(fn, act, linear, tensors):
@@ -183,3 +188,32 @@ def test_in_one_graph(device):
     compiled = torch.compile(glu_linear, fullgraph=True, backend="aot_eager")
     for a, b in zip(outcome(compiled, "silu", linear, tensors), expected, strict=True):
         torch.testing.assert_close(a, b)
+
+
+@pytest.mark.parametrize("large", [False, True])
+@pytest.mark.parametrize("transform", ["grad", "jvp", "vmap"])
+def test_transforms_of_torch_func_in_a_graph(transform, large, device, monkeypatch):
+    """They refuse checkpoints, and the op has no rules for them: its jvp would be zero without a word."""
+    monkeypatch.setattr(glu_linear_module, "LARGE", 1 if large else 1 << 60)
+    linear, tensors = layer(device), gates(device)
+
+    def transformed(fn, gate, up):
+        def loss(gate):
+            return fn("silu", linear, gate, up).pow(2).sum()
+
+        if transform == "grad":
+            return torch.func.grad(loss)(gate)
+        if transform == "jvp":
+            return torch.func.jvp(loss, (gate,), (up,))[1]
+        return torch.func.vmap(partial(fn, "silu", linear))(gate, up)
+
+    compiled = torch.compile(partial(transformed, glu_linear), backend="aot_eager", fullgraph=True)
+    torch.testing.assert_close(compiled(*tensors), transformed(plain_torch, *tensors))
+
+
+def test_no_outputs(device):
+    linear, tensors = torch.nn.utils.skip_init(nn.Linear, 24, 0, device=device), gates(device)
+    for fn in (glu_linear, torch.compile(glu_linear, fullgraph=True, backend="aot_eager")):
+        out, *gradients = outcome(fn, "silu", linear, tensors)
+        assert out.shape == (3, 5, 0)
+        assert not any(gradient.any() for gradient in gradients)

@@ -5,6 +5,7 @@ import itertools
 import pytest
 import torch
 from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
+from torch.autograd import forward_ad
 from torch.profiler import profile
 from torch.utils._pytree import tree_leaves, tree_map
 
@@ -259,3 +260,29 @@ def test_the_library_s_own_hooks_of_all_modules_look_on():
 
     with Tracer().listening():
         assert support.unhooked(torch.nn.Linear(2, 2))
+
+
+@pytest.mark.parametrize("transform", ["jvp", "grad", "dual level"])
+@pytest.mark.parametrize("name", ["rope", "cross_entropy"])  # a differentiable op, and an autograd function
+def test_a_graph_does_not_lose_derivatives_of_transforms(name, transform, device):
+    """They were zero, or none, without a word; now they raise what they raise without a graph."""
+    spec = next(spec for spec in SPECS if spec.name == name)
+    inputs = spec.inputs(torch.float32, device, **spec.test_shapes[-1])
+    x = inputs.pop(next(iter(inputs))).detach()
+
+    def loss(x):
+        out = spec.fn(x, **inputs)
+        return (out[0] if isinstance(out, tuple) else out).pow(2).sum()
+
+    def derivative(x):
+        if transform == "grad":
+            return torch.func.grad(loss)(x)
+        if transform == "jvp":
+            return torch.func.jvp(loss, (x,), (x,))[1]
+        with forward_ad.dual_level():
+            return forward_ad.unpack_dual(loss(forward_ad.make_dual(x, x))).tangent
+
+    for fullgraph, error in ((False, "setup_context|jvp"), (True, "no rules")):
+        torch._dynamo.reset()
+        with pytest.raises(RuntimeError, match=error):
+            torch.compile(derivative, backend="aot_eager", fullgraph=fullgraph)(x)
