@@ -11,7 +11,7 @@ import pytest
 import torch
 import triton
 
-from liger_like.runtime import fallback, launcher, machine, recording, registry, replay, support
+from liger_like.runtime import fallback, launcher, machine, recording, replay, support
 from liger_like.runtime.hopper import Descriptor
 from liger_like.runtime.launcher import launch
 from liger_like.runtime.recording import SMALL
