@@ -6,12 +6,21 @@ from test_generation import SETTINGS, batched, eager, model_of, options, prompts
 from tiny_models import batch, results
 from transformers.generation import ContinuousBatchingConfig
 
-from liger_like.patches import paged
+from liger_like.patches import generation, paged
 from liger_like.patching import patch, unpatch
 
 pytestmark = [pytest.mark.filterwarnings("error:liger_like"), pytest.mark.usefixtures("references")]
 LENGTHS = 5, 21, 9
 KEPT = "_cached_continuous_batching_manager"
+
+
+@pytest.fixture(autouse=True)
+def _stopped():
+    """Stop the managers that a failed test leaves running: their threads would keep the process alive."""
+    yield
+    for manager in [*generation._managers]:
+        if manager.is_running():
+            manager.stop(hard_stop=True)
 
 
 def manager_of(model):
