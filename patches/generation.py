@@ -3,12 +3,13 @@
 ``generate`` gets a dynamic cache that grows in place. Static caches need no more than the masks of ``attention``.
 
 ``generate_batch`` and TRL's rollouts by it start at ``init_continuous_batching``. transformers chooses what runs by the
-name of the attention in the config, so the model's view of its config has another name from there until ``stop()``.
+name of the attention in the config, so the model's view of its config has another name while a manager runs.
 """
 
 import contextlib
 import copy
 import functools
+import threading
 import types
 import weakref
 from collections.abc import Callable, Iterator
@@ -22,7 +23,11 @@ from liger_like.runtime.support import unhooked
 PATTERN, VARIANT = "generation", "paged cache"
 CACHES = ("past_key_values", "cache")  # names that transformers gives a cache
 TABLE_SETTINGS = "max_blocks_per_request", "decode_compile_config", "use_cuda_graph"
-_managers: weakref.WeakSet[Any] = weakref.WeakSet()
+WORK = "warmup", "_run_generation_loop"  # methods of a manager that create its cache and run the model
+KEPT = "_cached_continuous_batching_manager"  # attribute of a model that keeps a manager for later batches
+_managers: weakref.WeakSet[Any] = weakref.WeakSet()  # those that read and write the cache by our ops
+_users: weakref.WeakKeyDictionary[Any, int] = weakref.WeakKeyDictionary()  # by model: how many need the other name now
+_naming = threading.Lock()
 
 
 def generates(module: nn.Module) -> bool:
@@ -48,12 +53,17 @@ def hook(module: Any) -> None:
 
 
 def unhook(module: Any) -> None:
-    """Restore the methods; managers that have not stopped then leave the config alone."""
+    """Restore the methods, and end a kept manager whose cache only our ops can read."""
     if is_hooked(type(module)):
+        _end_kept(module, ours=True)
         module.__class__ = below(type(module))
-    for manager in _managers:
-        if manager.model is module:
-            manager._original_attn_impl = None
+
+
+def _end_kept(model: Any, ours: bool) -> None:
+    """Drop the manager that ``model`` keeps if it is one of ``ours``, or if it is none of them."""
+    kept = vars(model).get(KEPT)
+    if kept is not None and (kept in _managers) == ours:
+        model.destroy_cached_continuous_batching_manager()
 
 
 @functools.cache
@@ -66,17 +76,9 @@ def _subclass(cls: Any) -> type[Any]:
         """Return a manager as transformers does, for which our ops read and write the cache."""
         arguments = generation_config, continuous_batching_config, workload_hints
         start = functools.partial(cls.init_continuous_batching, self)
-        ours = all(config._attn_implementation in (NAME, paged.name()) for config in _configs(self))
+        ours = _is_named(self, NAME, paged.name())
+        _end_kept(self, ours=not ours)
         return _start(self, start, *arguments) if ours else start(*arguments)
-
-    @contextlib.contextmanager
-    def continuous_batching_context_manager(self: Any, *args: Any, **kwargs: Any) -> Iterator[Any]:
-        """Yield a manager as transformers does; restore the config also if the manager does not get to start."""
-        try:
-            with cls.continuous_batching_context_manager(self, *args, **kwargs) as manager:
-                yield manager
-        finally:
-            _rename(self, NAME)
 
     def _prepare_cache_for_generation(
         self: Any, generation_config: Any, model_kwargs: dict[str, Any], generation_mode: Any, *args: Any, **kwargs: Any
@@ -107,7 +109,6 @@ def _subclass(cls: Any) -> type[Any]:
 
     overridden = (
         init_continuous_batching,
-        continuous_batching_context_manager,
         _prepare_cache_for_generation,
         _valid_auto_compile_criteria,
         get_compiled_call,
@@ -160,6 +161,26 @@ def _rename(model: Any, name: str) -> None:
             config._attn_implementation_internal = name
 
 
+def _is_named(model: Any, *names: str) -> bool:
+    """Return True if each config of ``model`` that generation reads has one of the ``names`` of an attention."""
+    return all(config._attn_implementation in names for config in _configs(model))
+
+
+@contextlib.contextmanager
+def _paged(model: Any) -> Iterator[None]:
+    """Let the config of ``model`` name the attention with pages until the last of these contexts ends."""
+    with _naming:
+        _users[model] = _users.get(model, 0) + 1
+        _rename(model, paged.name())
+    try:
+        yield
+    finally:
+        with _naming:
+            _users[model] -= 1
+            if not _users[model]:
+                _rename(model, NAME)
+
+
 def _has_windows(config: Any) -> bool:
     from transformers.generation.continuous_batching.cache import group_layers_by_attn_type
 
@@ -186,31 +207,46 @@ def _start(model: Any, start: Callable[..., Any], generation_config: Any, asked:
     if tables:
         _resolve_compilation(model, asked, resolved)
         asked.decode_compile_config = None  # transformers would warn that it compiles no step without tables
-    _rename(model, NAME)
-    parts = {part: getattr(model.config, part) for part in model.config.sub_configs}
-    names = {part: config._attn_implementation for part, config in parts.items() if config is not None}
-    _rename(model, paged.name())
-    try:
+    with _paged(model):
         manager = start(generation_config, asked, hints)
-    except BaseException:
-        _rename(model, NAME)
-        raise
-    manager._original_attn_impl = {**names, "": NAME}  # stop() sets these
+    manager._original_attn_impl = None  # else stop() would restore it
+    if manager in _managers:  # it was kept, with its cache
+        return manager
     _managers.add(manager)
-    if manager.batch_processor is None:  # else it was kept, with its cache
-        if tables:
-            settings = manager.continuous_batching_config
-            compiled = resolved.decode_compile_config is not None
-            for name in TABLE_SETTINGS if compiled else TABLE_SETTINGS[:1]:
-                setattr(settings, name, getattr(resolved, name))
-        create = manager._create_batch_processor
-
-        def create_ours() -> Any:
-            with _sized(text_config(model), half):
-                return _with_our_cache(create(), half)
-
-        manager._create_batch_processor = create_ours
+    if tables:
+        settings = manager.continuous_batching_config
+        compiled = resolved.decode_compile_config is not None
+        for name in TABLE_SETTINGS if compiled else TABLE_SETTINGS[:1]:
+            setattr(settings, name, getattr(resolved, name))
+    _take_over(manager, model, half)
     return manager
+
+
+def _take_over(manager: Any, model: Any, half: int) -> None:
+    """Let ``manager`` work for ``model`` with our attention and a cache for it, which has keys of ``half`` features."""
+    create, step = manager._create_batch_processor, manager._generation_step
+
+    def create_ours() -> Any:
+        with _sized(text_config(model), half):
+            return _with_our_cache(create(), half)
+
+    def step_of_ours() -> None:
+        if model.config._attn_implementation != paged.name():  # another attention would not read the cache
+            raise RuntimeError(
+                "the attention of the model has changed in continuous batching: call stop() of its manager before that"
+            )
+        step()
+
+    def named(method: Callable[..., Any]) -> Callable[..., Any]:
+        def run(*args: Any, **kwargs: Any) -> Any:
+            with _paged(model):
+                return method(*args, **kwargs)
+
+        return run
+
+    manager._create_batch_processor, manager._generation_step = create_ours, step_of_ours
+    for name in WORK:
+        setattr(manager, name, named(getattr(manager, name)))
 
 
 def _resolve_compilation(model: Any, asked: Any, resolved: Any) -> None:

@@ -316,10 +316,13 @@ def test_stop_and_unpatch_restore_the_name(references):
     for ends in ("stop", "unpatch"):
         patch(model)
         manager = model.init_continuous_batching(**start)
+        assert model.config._attn_implementation == "liger_like"
+        manager.start()
+        manager.add_request([3, 4, 5])
+        assert manager.get_result(timeout=60).error is None
         assert model.config._attn_implementation == paged.name()
         with pytest.raises(RuntimeError, match="in continuous batching: call stop"):
             model(torch.tensor([[3, 4]], device=DEVICE))
-        manager.start()
         if ends == "stop":
             manager.stop()
             assert model.config._attn_implementation == "liger_like"

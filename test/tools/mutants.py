@@ -125,6 +125,7 @@ FILES = (
     "test/ops/test_experts_hopper.py",
     "test/ops/test_gpu.py",
     "test/patches/test_generation_latents.py",
+    "test/patches/test_generation_managers.py",
     "test/patches/test_latents_recognised.py",
     "test/patches/test_generation_caches.py",
     "test/patches/test_generation_graphs.py",
