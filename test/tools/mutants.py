@@ -177,7 +177,7 @@ TESTS = {
     **{file: "test_replay or test_ops or test_tiles or compiled_graph" for file, *_ in REPLAY},
     **dict.fromkeys(("runtime/replay.py", "runtime/recording.py"), "test_replay"),
     **dict.fromkeys(
-        ("runtime/checks.py", "runtime/registry.py", "runtime/support.py"),
+        ("runtime/autograd.py", "runtime/checks.py", "runtime/registry.py", "runtime/support.py"),
         "dispatch or test_ops or test_tiles or compiled_graph",
     ),
     "runtime/tiles.py": "test_ops or test_tiles",
