@@ -60,7 +60,7 @@ def unhook(module: Any) -> None:
 
 
 def _end_kept(model: Any, ours: bool) -> None:
-    """Drop the manager that ``model`` keeps if it is one of ``ours``, or if it is none of them."""
+    """Drop the manager that ``model`` keeps: one of ours if ``ours``, else one of transformers."""
     kept = vars(model).get(KEPT)
     if kept is not None and (kept in _managers) == ours:
         model.destroy_cached_continuous_batching_manager()
@@ -76,7 +76,7 @@ def _subclass(cls: Any) -> type[Any]:
         """Return a manager as transformers does, for which our ops read and write the cache."""
         arguments = generation_config, continuous_batching_config, workload_hints
         start = functools.partial(cls.init_continuous_batching, self)
-        ours = _is_named(self, NAME, paged.name())
+        ours = all(config._attn_implementation in (NAME, paged.name()) for config in _configs(self))
         _end_kept(self, ours=not ours)
         return _start(self, start, *arguments) if ours else start(*arguments)
 
@@ -159,11 +159,6 @@ def _rename(model: Any, name: str) -> None:
     for config in _configs(model):
         if config._attn_implementation in (NAME, paged.name()):
             config._attn_implementation_internal = name
-
-
-def _is_named(model: Any, *names: str) -> bool:
-    """Return True if each config of ``model`` that generation reads has one of the ``names`` of an attention."""
-    return all(config._attn_implementation in names for config in _configs(model))
 
 
 @contextlib.contextmanager

@@ -122,7 +122,7 @@ def _constants(N: int, act: str, tile: Tile) -> dict[str, Any]:
 
 
 def _fwd_output(gate: Tensor, up: Tensor | None, act: str) -> Tensor:
-    # not by empty_like: a graph would take it for the memory of dgate, and save that where it saves this op's result
+    # not empty_like: a graph merges it with that of dgate, and a checkpoint that saves the op's result saves both
     return gate.new_empty((*gate.shape[:-1], gate.shape[-1] // (2 if up is None else 1)))
 
 

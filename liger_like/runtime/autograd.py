@@ -108,8 +108,7 @@ def apply(function: Any, *args: Any, op: Any = None) -> Any:
 
     A checkpoint that torch 2.11 compiles recomputes ops, but not what an autograd function computes. A repeated tensor
     argument is passed to the compiler as a view: torch 2.11 computes wrong gradients for it, and newer versions refuse
-    to compile it. A graph would lose the derivatives of torch.func without a word: they end it, and the
-    function raises.
+    to compile it. A graph loses derivatives of torch.func silently: there the function leaves the graph, and raises.
     """
     if not torch.compiler.is_compiling():
         if not hasattr(function, "launch"):
@@ -131,6 +130,7 @@ def apply(function: Any, *args: Any, op: Any = None) -> Any:
 
 @torch.compiler.disable(reason=NO_RULES)
 def _apply_untraced(function: Any, *args: Any) -> Any:
+    """Run ``apply`` outside of the graph that is traced."""
     return apply(function, *args)
 
 

@@ -68,7 +68,7 @@ def op(
                 return on_device(*args)
 
         def called(*args: Any) -> Any:
-            """Run for the dispatcher, whom compiled graphs call."""
+            """Run the op for the dispatcher, which compiled graphs call."""
             return run_here(args, signature(args) if replayed and not _is_heard() else None)
 
         name = schema.partition("(")[0]

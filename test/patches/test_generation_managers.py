@@ -11,7 +11,6 @@ from liger_like.patching import patch, unpatch
 
 pytestmark = [pytest.mark.filterwarnings("error:liger_like"), pytest.mark.usefixtures("references")]
 LENGTHS = 5, 21, 9
-KEPT = "_cached_continuous_batching_manager"
 
 
 @pytest.fixture(autouse=True)
@@ -111,16 +110,16 @@ def test_a_kept_manager_of_another_attention(rollout, change):
     if change != "patch":
         patch(model)
     assert batched(model, ids, persistent_manager=True) == expected
-    kept = vars(model)[KEPT]
+    kept = vars(model)[generation.KEPT]
     if change in ("unpatch", "attention=False"):
         unpatch(model)
-        assert KEPT not in vars(model)
+        assert generation.KEPT not in vars(model)
     if change == "sdpa":
         model.set_attn_implementation("sdpa")
     elif change != "unpatch":
         patch(model, attention=change == "patch")
     assert batched(model, ids, persistent_manager=True) == expected
-    assert vars(model)[KEPT] is not kept
+    assert vars(model)[generation.KEPT] is not kept
     model.destroy_cached_continuous_batching_manager()
 
 
