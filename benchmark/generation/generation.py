@@ -9,13 +9,14 @@
     python -m benchmark generation --quick                       tiny sizes, printed only; needs no GPU
     python -m benchmark generation --report                      the report again, without a GPU
 
-Decode steps are replays of a CUDA graph, and each contestant of a shape has the memory to itself. Whole generations
-have a process each: a first call that compiles and captures, whose seconds are reported as "cold", then warm ones, of
-which the median counts. By ``generate`` the time to the first token is that of a generation of one token, and a step's
-time what the other tokens take, divided by their number. Continuous batching says when it had each token: the first one
-is that of the last prompt, and a step the median of those that give each sequence a token. A step's GPU time is the sum
-of its kernels by torch's profiler, of a generation less that of one of fewer tokens. Tokens/s count the whole call, and
-so the garbage collection with which transformers ends it. Results are written at once.
+Decode steps are replays of a CUDA graph, and each contestant of a shape has the memory to itself. Those over the cache
+of transformers' continuous batching need version 5.23 or newer. Whole generations have a process each: a first call
+that compiles and captures, whose seconds are reported as "cold", then warm ones, of which the median counts. By
+``generate`` the time to the first token is that of a generation of one token, and a step's time what the other tokens
+take, divided by their number. Continuous batching says when it had each token: the first one is that of the last
+prompt, and a step the median of those that give each sequence a token. A step's GPU time is the sum of its kernels by
+torch's profiler, of a generation less that of one of fewer tokens. Tokens/s count the whole call, and so the garbage
+collection with which transformers ends it. Results are written at once.
 """
 
 import argparse
@@ -100,7 +101,8 @@ def by_batch(model: PreTrainedModel, setting: Setting, **options: Any) -> Genera
     ids = torch.randint(3, model.config.vocab_size, (setting.batch, setting.prompt)).tolist()
     pages = setting.batch * -(-(setting.prompt + setting.new) // PAGE)
     tokens = min(BATCH_TOKENS, setting.batch * setting.prompt)
-    settings = ContinuousBatchingConfig(num_blocks=pages + setting.batch, page_size=PAGE, max_batch_tokens=tokens)
+    page = {"page_size" if hasattr(ContinuousBatchingConfig(), "page_size") else "block_size": PAGE}
+    settings = ContinuousBatchingConfig(num_blocks=pages + setting.batch, max_batch_tokens=tokens, **page)
     how = {"continuous_batching_config": settings, "persistent_manager": True, "record_timestamps": True, **options}
 
     def generate(new: int) -> Row:

@@ -222,7 +222,7 @@ def test_steps_are_compiled_as_asked(family, references, monkeypatch, caplog):
     expected = eager(model, ids)
     patch(model)
     torch.compiler.reset()
-    asked = CompileConfig(backend="eager", mode=None, fullgraph=True)
+    asked = CompileConfig(backend="eager", mode="default", fullgraph=True)
     assert batched(model, ids, {"decode_compile_config": asked}) == expected
     tables = family == "Llama"
     assert [how["fullgraph"] for how in compiled] == [True] * tables

@@ -97,7 +97,8 @@ class Sizes(TorchDispatchMode):
 @pytest.mark.parametrize("checkpointing", [False, True])
 def test_nothing_of_the_size_of_the_experts_is_made(checkpointing, device, defined):
     """Nor does torch make their sum to check the parametrisation that PEFT registers, until the model is unpatched."""
-    sizes = {"num_experts": 64, "num_local_experts": 64, "num_hidden_layers": 1}
+    # wide enough for an adapter, whose rank is padded to 16 on a GPU, to be less than the experts
+    sizes = {"num_experts": 64, "num_local_experts": 64, "num_hidden_layers": 1, "hidden_size": 64}
     model = pair("Qwen3Moe", device, sizes, r=2)[0]
     least = min(module.down_proj.numel() for module in experts_of(model))
     if checkpointing:

@@ -93,7 +93,7 @@ def flash_attention_paged_ref(
         results = _attend_ref(padded, *sides, seen[:, None], scale, softcap, sinks, None)
         t = torch.arange(T, device=q.device)
         b = t if cu_seqlens_q is None else torch.bucketize(t, cu_seqlens_q[1:].contiguous(), right=True)
-        behind_all, b = b >= B, b.clamp(max=B - 1)
+        behind_all, b = b >= B, b.clamp(0, B - 1)
         place = (t - starts[b]).clamp(0, max_seqlen_q - 1)
         out = results[0][b, place].masked_fill(behind_all[:, None, None], 0)
         lse = results[1][b, :, place].T.masked_fill(behind_all, -torch.inf)
