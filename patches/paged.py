@@ -139,7 +139,7 @@ def attend(
     else:  # all sequences are new
         out = flash_attention_varlen(q, k, v, rows, rows, longest, longest, causal=True, **scores)
     paged_write(k, v, k_cache, v_cache, options["write_index"][group])
-    return out[None], None
+    return out.contiguous()[None], None  # some families call view on it; a kernel's output is contiguous already
 
 
 def _attend_latents(module: Any, query: Tensor, new: Latents, layer: _Layer, options: dict[str, Any]) -> Tensor:
@@ -165,4 +165,4 @@ def _attend_latents(module: Any, query: Tensor, new: Latents, layer: _Layer, opt
         return decode(module, q, rotated, latents, slots, lengths, **scores)
     k, v = (t[0].transpose(0, 1) for t in new.expanded(module))
     out: Any = flash_attention_varlen(q, k, v, rows, rows, longest, longest, causal=True, **scores)
-    return out  # type: ignore[no-any-return]
+    return out.contiguous()  # type: ignore[no-any-return]

@@ -45,7 +45,8 @@ def test_slots(dtype, device, monkeypatch):
 
 @pytest.mark.parametrize("kind", KINDS)
 def test_ends_of_sequences(kind, device):
-    for lengths, behind in ((STEP, 0), (MIXED, 3), ((), 3), (((5, 2),), 0)):
+    full, empty = ((5, 16),), ((1, 0),)  # of one page and of none
+    for lengths, behind in ((STEP, 0), (MIXED, 3), ((), 3), (((5, 2),), 0), (full, 3), (empty, 0)):
         inputs = paged_inputs(torch.float32, device, lengths, **HEADS, page=16, kind=kind, new=True, behind=behind)
         where = {n: inputs[n] for n in ("pages", "lengths", "cu_seqlens_q") if n in inputs}
         found = written(ops.paged_write, inputs, **where)

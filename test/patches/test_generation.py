@@ -30,6 +30,7 @@ FAMILIES = {
     "GptOss": {**WINDOW, "num_local_experts": 4, "num_experts_per_tok": 2},
     "Mistral": WINDOW,
     "Phi": {},
+    "Afmoe": {**WINDOW, "num_dense_layers": 2},  # calls view on the output of attention
     "Mixtral": {
         "num_local_experts": 4,
         "num_experts_per_tok": 2,

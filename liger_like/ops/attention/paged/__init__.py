@@ -111,7 +111,7 @@ def paged_write_ref(
         page, row, known = slots.long().div(P, rounding_mode="floor"), slots.long() % P, t >= 0
     else:
         where = Pages(pages, lengths, cu_seqlens_q)
-        if not where.sequences(T):
+        if not (where.sequences(T) and where.capacity(P)):
             return
         starts, rows, first, length = _rows_and_keys(where, T)
         b = t if cu_seqlens_q is None else torch.bucketize(t, cu_seqlens_q[1:].contiguous(), right=True)
@@ -119,7 +119,8 @@ def paged_write_ref(
         key = (length - rows - starts)[b] + t
         known = known & (key >= 0)
         of_rows = where if pages is None or where.slots else Pages(pages[b], lengths, None)
-        page, row = (x[:, 0] for x in _places(of_rows, first[b], key.clamp(min=0)[:, None], P))
+        key = key.clamp(0, where.capacity(P) - 1)  # rows after the last sequence may have a key behind all pages
+        page, row = (x[:, 0] for x in _places(of_rows, first[b], key[:, None], P))
         page = b if pages is None else page
     known = known & (page >= 0) & (page < N)
     for cache, new in ((k_cache, k), (v_cache, v)):
