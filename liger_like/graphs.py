@@ -45,10 +45,10 @@ class GraphedStep:
 
     The first calls of each kind are ordinary steps. Then a call captures the step, without running it, and replays the
     graph, as do all later calls of that kind. These make a kind: shapes and dtypes of the tensors, values of the other
-    arguments, autocast, classes and training mode of the modules, active adapters, ``requires_grad`` and the addresses
-    of weights. For a call that updates, ``max_norm``, the addresses of the optimizer's state and its options except
-    ``lr`` count, too. A scheduler may change ``lr`` at any time, and dropout draws new numbers in each replay. The
-    graphs share one memory pool. Without a GPU every call is an ordinary step.
+    arguments, autocast, classes and training mode of the modules, active adapters, and ``requires_grad``, addresses and
+    shapes of weights. For a call that updates, ``max_norm``, the addresses of the optimizer's state and its options
+    except ``lr`` count, too. A scheduler may change ``lr`` at any time, and dropout draws new numbers in each replay.
+    The graphs share one memory pool. Without a GPU every call is an ordinary step.
 
     Raises TypeError or ValueError for a model, optimizer or argument that no graph can hold, and RuntimeError if the
     capture fails, for example where the model waits for the GPU. The weights are then unchanged, the gradients None.
@@ -291,10 +291,10 @@ class GraphedStep:
             for p in module._parameters.values():
                 if p is not None:
                     parameters[id(p)] = p
-                    model += (p.data_ptr(), p.requires_grad)
+                    model += (p.data_ptr(), p.shape, p.requires_grad)  # a part of a weight keeps the address
             for buffer in module._buffers.values():
                 if buffer is not None:
-                    model.append(buffer.data_ptr())
+                    model += (buffer.data_ptr(), buffer.shape)
             stack += reversed(module._modules.values())
         for group in self.optimizer.param_groups:
             for p in group["params"]:

@@ -6,7 +6,7 @@ from contextlib import nullcontext
 import peft
 import pytest
 import torch
-from tiny_models import Mean, batch, tiny
+from tiny_models import CONFIG, Mean, batch, tiny
 from torch import nn
 from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.utils.checkpoint import checkpoint
@@ -173,6 +173,23 @@ def test_a_change_makes_a_new_kind(change):
     change(model, optimizer)
     step(**inputs)
     kinds.add(step._kind(step._step, (), inputs))
+    assert len(kinds) == 2
+
+
+@pytest.mark.parametrize("work", ["_step", "_backward"])
+def test_a_weight_that_becomes_a_part_of_itself_makes_a_kind(work):
+    model, _ = llama("cpu")
+    step = GraphedStep(model, torch.optim.SGD(model.parameters(), lr=0.5))
+    inputs, kinds = batch(), set()
+    for words in (CONFIG["vocab_size"], CONFIG["vocab_size"] - 1):
+        inputs = {name: t.clamp(max=words - 1) for name, t in inputs.items()}
+        weight, model.config.vocab_size = model.lm_head.weight, words
+        weight.data = weight.detach()[:words]
+        model.lm_head.out_features = words
+        step.accumulate(**inputs)
+        step(**inputs)
+        assert len(weight) == words
+        kinds.add(step._kind(getattr(step, work), (), inputs))
     assert len(kinds) == 2
 
 
