@@ -17,8 +17,7 @@ SMALL = {"D": 16, "Dv": 32, "Hk": 1, "page": 16, "latent": True}
 @pytest.fixture(autouse=True)
 def _short_chunks(monkeypatch):
     """Let sequences of few keys have several chunks."""
-    for name in ("LATENT_CHUNK", "SLOT_CHUNK"):
-        monkeypatch.setattr(forward, name, 64)
+    monkeypatch.setattr(forward, "CHUNK", 16)  # 64 where chunks are not joined
     monkeypatch.setattr(forward, "MERGED", 2)
 
 

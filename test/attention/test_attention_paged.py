@@ -22,8 +22,7 @@ MIXED = ((3, 40), (0, 9), (1, 0), (1, 140), (17, 30))
 @pytest.fixture(autouse=True)
 def _short_chunks(monkeypatch):
     """Let sequences of few keys have several chunks."""
-    for name in ("CHUNK", "SLOT_CHUNK"):
-        monkeypatch.setattr(forward, name, 64)
+    monkeypatch.setattr(forward, "CHUNK", 64)
     monkeypatch.setattr(forward, "MERGED", 2)
 
 
@@ -144,7 +143,53 @@ def test_bits_do_not_depend_on_the_batch(kind, new, device, poisoned, monkeypatc
             assert torch.equal(found[0], out[start : start + rows]), b
             assert torch.equal(found[1], lse[:, start : start + rows]), b
         start += rows
-    assert all(kernel in of_batch for kernel in kernels)
+    assert all(kernel in of_batch for kernel in kernels if kernel[0] in [name for name, *_ in of_batch])
+
+
+# D 80: heads in two parts; H 40: blocks of more rows than products need; new keys of two chunks
+GROUPED = pairwise(
+    each("kind", *KINDS),
+    [{"H": 2, "Hk": 1, "D": 16}, {"H": 4, "Hk": 4, "D": 80}, {"H": 40, "Hk": 1, "D": 16}],
+    [{"new": True, "behind": 2}, {}],
+    each("sinks", False, True),
+    each("window", (-1, -1), (250, 0)),
+    each("softcap", None, 3.0),
+    [torch.float32, torch.float16],
+)
+
+
+@pytest.mark.parametrize("row", GROUPED, ids=lambda row: "-".join(str(v) for part in row[:-1] for v in part.values()))
+def test_bits_do_not_depend_on_who_joins_chunks(row, device, poisoned, monkeypatch):
+    """The merge joins the chunks of a group as a program does that takes the whole group."""
+    *shape, window, softcap, dtype = row
+    shape = {key: value for part in shape for key, value in part.items()}
+    lengths, found, owns = ((3, 66), (1, 64), (1, 0), (2, 257), (1, 300), (4, 520), (1, 700)), [], []
+    inputs = paged_inputs(dtype, device, lengths, **shape, page=16)
+
+    def record(kernel, grid, tensors, sizes, *values, **constants):
+        owns.append(dict(zip(kernel.arg_names[len(tensors) :], sizes, strict=False))["own"])
+        launch(kernel, grid, tensors, sizes, *values, **constants)
+
+    launch = forward.launch
+    monkeypatch.setattr(forward, "launch", record)
+    for programs in (0, 10**9):  # groups are enough, or never
+        monkeypatch.setattr(forward, "num_programs", lambda *_, programs=programs: programs)
+        found.append(paged(**inputs, **window, **softcap, max_seqlen_q=4, return_lse=True))
+    assert {*owns} == {64, 256}
+    for of_groups, of_chunks in zip(*found, strict=True):
+        assert torch.equal(of_groups, of_chunks)
+
+
+def test_groups_where_they_are_enough(device, monkeypatch):
+    """A group for each program, if these are half as many as the multiprocessors or more; else a chunk."""
+    grids, launch = [], forward.launch
+    monkeypatch.setattr(forward, "launch", lambda *args, **how: grids.append(args[1]) or launch(*args, **how))
+    inputs = paged_inputs(torch.float32, device, ((1, 512),) * 2, H=2, Hk=2, D=16, page=16)
+    for multiprocessors, splits in ((16, 2), (17, 8)):
+        monkeypatch.setattr(forward, "num_programs", lambda *_, n=multiprocessors: n)
+        grids.clear()
+        paged(**inputs)
+        assert grids[0] == (4, splits)
 
 
 def test_bits_of_decode_steps_do_not_depend_on_the_batch(device, poisoned):

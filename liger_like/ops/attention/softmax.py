@@ -48,6 +48,25 @@ def online_softmax(s, total, row_max, unit, APART: tl.constexpr):
 
 
 @triton.jit
+def join(state, other, unit):
+    """Return the products in parts, sums and greatest scores of two sets of keys as those of both.
+
+    Each operation is spelled out, so that every kernel rounds the same. An empty set leaves the bits of the other.
+    """
+    acc, total, row_max = state
+    acc_other, total_other, max_other = other
+    new_max = tl.maximum(row_max, max_other)
+    finite = tl.where(new_max == float("-inf"), 0.0, new_max)
+    decay, weight = tl.exp2((row_max - finite) * unit), tl.exp2((max_other - finite) * unit)
+    first = tl.fma(acc[0], decay[:, None], acc_other[0] * weight[:, None])
+    total = tl.fma(total, decay, total_other * weight)
+    if len(acc) == 1:
+        return (first,), total, new_max
+    else:
+        return (first, tl.fma(acc[1], decay[:, None], acc_other[1] * weight[:, None])), total, new_max
+
+
+@triton.jit
 def finish(row_max, total, sink):
     """Return the factor that normalises the output of each row, its greatest score, and the log2 of its sum relative to
     that score; the ``sink`` joins the sum.

@@ -1,10 +1,12 @@
 """Attention over paged caches: register the op, and choose chunks of keys and tiles. Lengths stay on the device."""
 
+import math
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 from torch._subclasses import FakeTensor
+from triton import next_power_of_2
 
 from liger_like.ops.attention.masking import room_for
 from liger_like.ops.attention.paged.kernels import _attention_paged_kernel, _attention_paged_merge_kernel
@@ -13,14 +15,15 @@ from liger_like.runtime.blocks import block_of
 from liger_like.runtime.launcher import launch
 from liger_like.runtime.layout import dense, packed
 from liger_like.runtime.registry import op
+from liger_like.runtime.support import num_programs
 
-CHUNK = 512  # least number of keys in a chunk
-CHUNKS = 32  # of a sequence that fills its pages
-SLOT_CHUNK = 1024  # keys in a chunk where slots say nothing about the longest sequence
-LATENT_CHUNK = 1024  # the same where values are keys: there many heads share keys, and sums are much to write
+CHUNK = 256  # least number of keys in a chunk
+TOGETHER = 4  # chunks in a group
+GROUPS = 32  # of a sequence that fills its pages
+JOINED = 8192  # most products of a program that joins chunks, since it holds them twice
 ROWS = 16  # least number of rows of a product
-MERGED = 16  # chunks that the merge reads at a time
-WARP = 128  # features of a warp of the merge, whose programs are many and short
+MERGED = 8  # most groups that the merge reads at a time
+WARP = 256  # products of a warp of the merge, whose programs are many and short
 
 
 class Pages(NamedTuple):
@@ -97,12 +100,13 @@ def _flops(
     return 2 * pairs * q.shape[1] * (q.shape[2] + v_cache.shape[-1] * (1 if qv is None else 2))
 
 
-def _chunk(keys: int, slots: bool, block_n: int, least: int) -> int:
+def _chunk(keys: int, slots: bool, block_n: int, together: int) -> int:
     """Return the size of a chunk for sequences of at most so many ``keys``; bits of rows depend on it.
 
-    It must not depend on the batch. The keys of all ``slots`` do, so there it is always the same.
+    It must not depend on the batch. The keys of all ``slots`` do, so there a group has always the same size.
     """
-    return SLOT_CHUNK if slots else -(-max(least, -(-keys // CHUNKS)) // block_n) * block_n
+    least = CHUNK * TOGETHER // together
+    return -(-max(least, 0 if slots else -(-keys // (GROUPS * together))) // block_n) * block_n
 
 
 @op(
@@ -127,25 +131,31 @@ def paged_attention_fwd(
     q, k_cache, v_cache = map(dense, (q, k_cache, v_cache))
     k, v, qv = (rows if rows is None else dense(rows) for rows in (k, v, qv))
     capacity, tokens = where.capacity(P), max(1, ROWS // group)
-    kind, least = ("paged", CHUNK) if qv is None else ("latent", LATENT_CHUNK)
+    kind = "paged" if qv is None else "latent"
     few, many = (paged_tile(kernel, q, v_cache, softcap) for kernel in (kind, f"{kind}_rows"))
     few = few._replace(block_m=min(few.block_m, max(ROWS, block_of(group))))
     blocks = -(-tokens * group // few.block_m)
     keys = min(capacity, left + tokens + few.block_n) if left >= 0 else capacity  # at most, of a sequence of few rows
-    chunk = _chunk(keys, where.slots, few.block_n, least)
-    splits = max(1, -(-keys // chunk))
-    items = capacity // chunk + B if where.slots else B  # with slots at most as many chunks, else sequences
+    together = TOGETHER if few.block_m * block_of(DV) <= JOINED else 1
+    chunk = _chunk(keys, where.slots, few.block_n, together)
+    for own in (chunk * together, chunk):  # the keys of a program: a chunk's where groups leave multiprocessors idle
+        splits = max(1, -(-keys // own))
+        items = capacity // own + B if where.slots else B  # with slots at most as many programs, else sequences
+        grid = items * HK * blocks, 1 if where.slots else splits
+        if 2 * math.prod(grid) >= num_programs(q.device, 1):
+            break
     height = min(max(1, max_seqlen_q), tokens) * group
-    chunks = 0 if splits == 1 else items if where.slots else B * splits
-    parts = tuple(lse.new_empty(chunks, HK, height, width) for width in (DV, 2))
+    programs = 0 if splits == 1 else items if where.slots else B * splits
+    parts = tuple(lse.new_empty(programs, HK, height, width) for width in (DV, 2))
     # what depends on the batch is no constexpr, and no tensor is None for some batches: two kernels may round otherwise
-    shared = {"HK": HK, "GROUP": group, "DV": DV, "HAS_LEFT": left >= 0, "TOKENS": tokens, **where.constants(T, P)}
+    shared = {"HK": HK, "GROUP": group, "DV": DV, "SOFTCAP": softcap, "HAS_LEFT": left >= 0, "TOKENS": tokens}
+    shared |= where.constants(T, P)
     strides = q.stride(1), k_cache.stride(0), k_cache.stride(2), v_cache.stride(0), v_cache.stride(2)
     steps = {"STRIDE_Q": q.stride(0), "STRIDE_K": k_cache.stride(1), "STRIDE_V": v_cache.stride(1)}
     for name, rows in (("STRIDE_NK", k), ("STRIDE_NV", v), ("STRIDE_QV", qv)):
         steps[name], stride = (0, 0) if rows is None else rows.stride()[:2]
         strides += (stride,)
-    launches = [(few, (items * HK * blocks, 1 if where.slots else splits))]
+    launches = [(few, grid)]
     if max_seqlen_q > tokens:  # a sequence of more rows takes blocks of them, whatever else there is
         launches.append((many, ((T * group // many.block_m + B) * HK, 1)))
     for tile, grid in launches:
@@ -153,25 +163,28 @@ def paged_attention_fwd(
             _attention_paged_kernel,
             grid,
             (q, k_cache, v_cache, k, v, qv, *where, packed(sinks), out, lse, *parts),
-            (*strides, where.stride, B, T, N, capacity, chunk, splits, height, left),
+            (*strides, where.stride, B, T, N, capacity, chunk, own, splits, height, left),
             (scale,),
             FEW=tile is few,
+            JOIN=tile is few and together > 1,
             D=D,
-            SOFTCAP=softcap,
             **steps,
             **shared,
             **tile.constants(),
         )
     if splits > 1:
+        merged = MERGED if where.slots else min(MERGED, next_power_of_2(-(-keys // (chunk * together))))
         launch(
             _attention_paged_merge_kernel,
             (B * HK * height,),
             (*parts, packed(sinks), *where[1:], out, lse),
-            (B, T, capacity, chunks, chunk, splits, height, left),
+            (B, T, capacity, programs, own, chunk * together // own, splits, height, left),
+            (scale,),
+            TOGETHER=together,
             BLOCK_N=few.block_n,
-            BLOCK_C=MERGED,
+            BLOCK_C=merged,
             BLOCK_D=block_of(DV),
-            num_warps=max(1, block_of(DV) // WARP),
+            num_warps=min(4, max(1, merged * block_of(DV) // WARP)),
             **shared,
         )
     return out, lse
