@@ -125,8 +125,8 @@ ATTENTION = [
     (FORWARD, "STRIDE_V, mask, DV)  # zero", "STRIDE_V, keys < length_k, DV)  # zero", "NaN leaks from hidden values"),
     (
         SOFTMAX,
-        'finite = tl.where(new_max == float("-inf"), 0.0, new_max)',
-        "finite = new_max",
+        'finite = tl.where(new_max == float("-inf"), 0.0, new_max)\n    exponents',
+        "finite = new_max\n    exponents",
         "rows without keys are NaN",
     ),
     (

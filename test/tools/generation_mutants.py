@@ -5,6 +5,7 @@ ATTENTION, LATENTS = "patches/attention.py", "patches/latents.py"
 DECODE, SOURCE = "patches/decode_graphs.py", "patches/attention_source.py"
 
 GENERATING = [
+    (PAGED_CACHE, "out.contiguous()[None]", "out[None]", "a family that calls view on the output of attention fails"),
     (
         PAGED_CACHE,
         "k_cache, v_cache, slots, lengths, **more",

@@ -5,6 +5,12 @@ BESIDE, MASKS = "graphs.py", "patches/attention.py"
 GRAPHS = [
     (
         BESIDE,
+        "(p.data_ptr(), p.shape, p.requires_grad)",
+        "(p.data_ptr(), p.requires_grad)",
+        "a part of a weight is the weight",
+    ),
+    (
+        BESIDE,
         "            kept[p], p.grad = p.grad, None",
         "            kept[p], p.grad = None, None",
         "memory is read after it is freed",

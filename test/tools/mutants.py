@@ -224,7 +224,7 @@ TESTS = {
     **{file: "test_generation" for file, *_ in GENERATING},
     "patches/decode_graphs.py": "test_generation_graphs or plain_steps",
     **{file: "patches" for file, *_ in PATCHES},
-    "graphs.py": "test_graphs_beside or test_graphs_replayed or only_some_micro_batches",
+    "graphs.py": "test_graphs_beside or test_graphs_replayed or only_some_micro_batches or a_part_of_itself",
     **dict.fromkeys(
         ("patches/own_experts.py", "patches/separate_experts.py"), "experts or test_patches_every_expert or hooks"
     ),
@@ -277,6 +277,7 @@ TESTS = {
     **{file: "experts and not patches" for file, *_ in EXPERTS},
     "runtime/blocks.py": "test_ops or test_tiles or compiled_graph or test_experts",
     "ops/attention/choice.py": "attention",
+    "ops/attention/softmax.py": "attention or compiled_graph",
     "ops/attention/portable/bias.py": "attention and (bias or parts or position) or compiled_graph",
     "ops/attention/tiles.py": "attention_programs or attention_long or attention_decode",
     "ops/attention/hopper/buffers.py": "descriptors or products_take",

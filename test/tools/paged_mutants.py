@@ -5,6 +5,7 @@ FORWARD = "ops/attention/paged/forward.py"
 KERNELS = "ops/attention/paged/kernels.py"
 PLACES = "ops/attention/paged/places.py"
 PUBLIC = "ops/attention/paged/__init__.py"
+SOFTMAX = "ops/attention/softmax.py"
 WRITE = "ops/attention/paged/write.py"
 
 PAGED = [
@@ -41,11 +42,11 @@ PAGED = [
     ),
     (KERNELS, "mask = (keys >= low) & (keys < end)", "mask = keys < end", "NaN before a window spreads"),
     (KERNELS, "tl.minimum(inner_end, cached))", "inner_end)", "keys that are not in the cache count as zeros"),
-    (KERNELS, "end = tl.minimum(end, start + chunk)", "end = end", "a chunk has the keys of the next, too"),
+    (KERNELS, "end = tl.minimum(end, start + own)", "end = end", "a program has the keys of the next, too"),
     (
         KERNELS,
-        "start = start + rank * chunk",
-        "start = rank * chunk",
+        "start = start + rank * own",
+        "start = rank * own",
         "chunks count from the first key, not the window",
     ),
     (
@@ -56,15 +57,15 @@ PAGED = [
     ),
     (
         KERNELS,
-        "tl.cast(start_q + n - shift, tl.int64)",
+        "tl.cast(start_q + key - shift, tl.int64)",
         "tl.cast(start_q, tl.int64)",
         "all blocks of new keys are the first",
     ),
     (
         KERNELS,
-        "tl.range(tl.maximum(start, shift), end, BLOCK_N)",
-        "tl.range(shift, end, BLOCK_N)",
-        "new keys count in every chunk",
+        "key, stop = tl.maximum(n, shift)",
+        "key, stop = n",
+        "rows before the first count as new keys",
     ),
     (KERNELS, "heads = hk * GROUP + rows % GROUP", "heads = hk + rows % GROUP * HK", "query heads of other key heads"),
     (KERNELS, "queries = rows // GROUP + shift", "queries = rows + shift", "packed heads have positions of their own"),
@@ -78,9 +79,79 @@ PAGED = [
     (KERNELS, "PAGE % BLOCK_N == 0)", "PAGE >= BLOCK_N)", "a block of keys runs past its page"),
     (
         KERNELS,
-        'sink = tl.where(whole, tl.load(sinks_ptr + heads).to(tl.float32), float("-inf"))',
         "sink = tl.load(sinks_ptr + heads).to(tl.float32)",
-        "sinks count in every chunk and in the merge",
+        "sink = tl.load(sinks_ptr).to(tl.float32)",
+        "a program that needs no merge takes the first head's sink for all",
+    ),
+    (
+        KERNELS,
+        "for n in tl.range(start, cached, BLOCK_N):\n        if JOIN and n == next_chunk:",
+        "for n in tl.range(start, cached, BLOCK_N):\n        if JOIN and n == end:",
+        "cached chunks of a group are one",
+    ),
+    (
+        KERNELS,
+        "            if JOIN and n == next_chunk:",
+        "            if JOIN and n == end:",
+        "new keys join the chunk before theirs",
+    ),
+    (
+        KERNELS,
+        "            next_chunk += chunk\n        keys",
+        "        keys",
+        "a group has two chunks, a short one and a long one",
+    ),
+    (KERNELS, "n_new -= (n_new - start) % chunk", "pass", "new keys of two chunks are one"),
+    (KERNELS, "tl.minimum(end, n + chunk) if FEW else end", "end", "new keys of the next chunk count twice"),
+    (
+        KERNELS,
+        "    if JOIN:\n        state = join(joined, state, unit)",
+        "    if JOIN:\n        state = joined",
+        "the last chunk of a group is lost",
+    ),
+    (
+        KERNELS,
+        "for j in tl.static_range(1, TOGETHER):",
+        "for j in tl.static_range(TOGETHER - 1, 0, -1):",
+        "the merge joins in another order than a program",
+    ),
+    (
+        KERNELS,
+        "if TOGETHER > 1 and together > 1:",
+        "if TOGETHER > 1 and together > 9:",
+        "the merge leaves three chunks of a group out",
+    ),
+    (
+        KERNELS,
+        "first + offs + j, parts, offs + j < count",
+        "first + offs + j, parts, offs < count",
+        "a last group has chunks of the next sequence",
+    ),
+    (
+        SOFTMAX,
+        'finite = tl.where(new_max == float("-inf"), 0.0, new_max)\n    decay, weight',
+        "finite = new_max\n    decay, weight",
+        "chunks of which none sees a key make a row NaN",
+    ),
+    (
+        SOFTMAX,
+        "tl.fma(total, decay, total_other * weight)",
+        "total + total_other * weight",
+        "sums of joined chunks are not rescaled",
+    ),
+    (SOFTMAX, "acc_other[1] * weight[:, None]", "acc_other[1]", "the second part of joined products is not weighted"),
+    (
+        FORWARD,
+        "if 2 * math.prod(grid) >= num_programs",
+        "if math.prod(grid) > 2 * num_programs",
+        "batches of some size are slow",
+    ),
+    (FORWARD, "for own in (chunk * together, chunk):", "for own in (chunk,):", "large batches are slow"),
+    (
+        FORWARD,
+        "min(MERGED, next_power_of_2(-(-keys // (chunk * together))))",
+        "min(MERGED, next_power_of_2(splits))",
+        "the order of sums depends on the batch",
     ),
     (
         KERNELS,
@@ -103,17 +174,17 @@ PAGED = [
     ),
     (
         KERNELS,
-        "acc = acc * decay + tl.sum(x * weights",
-        "acc = acc + tl.sum(x * weights",
+        "acc = acc * decay + tl.sum(x[0] * weights",
+        "acc = acc + tl.sum(x[0] * weights",
         "merged sums are not rescaled",
     ),
     (
         KERNELS,
-        "total * decay + tl.sum(weights, 0), new_max",
-        "tl.sum(weights, 0), new_max",
+        "total * decay + tl.sum(totals * weights, 0), new_max",
+        "tl.sum(totals * weights, 0), new_max",
         "the merge keeps the last sum",
     ),
-    (KERNELS, 'mask=mask, other=float("-inf"))', 'other=float("-inf"))', "chunks that there are not are merged"),
+    (KERNELS, 'mask=inside, other=float("-inf"))', 'other=float("-inf"))', "parts that there are not are merged"),
     (
         KERNELS,
         'finite = tl.where(new_max == float("-inf"), 0.0, new_max)',
@@ -135,14 +206,14 @@ PAGED = [
     ),
     (
         FORWARD,
-        "SLOT_CHUNK if slots else",
-        "max(SLOT_CHUNK, keys // 2) if slots else",
+        "0 if slots else -(-keys",
+        "keys // 8 if slots else -(-keys",
         "with slots bits depend on the batch",
     ),
     (
         FORWARD,
-        "parts = tuple(lse.new_empty(chunks, HK, height, width) for width in (DV, 2))",
-        "parts = tuple(lse.new_empty(chunks, HK, height, width) if chunks else None for width in (DV, 2))",
+        "parts = tuple(lse.new_empty(programs, HK, height, width) for width in (DV, 2))",
+        "parts = tuple(lse.new_empty(programs, HK, height, width) if programs else None for width in (DV, 2))",
         "a batch of few keys has a kernel of its own",
     ),
     (
@@ -186,12 +257,14 @@ PAGED = [
     (FORWARD, "left + tokens + few.block_n", "left", "a window has a chunk too few"),
     (
         FORWARD,
-        "capacity // chunk + B if where.slots",
-        "capacity // chunk if where.slots",
+        "capacity // own + B if where.slots",
+        "capacity // own if where.slots",
         "the last slots have no program",
     ),
-    (FORWARD, "splits = max(1, -(-keys // chunk))", "splits = -(-keys // chunk)", "without pages nothing is written"),
+    (FORWARD, "splits = max(1, -(-keys // own))", "splits = -(-keys // own)", "without pages nothing is written"),
     (FORWARD, "self.pages.shape[1] * page", "self.pages.shape[1]", "a sequence has as many keys as pages"),
+    (PUBLIC, "key.clamp(0, where.capacity(P) - 1)", "key.clamp(min=0)", "a row behind all pages has no page"),
+    (PUBLIC, "b.clamp(0, B - 1)", "b.clamp(0, B)", "rows behind the last sequence have no place"),
     (WRITE, "key = length - n + t - start_q", "key = length - 1", "all rows of a sequence go to its last slot"),
     (WRITE, "inside & (page >= 0) & (page < N)", "inside & (page >= 0)", "slots out of range are written"),
     (WRITE, "inside = (b < B) & (key >= 0)", "inside = b < B", "rows before the first key are written"),
