@@ -16,7 +16,7 @@ from torch.utils.checkpoint import checkpoint
 from liger_like.ops.glu import glu_fwd
 from liger_like.ops.glu_linear import _glu_bwd_y_for_dy
 from liger_like.ops.losses.products import addmm, even_step
-from liger_like.runtime.autograd import once_differentiable
+from liger_like.runtime.autograd import is_forward_only, once_differentiable
 from liger_like.runtime.registry import op
 from liger_like.runtime.support import autocast_dtype, is_local, unhooked, use_kernel
 
@@ -179,7 +179,7 @@ def tiled_mlp(
     dtype = autocast_dtype(x) or x.dtype
     pairs = ((None, None) if layer is None else (layer.weight, layer.bias) for layer in (gate, up, down))
     operands = [None if t is None else t.to(dtype) for t in (x, *(t for pair in pairs for t in pair))]
-    if not torch.is_grad_enabled():
+    if is_forward_only():
         return _tiled_mlp_fwd(*operands, act)
     if torch._C._autograd._top_saved_tensors_default_hooks(True) is None:  # not in a checkpoint
         return _TiledMLP.apply(*operands, act, True)

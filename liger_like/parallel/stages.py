@@ -105,7 +105,7 @@ def _refusal(model: Any, tp: int, pp: int) -> str:
         return f"model must not scale embeddings or logits to be spread, got {name} with {scaled[0]}"
     if {*kinds} != {"full_attention"}:
         return f"model must have full attention in each layer to be spread, got windows or other kinds in {name}"
-    if tp > 1 and (unknown := unknown_parts(layers[0])):
+    if tp > 1 and (unknown := set().union(*map(unknown_parts, layers))):
         return f"tp must be 1 for {name}, got {tp}: its {min(unknown)} would see some of the heads or features"
     if config._attn_implementation != NAME:
         return f"model must have patched attention to be spread, got {config._attn_implementation!r} in {name}"

@@ -6,6 +6,7 @@ import functools
 import pytest
 import torch
 from torch import nn
+from torch.autograd import forward_ad
 from torch.utils.checkpoint import checkpoint
 
 from liger_like.ops import tiled_mlp as module
@@ -163,6 +164,13 @@ def test_a_second_derivative_is_refused(in_checkpoint, device):
     (dx,) = torch.autograd.grad(out.sum(), x, create_graph=True)
     with pytest.raises(RuntimeError, match="trying to differentiate twice"):
         dx.sum().backward()
+
+
+def test_a_forward_derivative_is_refused_without_gradients(device):
+    """An op without a rule would lose the tangent."""
+    several, x = layers(device), tokens(device).detach()
+    with torch.no_grad(), forward_ad.dual_level(), pytest.raises(NotImplementedError, match="jvp"):
+        in_tiles(*several, forward_ad.make_dual(x, x))
 
 
 @pytest.mark.parametrize("change", ["few tokens", "dtype", "hook", "compiled"])

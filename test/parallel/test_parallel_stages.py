@@ -159,15 +159,15 @@ def check_placements_and_errors(rank):
 
 def check_refusals(mesh):
     """Refuse layers whose parts would see some of the heads or features: not nn.Linear, or with other parameters."""
-    for at, name, part in (
-        ("self_attn", "q_proj", Weight()),
-        ("mlp.down_proj", "adapter", Weight()),
-        ("mlp", "inner", nn.Identity()),
-        ("self_attn", "sinks", nn.Parameter(torch.zeros(4))),
+    for layer, at, name, part in (
+        (0, "self_attn", "q_proj", Weight()),
+        (1, "mlp.down_proj", "adapter", Weight()),  # adapters may be in some layers only
+        (0, "mlp", "inner", nn.Identity()),
+        (0, "self_attn", "sinks", nn.Parameter(torch.zeros(4))),
     ):
         model = made(LLAMA, {})
         liger_like.patch(model)
-        setattr(model.model.layers[0].get_submodule(at), name, part)
+        setattr(model.model.layers[layer].get_submodule(at), name, part)
         path = at if isinstance(part, nn.Parameter) else f"{at}.{name}"
         with pytest.raises(ValueError, match=f"tp must be 1 for LlamaForCausalLM, got 2: its {path} would see some"):
             spread(model, mesh)
