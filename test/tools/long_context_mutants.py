@@ -5,6 +5,7 @@ TILES, MLP = "ops/tiled_mlp.py", "patches/glu_mlp.py"
 GROUPS, STEPPING = "parallel/groups.py", "parallel/stepping.py"
 
 LONG_CONTEXT = [
+    (TILES, "if is_forward_only():", "if not torch.is_grad_enabled():", "a tangent is lost without gradients"),
     (
         OFFLOAD,
         "            kept.host.copies.wait(end, kept.tensor)  # type: ignore[arg-type]\n            kept.tensor = None",

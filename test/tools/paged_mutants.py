@@ -148,12 +148,6 @@ PAGED = [
     ),
     (FORWARD, "for own in (chunk * together, chunk):", "for own in (chunk,):", "large batches are slow"),
     (
-        FORWARD,
-        "min(MERGED, next_power_of_2(-(-keys // (chunk * together))))",
-        "min(MERGED, next_power_of_2(splits))",
-        "the order of sums depends on the batch",
-    ),
-    (
         KERNELS,
         "end, items = tl.where(tl.program_id(1) == 0, T, 0)",
         "end, items = 0",

@@ -4,6 +4,12 @@ LAYER, TOKENS, STAGES = "parallel/tensor_parallel.py", "parallel/tokens.py", "pa
 CONTEXT, ATTENTION = "parallel/context_parallel.py", "parallel/_spread_attention.py"
 
 TENSOR = [
+    (
+        STAGES,
+        "set().union(*map(unknown_parts, layers))",
+        "unknown_parts(layers[0])",
+        "adapters of later layers count twice",
+    ),
     (LAYER, "local if counts else 0 * local", "local", "each process adds the bias to the sum"),
     (LAYER, "[Partial()] if whole else", "[Replicate()] if whole else", "norms have the gradient of some tokens"),
     (LAYER, "vars(place.module).pop(place.name, None)", "pass", "local tensors stay on the modules"),
