@@ -27,6 +27,7 @@ from examples import parallel
 from liger_like.parallel.stages import spread
 from liger_like.planning import Setting, predict
 from liger_like.planning import _layers as layers
+from liger_like.planning import _stages as stages
 from liger_like.planning._clock import DTENSOR
 from liger_like.planning._models import build, model_class
 from liger_like.planning._prediction import of_pipeline
@@ -122,6 +123,11 @@ def test_errors_later_are_not_those_of_a_rank():
     hook = sys.excepthook
     predict(MODEL, Setting(1, SEQ, fsdp=2, dtype="fp32"))
     assert sys.excepthook is hook
+
+
+def test_stage_2_of_zero_keeps_the_gathered_parameters():
+    settings = [replace(MESHES["tp"], fsdp=2, zero=zero) for zero in (2, 3)]
+    assert [stages.options_of(setting).get("reshard_after_forward", True) for setting in settings] == [False, True]
 
 
 def test_norms_without_weights():
