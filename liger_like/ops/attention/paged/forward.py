@@ -138,7 +138,7 @@ def paged_attention_fwd(
     keys = min(capacity, left + tokens + few.block_n) if left >= 0 else capacity  # at most, of a sequence of few rows
     together = TOGETHER if few.block_m * block_of(DV) <= JOINED else 1
     chunk = _chunk(keys, where.slots, few.block_n, together)
-    for own in (chunk * together, chunk):  # keys of a program: of a chunk, where most multiprocessors had no group
+    for own in (chunk * together, chunk):  # keys of a program: few groups would leave multiprocessors idle
         splits = max(1, -(-keys // own))
         items = capacity // own + B if where.slots else B  # with slots at most as many programs, else sequences
         grid = items * HK * blocks, 1 if where.slots else splits
